@@ -66,9 +66,10 @@ def plus_number(sign: int) -> Rule:
     """Return the function that rewrites the addition (``sign`` 1) or subtraction (-1) of a number: ``x + sign * alpha *
     number``.
 
-    If ``x`` is a 0-dimensional floating-point tensor, the function turns the number into a tensor, so that it is added
-    only once if ``x`` is a partial sum over ranks. For any other ``x``, it only removes the addition of an integer zero
-    to an integer tensor.
+    If ``x`` is a 0-dimensional floating-point tensor, such as a loss, the function turns the number into a
+    0-dimensional tensor. This matters if ``x`` later becomes a partial sum over ranks: every rank would add a number,
+    whereas a tensor can be made a partial sum, too. For any other ``x``, the function only removes the addition of an
+    integer zero to an integer tensor.
     """
 
     def rule(build: Builder, x: Any, other: Any, alpha: Any = 1) -> Any:
@@ -80,8 +81,9 @@ def plus_number(sign: int) -> Rule:
 
 
 def number_minus(build: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> Any:
-    """Rewrite ``other - alpha * x`` (two numbers and a node), so that the number ``other`` becomes a tensor, if ``x``
-    is a 0-dimensional floating-point tensor.
+    """Rewrite ``other - alpha * x`` (two numbers and a node) as a sum of ``-alpha * x`` and a 0-dimensional tensor with
+    the number ``other``, if ``x`` is a 0-dimensional floating-point tensor, such as a loss. If ``x`` later becomes a
+    partial sum over ranks, every rank would add a number, whereas a tensor can be made a partial sum, too.
 
     Return the node of the result, or ``KEEP`` (the operator stays) for any other ``x``. ``build``: appends operators to
     the graph.
@@ -101,10 +103,12 @@ def _create_scalar(build: Builder, like: fx.Node, value: float) -> fx.Node:
 
 
 def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
-    """Remove the operator that only checks whether a matrix factorisation succeeded: append nothing to the graph and
-    return ``None`` as its result, which nothing reads. ``build`` and the operator's arguments are not used.
+    """Remove an operator that only checks whether a matrix factorisation succeeded, such as ``_linalg_check_errors``:
+    append nothing to the graph and return ``None`` as its result, which nothing reads. ``build`` and the operator's
+    arguments are not used.
 
-    Eager torch raises an error there; a plan continues with the result of the failed factorisation.
+    Eager torch raises an error if the factorisation failed. After this rewrite, the model continues with the
+    factorisation's result instead.
     """
 
 
@@ -266,12 +270,12 @@ def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: f
 
 def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
     """Rewrite a batch norm of ``x`` with running statistics, which torch updates, as elementary operators. Return a
-    tuple: the node of the normalised tensor, two ``None`` for saved statistics that nothing reads, and the nodes of the
-    new running mean and running variance.
+    tuple of five: the node of the normalised tensor, two ``None`` for saved statistics that nothing reads, and the
+    nodes of the new running mean and running variance.
 
-    In training, the new running mean is ``(1 - momentum) * old + momentum * batch mean``; the running variance follows
-    likewise from the batch's unbiased variance. Outside of training, both are the old ones. ``build``: appends
-    operators to the graph. ``arguments``: the operator's arguments after ``x``.
+    In training, the new running mean is ``(1 - momentum) * old + momentum * batch mean``; the new running variance is
+    computed in the same way from the batch's unbiased variance. Outside of training, both are the old ones. ``build``:
+    appends operators to the graph. ``arguments``: the operator's arguments after ``x``.
     """
     norm = BatchNorm(*arguments)
     running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum

@@ -73,11 +73,13 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
 def replace_mask(
     graph: fx.Graph, node: fx.Node, mask: Band | DocumentMask, ids: dict[tuple[fx.Node, int], fx.Node]
 ) -> bool:
-    """Rewrite the attention ``node`` of ``graph`` in place so that it needs no mask: a query sees the keys of ``mask``,
-    a range of positions around its own, or such a range within its document. Return whether it has no mask any more.
+    """Remove the mask of the attention ``node`` of ``graph``, in place, by giving the attention other arguments or by
+    replacing it by an operator that computes the same without a mask. Return whether this was possible; if not,
+    ``node`` is unchanged.
 
-    ``ids``: a cache: (node from which document ids are made, batch size) -> node ``[batch, positions]`` of document
-    ids; a new one is added.
+    ``mask``: what the mask means: a query sees the keys in a range of positions around its own (a :class:`Band`), or
+    only those of them that are in its document (a :class:`DocumentMask`). ``ids``: a cache: (node from which document
+    ids are made, batch size) -> node ``[batch, positions]`` of document ids; a new one is added.
     """
     if isinstance(mask, DocumentMask):
         return _replace_mask_by_documents(graph, node, mask, ids)
@@ -89,8 +91,8 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
     whether that was done. ``band``: how many positions before and after its own a query sees.
 
     If all keys are visible or all keys up to the query, only arguments of ``node`` change. For a sliding window,
-    ``node`` is replaced by the operator ``partition::band_attention``. It keeps its mask instead if its operands are
-    not ``[batch, heads, positions, width]`` of equal batch sizes, if their numbers of heads differ without
+    ``node`` is replaced by the operator ``partition::band_attention``. In that case, ``node`` stays unchanged if its
+    operands are not ``[batch, heads, positions, width]`` of equal batch sizes, if their numbers of heads differ without
     ``enable_gqa``, or if its result is an output of the model.
     """
     if band.is_full or band.is_causal:
@@ -343,7 +345,7 @@ def flex_attention_traced() -> Iterator[None]:
     function is called once, with index tensors of all batch rows, heads, queries and keys, instead of once for each
     element. If a score function is given, it is called once with all scores, and attention is traced as a product, a
     softmax and a product. Without this context, torch would trace one operator with functions of single elements, and
-    would refuse gradients on CPU."""
+    would raise an error for gradients on CPU."""
     replaced = {
         "_validate_device": lambda *_: None,
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,

@@ -51,8 +51,8 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """A description of an integer tensor whose elements are elements of another tensor of the graph, plus a constant.
-    It says which elements these are; their numbers depend on data.
+    """Says where the elements of an integer tensor come from: each is an element of another tensor of the graph, plus a
+    constant. The numbers themselves depend on data and are not known.
 
     ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
     element along this dim. It has size 1 in every dim along which the index is constant. ``added``: the constant.
@@ -63,9 +63,9 @@ class Gathered:
     added: int = 0
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Gathered:
-        """Return this description of an integer tensor, whose elements are elements of another tensor, after a
-        rearrangement of its dims. ``move``: the function that rearranges the dims of a tensor, such as a transpose;
-        it is applied to the index tensors."""
+        """Return this description of an integer tensor, which says that its elements are certain elements of another
+        tensor, after a rearrangement of the dims of the described tensor. ``move``: the function that rearranges the
+        dims of a tensor, such as a transpose; it is applied to the index tensors."""
         return Gathered(self.source, tuple(move(p) for p in self.places), self.added)
 
 
@@ -115,7 +115,8 @@ MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest num
 
 
 class UnknownValueError(Exception):
-    """Raised if the value of a node cannot be computed from constants, or only with a tensor that is too large."""
+    """Raised if the value of a node cannot be computed from constants, or only with a tensor of more than ``LIMIT``
+    (2**22) elements."""
 
 
 class ConstantEvaluator:
@@ -129,12 +130,13 @@ class ConstantEvaluator:
         self.values: dict[fx.Node, Value | None] = {}
 
     def find_value(self, node: fx.Node) -> Value | None:
-        """Return the value of ``node``, cached; ``None`` if it depends on more than constants or would be too large.
+        """Return the value of ``node``, cached; ``None`` if it depends on more than constants or cannot be computed
+        without a tensor of more than ``LIMIT`` (2**22) elements.
 
         The value has one of four forms: a tensor with size 1 in every dim along which it is constant; a tuple of
         conditions, for a boolean tensor that is true where all of them hold; a :class:`ConditionalValue`, which has one
         number where conditions hold and another elsewhere; or, in a :class:`MaskEvaluator`, a :class:`Gathered`, which
-        says which elements of a tensor that depends on data the elements are.
+        says from which elements of a data-dependent tensor the elements are copied.
         """
         stack = [node]
         while stack:
@@ -194,21 +196,23 @@ _MOST_DIMS = 4  # of a tensor of data that masks are made of
 
 class MaskEvaluator(ConstantEvaluator):
     """Computes the values of nodes from which attention masks are made. Besides constants, it follows integers that
-    depend on data, such as the document of each position, as a :class:`Gathered`: it knows which element of which
-    tensor each integer is, but not the number. An integer tensor that no rule follows, such as a running sum over data,
-    is described by elements of its own node."""
+    depend on data, such as the document of each position, as a :class:`Gathered`: it knows of which tensor and which
+    element each integer is a copy, but not the number. If no rule follows an integer tensor, such as a running sum over
+    data, its :class:`Gathered` refers to the tensor's own elements."""
 
     def compute_value(self, node: fx.Node) -> Value | None:
-        """Return the value of ``node`` if it follows from constants. Otherwise, if it is an integer tensor, return a
-        :class:`Gathered`, which says that its elements are those of ``node`` itself. Return ``None`` in any other case,
-        or if the tensor has more than four dims or a dim larger than ``LIMIT`` (2**22)."""
+        """Return the value of ``node``, such as a tensor or a tuple of conditions, if it follows from constants or from
+        rules for integers that depend on data. Otherwise, if ``node`` is an integer tensor, return a :class:`Gathered`
+        (a description of a tensor by elements of another one) that refers to the elements of ``node`` itself. Return
+        ``None`` in any other case, or if the tensor has more than four dims or a dim larger than ``LIMIT`` (2**22)."""
         value = super().compute_value(node)
         return describe_integers(node) if value is None else value
 
 
 def describe_integers(node: fx.Node) -> Gathered | None:
-    """Return a :class:`Gathered` by which the elements of the integer tensor ``node`` are those of the node itself;
-    ``None`` unless it is an integer tensor of one to four dims of at most ``LIMIT`` (2**22) elements each."""
+    """Return a :class:`Gathered` (a description of an integer tensor by elements of another tensor) for ``node`` that
+    refers to the elements of ``node`` itself; comparisons of rearrangements of ``node`` can then be followed. Return
+    ``None`` unless ``node`` is an integer tensor of one to four dims of at most ``LIMIT`` (2**22) elements each."""
     tensor = node.meta.get("val")
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
         return None
@@ -550,7 +554,7 @@ def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value
 def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
     """Return the value of ``node``, which computes ``source[indices]``. ``source``: the value of the operand: a
     constant tensor, or a description of it as elements, at known indices, of a tensor that depends on data; the result
-    has the same form. It has size 1 in dims along which it is constant; indices into these dims are ignored.
+    has the same form. ``source`` has size 1 in dims along which it is constant; indices into these dims are ignored.
     ``indices``: the values of the index tensors. Raise :class:`UnknownValueError` unless there is a constant index
     tensor for every dim of ``source``."""
     if isinstance(source, Gathered):

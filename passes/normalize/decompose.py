@@ -107,12 +107,12 @@ def _is_fit(graph: fx.Graph) -> bool:
 
 
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
-    """Append the operators by which torch defines the operator ``build.node`` to the new graph, and return the node of
-    the result, or a tuple of nodes.
+    """Append the operators by which torch defines the operator ``build.node`` to the rewritten copy of its graph, and
+    return the node of the result, or a tuple of nodes.
 
-    ``build``: appends operators to the new graph. ``args``, ``kwargs``: the operator's arguments, with nodes in
-    place of tensors. Return ``KEEP`` (the operator stays) if the definition cannot be traced, because it reads
-    numbers out of tensors or has no meta kernel, or if it has more than 4096 nodes or writes to its operands.
+    ``build``: appends operators to the copy. ``args``, ``kwargs``: the operator's arguments, with nodes in place of
+    tensors. Return ``KEEP`` (the operator stays) if the definition cannot be traced, because it reads numbers out of
+    tensors or has no meta kernel, or if it has more than 4096 nodes or writes to its operands.
     """
     node = build.node
     assert node is not None
@@ -175,9 +175,9 @@ def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node
     (two nodes for an LSTM).
 
     ``build``: appends operators to the graph. ``x``: the input. ``state``: the initial state of all layers; a list of
-    two for an LSTM. ``weights``: those of all layers, in order. ``layers``: six values: whether there are biases,
-    number of layers, probability of dropout, whether dropout is on, whether each layer also reads backward, and whether
-    the batch is dim 0. For a network without dropout, return ``KEEP`` (the operator stays).
+    two for an LSTM. ``weights``: the weights and biases of all layers, in order. ``layers``: six values: whether there
+    are biases, number of layers, probability of dropout, whether dropout is on, whether each layer also reads backward,
+    and whether the batch is dim 0. For a network without dropout, return ``KEEP`` (the operator stays).
     """
     stack = RecurrentLayers(*layers)
     if not stack.drops:

@@ -94,12 +94,13 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
 
 
 def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | None:
-    """Return which dim of the compared tensor indexes positions, and which one indexes rows of the batch, if ``term``
-    compares the tensor's element at the query's position with its element at the key's position, in the same row.
+    """Return two dims of the tensor whose elements ``term`` compares: the dim of positions, and the dim of batch rows
+    (``None`` if one row serves all). ``term`` must compare the element at the query's position with the element at the
+    key's position, in the same row, as a test of whether query and key are in one document does. Return ``None`` for
+    any other comparison.
 
     ``term``: a comparison of elements of one tensor, with the dims ``[batch, heads, queries, keys]``. ``length``: the
-    number of queries, which is also that of keys. The second number is ``None`` if the tensor has a single row for all.
-    Return ``None`` if the comparison is of another kind.
+    number of queries, which is also that of keys.
     """
     position, batch = None, None
     for dim, size in enumerate(list_node_sizes(term.a.source)):
@@ -275,8 +276,8 @@ def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:
 
 
 def list_prefix_attentions(graph: fx.Graph) -> list[fx.Node]:
-    """Return a list of the ``partition::scored_attention`` nodes in ``graph`` that show prefixes to all queries, in
-    order."""
+    """Return a list of the ``partition::scored_attention`` nodes in ``graph`` that have a prefix (marked keys that
+    every query of their document sees, also earlier ones), in order."""
     return [n for n in graph.nodes if n.target is scored_ops.scored_attention.default and n.args[4] is not None]
 
 
@@ -288,8 +289,9 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
     tensors by the path of the model input, such as ``input_ids``. Return an empty tuple if there is no such operator,
     if the inputs are meta tensors, or if the document ids depend on more than inputs and constants.
 
-    Also store, in the operators that show prefixes, the number of pairs of a row that only a prefix shows, counted in
-    ``inputs``; -1 if it is unknown.
+    Some attention is causal except for a prefix: marked keys that every query of their document sees. For such an
+    operator, also store the mean number per row of pairs of a query and a later key that it sees because of the prefix,
+    counted in ``inputs``; -1 if it is unknown.
     """
     nodes = list_document_attentions(captured.graph)
     evaluator = ConstantEvaluator(_list_known_values(captured, inputs))
@@ -306,13 +308,14 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
 
 
 def _place_of(node: fx.Node, name: str) -> int:
-    """Return the position among the arguments of the operator ``node`` of the one with the name ``name``."""
+    """Return the position, from 0, of the argument ``name`` in the schema of the operator ``node``."""
     return [a.name for a in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
 
 
 def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return placeholder name -> value, of the constants of ``captured`` and of those of its inputs that ``inputs``
-    (tensors by the path of the model input) gives, repeated to the batch of the graph."""
+    """Return a dict from placeholder name to value, for the constants of ``captured`` (a model as one graph) and for
+    its inputs of which ``inputs`` has a sample. A sample is repeated to the shape that the input has in the graph.
+    ``inputs``: path of a model input, such as ``input_ids`` -> sample."""
     specs = {i.value: i for i in captured.inputs}
     values = {}
     for placeholder, name in captured.placeholders.items():
@@ -327,12 +330,13 @@ def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict
 
 
 def _count_pairs_ahead(evaluator: ConstantEvaluator, prefix: fx.Node, ids: fx.Node | None) -> int:
-    """Return the mean number over the rows of the batch of the pairs of a query and a later key of its document that
-    the prefix shows; -1 if it is unknown.
+    """Return how many pairs of a query and a later key of its document an attention has because of its prefix, as the
+    mean over the rows of the batch; -1 if it is unknown. The prefix is the set of keys that every query of their
+    document sees, although the attention is causal otherwise.
 
-    ``prefix`` ``[batch, positions]``: the node of the flags of keys that all queries of their document see. ``ids``
-    ``[batch, positions]``: that of the document ids; ``None`` if a row is one document. ``evaluator``: computes the
-    value of a node from constants and given inputs.
+    ``prefix`` ``[batch, positions]``: the node of a boolean tensor, true at the keys of the prefix. ``ids`` ``[batch,
+    positions]``: the node of the document ids; ``None`` if a row is one document. ``evaluator``: computes the value of
+    a node from constants and given inputs.
     """
     flags = evaluator.find_value(prefix)
     documents = torch.zeros(1, 1) if ids is None else evaluator.find_value(ids)

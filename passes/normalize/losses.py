@@ -37,14 +37,15 @@ _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
 
 def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
-    """Rewrite the operands of a next-token loss so that it reads all positions. The model leaves out positions without
-    a target by a slice of the logits. Return two nodes: the logits without the slice, and the targets with
-    ``ignore_index`` at the positions that the slice removed.
+    """Rewrite the operands of a next-token loss so that the sequence keeps its full length, which can be sharded
+    evenly. A model often drops the last position, which has no target, by a slice of the logits. Return two nodes: the
+    logits without this slice, and the targets with ``ignore_index`` at the positions that the slice removed, so that
+    the loss is the same.
 
     ``build``: appends operators to the graph. ``logits``: ``[b * (s - n), classes]`` or ``[b, classes, s - n]``, made
-    by a slice of ``[b, s, classes]`` along ``s`` that removes ``n`` positions. ``target``: the class for each of these
-    positions. ``ignore_index``: the class that the loss leaves out. If the logits were not made in this way, return
-    ``logits`` and ``target`` unchanged.
+    by a slice of ``[b, s, classes]`` along ``s`` that removes ``n`` positions. ``target``: the class for each of the
+    ``s - n`` positions. ``ignore_index``: the class that the loss leaves out. If the logits were not made in this way,
+    return ``logits`` and ``target`` unchanged.
     """
     casts: list[fx.Node] = []
     swaps = 0
@@ -152,11 +153,11 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
 
 
 def _skip_earlier_cast(build: Builder, node: fx.Node) -> fx.Node | None:
-    """Return a node with the value that ``node`` has without an earlier cast from a 16-bit type to float32; return
-    ``None`` if ``node`` does not come from such a cast.
+    """Return a 16-bit version of ``node`` if it was computed by a cast from a 16-bit type to float32 and then only by
+    reshapes, transposes, copies and slices. These are appended to the graph again, on the tensor before the cast, so
+    that the float32 tensor is not needed. Return ``None`` if ``node`` was computed in another way.
 
-    Only reshapes, transposes, copies and slices may lie between the cast and ``node``. They are appended to the graph
-    again, on the tensor before the cast. ``build``: appends operators to the graph.
+    ``build``: appends operators to the graph.
     """
     if node.target in CASTS and get_node_tensor(node).dtype == torch.float32:
         source = node.args[0]

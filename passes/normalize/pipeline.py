@@ -94,8 +94,8 @@ def _check_types(node: fx.Node) -> None:
     """Raise :class:`InputsError` if ``node`` is a matrix product, a convolution or an attention whose operands have
     different dtypes.
 
-    Torch refuses such operands only when it computes with real numbers, not while tracing, so that the error would come
-    late.
+    Torch raises an error for such operands only when it computes with real numbers, not while tracing, so that the
+    error would come late.
     """
     count = _ONE_TYPE.get(getattr(node.target, "overloadpacket", None), 0)
     found = [a.meta["val"].dtype for a in node.args[:count] if isinstance(a, fx.Node)]
@@ -165,7 +165,7 @@ def _unflatten_captured(captured: Captured) -> Captured:
     again, and with reads and writes by index replaced by operators that can be sharded (such as ``where`` and
     ``gather``), if a rewrite rule covers them.
 
-    The rewrites of indices that assign rows to experts must have run before.
+    Call it after the rewrites of mixtures of experts, which recognise the original reads and writes by index.
     """
     graph, results = captured.graph, _list_result_names(captured.graph)
     unflatten_dims(graph)

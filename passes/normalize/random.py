@@ -42,7 +42,7 @@ def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> 
     not zeroed.
 
     ``build``: appends operators to the graph. ``p``: the probability of zeroing an element. ``train``: whether dropout
-    is on. If it is false or ``p`` is 0, the result is ``x`` and the mask is true everywhere.
+    is on; ``None`` means that it is. If it is off or ``p`` is 0, the result is ``x`` and the mask is true everywhere.
     """
     if train is False or p == 0:
         return x, build(aten.ones_like.default, x, dtype=torch.bool, device=META)
@@ -59,7 +59,7 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
     index in the whole tensor, and return the node of the result. All plans then draw the same numbers.
 
     ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of the replaced operator. Return
-    ``KEEP`` (the operator stays) if there is no such formula for it.
+    ``KEEP`` (the operator stays) if this project has no such computation for the operator, or for these arguments.
     """
     assert build.node is not None
     formula = formula_of(build.node.target, args, kwargs)
@@ -71,9 +71,9 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
-    """Return the object that the formula of a random operator uses to append operators and draws of random numbers to a
-    graph. ``build``: appends operators to this graph. ``given``: the arguments of torch's random operator by name.
-    ``made``: a meta tensor with the shape and dtype of its result."""
+    """Return the object through which a function that imitates one of torch's random operators works on a graph: it
+    appends operators and draws of random numbers. ``build``: appends operators to this graph. ``given``: the arguments
+    of torch's random operator by name. ``made``: a meta tensor with the shape and dtype of its result."""
 
     def numbers(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: fx.Node) -> fx.Node:
         return _draw_random_numbers(build, list(sizes), distribution, *parameters)
@@ -139,9 +139,10 @@ def _draw_random_numbers(
     """Append a draw of one random number for each element of a tensor of the shape ``sizes`` to the graph, and return
     its node.
 
-    Every call adds a constant with a new stream number to the graph, so that no two draws give the same numbers.
-    ``build``: appends operators to the graph. ``distribution``: the operator that draws, such as ``partition::uniform``
-    (numbers from 0 to 1). ``parameters``: its further operands, such as a rate.
+    A number is a hash of a seed, the element's index and a stream number, an integer that identifies the draw. Every
+    call adds a constant with a new stream number to the graph, so that no two draws give the same numbers. ``build``:
+    appends operators to the graph. ``distribution``: the operator that draws, such as ``partition::uniform`` (numbers
+    from 0 to 1). ``parameters``: its further operands, such as a rate.
     """
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))

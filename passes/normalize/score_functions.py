@@ -50,10 +50,10 @@ _Move = Callable[[Tensor], Tensor]
 # --- values of masks that are no masks of documents -------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """A description of a tensor whose elements are elements of a small tensor of the graph, such as one flag for each
-    key, or one slope for each head.
+    """Says where the elements of a tensor come from: each is an element of a (usually smaller) tensor of the graph,
+    such as a vector with one flag for each key or one slope for each head.
 
-    ``source``: the node of the small tensor. ``places``: for each of its dims, an index tensor: the index of each
+    ``source``: the node of that tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
     element along this dim, with size 1 in every dim along which the index is constant.
     """
 
@@ -61,21 +61,24 @@ class Elements:
     places: tuple[Tensor, ...]
 
     def map_tensors(self, move: _Move) -> Elements:
-        """Return this description after a rearrangement of dims. ``move``: the function that rearranges the dims of a
-        tensor, such as a transpose; it is applied to the index tensors."""
+        """Return this description of a tensor, which says of which other tensor its elements are copies, after a
+        rearrangement of the dims of the described tensor. ``move``: the function that rearranges the dims of a tensor,
+        such as a transpose; it is applied to the index tensors."""
         return Elements(self.source, tuple(move(p) for p in self.places))
 
 
 @dataclass(frozen=True, eq=False)
 class FlaggedCondition:
-    """A condition of an attention mask that holds where all of ``terms`` hold, or where ``flags`` is true."""
+    """A condition of an attention mask: a query sees a key where all of ``terms`` hold, or where ``flags`` is true.
+    ``terms``: conditions such as a causal mask. ``flags``: a boolean tensor that depends on data, such as one flag for
+    each key of a prefix."""
 
     terms: tuple[Condition, ...]
     flags: Elements
 
     def map_tensors(self, move: _Move) -> FlaggedCondition:
-        """Return this condition after a rearrangement of dims. ``move``: the function that rearranges the dims of a
-        tensor, such as a transpose."""
+        """Return this condition of an attention mask after a rearrangement of the mask's dims. ``move``: the function
+        that rearranges the dims of a tensor, such as a transpose."""
         terms = tuple(folding.map_condition(t, move) for t in self.terms)
         return FlaggedCondition(terms, self.flags.map_tensors(move))
 
@@ -85,43 +88,48 @@ class FlaggedCondition:
 
 @dataclass(frozen=True, eq=False)
 class VectorSum:
-    """A constant tensor that is the sum of ``parts``, which are broadcast. It is too large to be created."""
+    """A constant tensor, described as the sum of the tensors ``parts``, which broadcast to its shape. It is used if the
+    sum itself would be too large to create."""
 
     parts: tuple[Tensor, ...]
 
     def map_tensors(self, move: _Move) -> VectorSum:
-        """Return this sum after ``move`` was applied to each part: a rearrangement of dims, a cast, or a product with a
+        """Return this description of a constant tensor as a sum, with ``move(part)`` in place of each part. ``move``: a
+        function for which this gives ``move`` of the sum: a rearrangement of dims, a cast, or a product with a
         number."""
         return VectorSum(tuple(move(p) for p in self.parts))
 
 
 @dataclass(frozen=True, eq=False)
 class HeadBias:
-    """A tensor that is the product of ``slopes`` and the sum of the constant tensors ``parts``, which are broadcast."""
+    """A bias of attention scores, such as ALiBi: ``slopes`` times the sum of the tensors ``parts``. ``slopes``: a
+    number for each head, taken from a tensor of the graph. ``parts``: constant tensors that broadcast, such as the
+    positions of keys and the negative positions of queries."""
 
     slopes: Elements
     parts: tuple[Tensor, ...]
 
     def map_tensors(self, move: _Move) -> HeadBias:
-        """Return this product after a rearrangement of dims. ``move``: the function that rearranges the dims of a
-        tensor, such as a transpose."""
+        """Return this bias of attention scores after a rearrangement of its dims. ``move``: the function that
+        rearranges the dims of a tensor, such as a transpose."""
         return HeadBias(self.slopes.map_tensors(move), tuple(move(p) for p in self.parts))
 
     def scale(self, number: float) -> HeadBias:
-        """Return this product times ``number``."""
+        """Return this bias of attention scores times ``number``."""
         return HeadBias(self.slopes, tuple(p * number for p in self.parts))
 
 
 @dataclass(frozen=True, eq=False)
 class BiasedMask:
-    """An additive attention mask that is ``bias`` where the conditions of ``mask`` hold, and hides scores elsewhere."""
+    """An additive attention mask with a bias: it adds ``bias`` to the scores where the conditions of ``mask`` hold, and
+    a large negative number, which hides the score, elsewhere."""
 
     bias: HeadBias
     mask: ConditionalValue
 
     def map_tensors(self, move: _Move) -> BiasedMask:
-        """Return this mask after a rearrangement of dims. ``move``: the function that rearranges the dims of a tensor,
-        such as a transpose."""
+        """Return this additive attention mask with a bias after a rearrangement of its dims. ``move``: the function
+        that rearranges the dims of a tensor, such as a transpose."""
         terms = tuple(folding.map_condition(t, move) for t in self.mask.terms)
         return BiasedMask(self.bias.map_tensors(move), replace(self.mask, terms=terms))
 
@@ -131,13 +139,16 @@ _NO_MASK = ConditionalValue((), torch.zeros(()), torch.tensor(-torch.inf))
 
 
 class ScoreEvaluator(MaskEvaluator):
-    """Computes the values of nodes from which masks and biases of attention scores are made. Besides what a
-    :class:`MaskEvaluator` knows, it follows booleans that depend on data (:class:`Elements`), masks that hold where one
-    of them is true, and products of a number for each head with positions (:class:`HeadBias`)."""
+    """Computes the values of nodes from which masks and biases of attention scores are made. Besides the forms of value
+    that a :class:`MaskEvaluator` finds, it finds: booleans that depend on data (:class:`Elements`), conditions that
+    also hold where such a boolean is true (:class:`FlaggedCondition`), large sums of constants (:class:`VectorSum`),
+    products of a number for each head with positions (:class:`HeadBias`), and masks with such a bias
+    (:class:`BiasedMask`)."""
 
     def compute_value(self, node: fx.Node) -> Any:
-        """Return the value of ``node``: one of the forms of :meth:`MaskEvaluator.find_value`, or a description of this
-        module; ``None`` if nothing is known."""
+        """Return the value of ``node``, from the values of its operands; ``None`` if nothing is known. The value has
+        one of the forms of :meth:`MaskEvaluator.find_value`, such as a tensor or a tuple of conditions, or it is an
+        :class:`Elements`, a :class:`VectorSum`, a :class:`HeadBias` or a :class:`BiasedMask`."""
         operands = [self.values[n] for n in node.all_input_nodes]
         value: Any = None
         rule = _SCORE_RULES.get(node.target)
@@ -156,8 +167,9 @@ class ScoreEvaluator(MaskEvaluator):
 
 
 def _describe_elements(node: fx.Node) -> Elements | None:
-    """Return a description by which the elements of ``node`` are those of the node itself; ``None`` unless it is a
-    boolean or floating-point tensor of at most four dims of at most ``LIMIT`` (2**22) elements each."""
+    """Return an :class:`Elements` (a description of a tensor by elements of another one) for ``node`` that refers to
+    the elements of ``node`` itself. Return ``None`` unless ``node`` is a boolean or floating-point tensor of at most
+    four dims of at most ``LIMIT`` (2**22) elements each."""
     tensor = node.meta.get("val")
     if not isinstance(tensor, Tensor) or not 1 <= tensor.dim() <= 4 or max(tensor.shape) > LIMIT:
         return None
@@ -167,7 +179,8 @@ def _describe_elements(node: fx.Node) -> Elements | None:
 
 
 def _align(node: fx.Node, value: Any) -> Any:
-    """Return ``value``, that of an operand of ``node``, with as many dims as the result of ``node`` has."""
+    """Return ``value``, the value of an operand of ``node``, with dims of size 1 added in front, so that it has as many
+    dims as the result of ``node``."""
     rank = get_node_tensor(node).dim()
 
     def move(x: Tensor) -> Tensor:
@@ -182,14 +195,16 @@ def _wide_dims(x: Tensor) -> set[int]:
 
 
 def _list_parts(value: Any) -> tuple[Tensor, ...]:
-    """Return the constant tensors whose sum ``value`` is; an empty tuple if it is no constant."""
+    """Return constant tensors whose sum is ``value``, what is known of an operand: the parts of a :class:`VectorSum`,
+    or ``value`` itself if it is a tensor. Return an empty tuple for any other value."""
     return value.parts if isinstance(value, VectorSum) else (value,) if isinstance(value, Tensor) else ()
 
 
 def _multiply(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return the value of the product ``node`` of two operands with the values ``a`` and ``b``: a :class:`HeadBias` if
-    one has a number for each head and the other one is constant along heads; a description times a number; ``None`` for
-    anything else."""
+    """Return what is known of the product ``node`` of two operands. ``a``, ``b``: what is known of the operands. If one
+    operand has a number for each head, and the other is a constant that does not vary along heads, the result is a
+    :class:`HeadBias`. If one operand is a :class:`HeadBias` or a :class:`VectorSum`, and the other is a number, the
+    result is the same description, multiplied by the number. Otherwise return ``None``."""
     for one, other in ((a, b), (b, a)):
         number = _as_number(other)
         if number is not None and isinstance(one, VectorSum):
@@ -214,8 +229,9 @@ def _multiply(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _find_slopes(node: fx.Node, operand: Any, value: Any) -> Elements | None:
-    """Return a description of ``operand``, an operand of the product ``node``, as elements of itself, or of the tensor
-    from which they come; ``None`` if it is not a floating-point tensor. ``value``: what is known of it."""
+    """Return an :class:`Elements` that says of which tensor of the graph the elements of ``operand``, an operand of the
+    product ``node``, are copies. It has as many dims as the result of ``node``. Return ``None`` if ``operand`` is not a
+    floating-point tensor, or is neither constant nor such a copy. ``value``: what is known of ``operand``."""
     if not isinstance(operand, fx.Node) or not get_node_tensor(operand).is_floating_point():
         return None
     found = value if isinstance(value, Elements) else _describe_elements(operand) if isinstance(value, Tensor) else None
@@ -223,7 +239,8 @@ def _find_slopes(node: fx.Node, operand: Any, value: Any) -> Elements | None:
 
 
 def _as_number(value: Any) -> float | None:
-    """Return ``value`` as a number if it is one, or a tensor of a single element; otherwise ``None``."""
+    """Return ``value`` as a Python number if it is an int or float, or a tensor of a single element; otherwise, also
+    for a Python boolean, return ``None``."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.numel() != 1):
         return None
     return value.item() if isinstance(value, Tensor) else value if isinstance(value, int | float) else None
@@ -245,9 +262,10 @@ def _cast(node: fx.Node, x: Any, dtype: torch.dtype, *_: Any) -> Any:
 
 
 def _add(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
-    """Return the value of ``node``, the sum of operands with the values ``a`` and ``b``: a :class:`VectorSum` of
-    constants if the sum is too large; a :class:`BiasedMask` if one is a bias and the other an additive mask; ``None``
-    for anything else."""
+    """Return what is known of ``node``, the sum of two operands. ``a``, ``b``: what is known of the operands. The
+    result is a :class:`VectorSum` if both are constants and their sum is too large to create. It is a
+    :class:`BiasedMask` if one operand is a bias and the other is an additive mask. Otherwise return ``None``, also if
+    ``alpha``, the factor of the second operand, is not 1."""
     if alpha != 1:
         return None
     for one, other in ((a, b), (b, a)):
@@ -270,9 +288,10 @@ def _subtract(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
 
 
 def _compare(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return the value of the comparison ``node`` of operands with the values ``a`` and ``b``, of which one is a sum of
-    vectors: a tuple with a :class:`Term` that compares the vectors along the last dim with the others. Return ``None``
-    for anything else."""
+    """Return what is known of the comparison ``node`` of two constants, at least one of which is a :class:`VectorSum`
+    (a sum too large to create). ``a``, ``b``: what is known of the operands. The result is a tuple with one
+    :class:`Term`, in which everything that varies along the last dim only is on the left side, and the rest on the
+    right side. Return ``None`` for other operands."""
     if not isinstance(a, VectorSum) and not isinstance(b, VectorSum):
         return None
     given = [_list_parts(torch.as_tensor(x) if isinstance(x, int | float) else x) for x in (a, b)]
@@ -289,9 +308,10 @@ def _compare(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _or(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return the value of ``node``, the logical ``or`` of operands with the values ``a`` and ``b``: a tuple with a
-    :class:`FlaggedCondition` if one has conditions, or is a constant that varies along two dims, and the other is one
-    number for each key; ``None`` for anything else."""
+    """Return what is known of ``node``, the logical ``or`` of two operands. ``a``, ``b``: what is known of the
+    operands. The result is a tuple with a :class:`FlaggedCondition` if one operand consists of conditions, or is a
+    constant that varies along two or more dims, and the other is a vector of flags, such as one for each key. If one
+    operand is false everywhere, the result is that of the other. Otherwise return ``None``."""
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and not one and isinstance(other, tuple | Elements):
             return _align(node, other)
@@ -317,8 +337,10 @@ def _fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
 
 
 def _choose(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
-    """Return the value of ``node``, a choice by ``condition`` between ``a`` and ``b``: a :class:`BiasedMask` if one is
-    a bias, or a mask with a bias, and the other a number that hides; ``None`` for anything else."""
+    """Return what is known of ``node``, which has ``a`` where ``condition`` is true and ``b`` elsewhere. The result is
+    a :class:`BiasedMask` if one of ``a`` and ``b`` is a bias of scores, or a mask with a bias, and the other is a large
+    negative number, which hides a score. Otherwise return ``None``. ``condition``, ``a``, ``b``: what is known of the
+    three operands."""
     for place, (one, other) in enumerate(((a, b), (b, a))):
         number = _as_number(other)
         if number is None or number > MASKED or not isinstance(one, HeadBias | BiasedMask):
@@ -333,8 +355,9 @@ def _choose(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
 
 
 def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
-    """Return the value of ``node``, which rearranges dims, if that of its operand is a description of this module;
-    otherwise ``None``."""
+    """Return what is known of ``node``, an operator that rearranges dims, if ``x``, what is known of its operand, is a
+    description such as a :class:`HeadBias` rather than a tensor; otherwise return ``None``. ``args``: the further
+    arguments of the operator."""
     if not isinstance(x, _DESCRIBED):
         return None
     if node.target in (aten.squeeze.dim, aten.squeeze.dims):
@@ -368,10 +391,11 @@ _SCORE_RULES: dict[Any, Callable[..., Any]] = {
 class ScoreForm(NamedTuple):
     """How an attention changes its scores, and which keys a query sees.
 
-    ``band``: the positions around its own that a query sees. ``documents``: the mask by which it sees keys of its own
-    document only; ``None`` if a row is one document. ``prefix``: a mask ``flags`` of keys that all queries of their
-    document see, as a :class:`DocumentMask` whose source has the flags; ``None`` for none. ``slopes``: the node of a
-    number for each head, and the factor by which it is multiplied to give the slope of ALiBi; ``None`` for none.
+    ``band``: the positions around its own that a query sees. ``documents``: the document ids, if a query sees keys of
+    its own document only; ``None`` if a row is one document. ``prefix``: the flags of a prefix, that is, keys that all
+    queries of their document see; ``None`` for none. It is a :class:`DocumentMask` whose ``source`` is the node of the
+    flags in place of document ids. ``slopes``: for ALiBi, (node of a number for each head, factor); the slope of a head
+    is the product of the two. ``None`` for none.
     """
 
     band: Band
@@ -381,11 +405,12 @@ class ScoreForm(NamedTuple):
 
 
 def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm | None:
-    """Return how masks and biases that are added to the scores of an attention change them, and which keys they show;
-    ``None`` if they are of another kind.
+    """Return how the masks and biases that are added to the scores of an attention change the scores, and which keys a
+    query sees. Return ``None`` if ``ScoreForm`` cannot express this.
 
-    ``values``: what is known of each mask or bias: a boolean or additive mask, or a description of this module, each
-    with four dims. ``heads``: the number of heads of the queries. ``length``: the number of queries, and of keys.
+    ``values``: what is known of each mask or bias, with four dims: a boolean tensor, an additive mask, a tuple of
+    conditions, a :class:`HeadBias` or a :class:`BiasedMask`. ``heads``: the number of heads of the queries. ``length``:
+    the number of queries, and of keys.
     """
     terms: tuple[Any, ...] = ()
     biases = []
@@ -422,9 +447,13 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
 
 
 def _find_row_flags(flags: Elements, length: int) -> DocumentMask | None:
-    """Return the tensor of which ``flags``, with the dims ``[batch, heads, queries, keys]``, has an element for each
-    key, as the ids of a :class:`DocumentMask`; ``None`` if the flags depend on heads or queries. ``length``: the number
-    of keys."""
+    """Return the tensor from which ``flags`` takes one element for each key, or for each batch row and key. It is
+    returned as a :class:`DocumentMask` whose ``source`` is the node of this tensor. Return ``None`` if the flags depend
+    on heads or queries.
+
+    ``flags``: booleans that are added to an attention mask, with the dims ``[batch, heads, queries, keys]``.
+    ``length``: the number of keys.
+    """
     position = batch = None
     for dim, (size, place) in enumerate(zip(list_node_sizes(flags.source), flags.places, strict=True)):
         if size == 1:
@@ -439,11 +468,13 @@ def _find_row_flags(flags: Elements, length: int) -> DocumentMask | None:
 
 
 def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> tuple[fx.Node, float] | None:
-    """Return the tensor with a number for each head and the factor by which it is to be multiplied, if ``bias`` has the
-    same softmax as ``factor * number * (key - query)``. Return ``None`` otherwise.
+    """Return (node of a tensor with one number for each head, factor) if adding ``bias`` to attention scores has the
+    same effect on the softmax as adding ``factor * number * (key position - query position)``, as ALiBi does. Return
+    ``None`` otherwise.
 
-    ``bias``: a product with the dims ``[batch, heads, queries, keys]``. ``heads``: the number of heads. ``length``: the
-    number of queries, and of keys. ``causal``: only keys up to the query count.
+    ``bias``: a bias with the dims ``[batch, heads, queries, keys]``. ``heads``: the number of heads. ``length``: the
+    number of queries, and of keys. ``causal``: whether a query sees only keys up to its own position, so that the bias
+    of later keys does not matter.
     """
     source, places = bias.slopes.source, bias.slopes.places
     wide = [d for d, size in enumerate(list_node_sizes(source)) if size != 1]
@@ -469,12 +500,13 @@ def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> 
 # --- eager attention --------------------------------------------------------------------------------------------------
 @dataclass
 class _EagerAttention:
-    """An attention that is written as a product, changes of its scores, a softmax and a product.
+    """An attention that the model writes as elementary operators: a product of queries and keys, changes of the scores,
+    a softmax, and a product with the values.
 
     ``query``, ``key``, ``value``: the nodes of its operands; ``key`` is ``[batch, heads, width, positions]``.
-    ``masks``: what is known of the masks and biases that are added to scores. ``factor``: the product of the factors
-    after a ``tanh``, or of all factors if there is none. ``inner``: the product of the factors before the ``tanh``;
-    ``None`` if there is none.
+    ``masks``: what is known of each mask or bias that is added to the scores. A ``tanh`` may cap the scores: ``factor``
+    is the product of the numbers by which they are multiplied after the ``tanh``, or of all such numbers if there is
+    none. ``inner``: the product of the numbers before the ``tanh``; ``None`` if there is none.
     """
 
     query: fx.Node | None = None
@@ -486,7 +518,8 @@ class _EagerAttention:
 
     @property
     def cap_and_scale(self) -> tuple[float | None, float]:
-        """Return the cap of the scores (``None`` for none) and their factor: ``cap * tanh(scale * s / cap)``."""
+        """Return (cap, scale) of the attention, whose scores are ``cap * tanh(scale * s / cap)``, where ``s`` is the
+        product of queries and keys. Without a cap, return (``None``, scale); the scores are then ``scale * s``."""
         return (None, self.factor) if self.inner is None else (self.factor, self.factor * self.inner)
 
 
@@ -494,8 +527,9 @@ _MATMULS = (aten.matmul.default, aten.bmm.default)
 
 
 def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAttention, fx.Node] | None:
-    """Return the attention whose softmax is the node ``softmax``, and the node of its result; ``None`` if it is of
-    another form. ``evaluator``: finds what is known of masks."""
+    """Return an attention that the model writes as elementary operators, and the node of its result. ``softmax``: the
+    node of the softmax of this attention. Return ``None`` if the operators around it are not those of an attention.
+    ``evaluator``: finds what is known of masks."""
     dims = list_node_sizes(softmax)
     if softmax.target is not aten.softmax.int or len(dims) != 4 or softmax.args[1] not in (-1, 3):
         return None
@@ -515,8 +549,10 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> bool:
-    """Fill ``found`` from the node of scores ``node``, going from the softmax towards the product of queries and keys.
-    Return whether all of it is known: masks and biases last, before them a cap, and factors."""
+    """Store in ``found`` what the model does to the scores of an attention, by following the operators from ``node``,
+    the input of the softmax, back to the product of queries and keys. Return whether the operators were recognised:
+    after the product, first factors and a cap by ``tanh``, then masks and biases. ``evaluator``: finds what is known of
+    masks."""
     scaled = False  # no mask may come before a factor or a cap
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         target, args = node.target, node.args
@@ -546,8 +582,9 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
 
 
 def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> fx.Node | None:
-    """Append what is known of the mask or bias that the operator ``node`` adds to scores to ``found.masks``, and return
-    the node of the scores before it; ``None`` if ``node`` is another operator or the mask is unknown."""
+    """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, append what is known of the mask
+    or bias to ``found.masks``, and return the node of the scores before it. Return ``None`` if ``node`` is another
+    operator or the mask is unknown. ``evaluator``: finds what is known of a mask."""
     args = node.args
     if node.target is aten.add.Tensor and not node.kwargs:
         for scores, mask in (args, args[::-1]):
@@ -583,8 +620,10 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
 
 # --- the rewrite ------------------------------------------------------------------------------------------------------
 def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor], fixed: Collection[str]) -> None:
-    """Replace attention whose scores are capped or have a bias by ALiBi, or whose mask shows prefixes, in ``graph`` in
-    place by ``partition::scored_attention``. Any other attention stays as it is.
+    """Replace attention in ``graph``, in place, by ``partition::scored_attention``, if its scores are capped by
+    ``tanh``, if they have an ALiBi bias, or if its mask has a prefix (keys that all queries of their document see,
+    although the mask is causal otherwise). If a mask only shows a range of positions, or the keys of the query's
+    document, it is removed, as :func:`drop_constant_masks` does. Any other attention stays as it is.
 
     ``constants``: placeholder name -> value, of the constants that the graph reads. ``fixed``: the names of the
     placeholders of constants and buffers. Slopes that depend on any other placeholder, such as parameters that are
@@ -603,9 +642,10 @@ def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor], fi
 
 
 def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
-    """Replace the attention ``node`` of ``graph`` in place by ``partition::scored_attention`` if its mask shows
-    prefixes or has a bias by ALiBi, and its mask by other arguments if that shows documents or a band. Return whether
-    anything was done. ``evaluator``: finds what is known of the mask. ``writer``: inserts further operands."""
+    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::scored_attention`` if
+    its mask has an ALiBi bias or a prefix (keys that all queries of their document see). If its mask only shows
+    documents or a range of positions, remove the mask instead. Return whether anything was done. ``evaluator``: finds
+    what is known of the mask. ``writer``: inserts further operands, such as document ids."""
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if not isinstance(mask, fx.Node) or dropout or not is_plain_attention(node):
@@ -628,7 +668,8 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
 
 
 def _widen(value: Any) -> Any:
-    """Return ``value``, what is known of a mask of at most four dims, with four dims."""
+    """Return ``value``, what is known of a mask of at most four dims, with dims of size 1 added in front, so that it
+    has four."""
 
     def move(x: Tensor) -> Tensor:
         return x.reshape([1] * (4 - x.dim()) + list(x.shape))
@@ -637,9 +678,10 @@ def _widen(value: Any) -> Any:
 
 
 def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
-    """Replace the eager attention with the node ``softmax`` in ``graph`` in place by ``partition::scored_attention`` if
-    it caps its scores, shows prefixes or has a bias by ALiBi. Return whether it was done. ``evaluator``: finds what is
-    known of masks. ``writer``: inserts further operands."""
+    """Replace an attention that the model writes as elementary operators by ``partition::scored_attention``, in place,
+    if it caps its scores, has an ALiBi bias, or has a prefix (keys that all queries of their document see). Return
+    whether it was done. ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds what
+    is known of masks. ``writer``: inserts further operands, such as document ids."""
     matched = _match_eager(softmax, evaluator)
     if matched is None:
         return False
@@ -668,7 +710,8 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
 
 def _transpose(graph: fx.Graph, keys: fx.Node, before: fx.Node) -> fx.Node:
     """Return the node of ``keys`` ``[batch, heads, width, positions]`` with the last two dims exchanged: the operand of
-    ``keys`` if that is a transpose, otherwise a new node, which is inserted before the node ``before``."""
+    ``keys`` if ``keys`` is itself such a transpose, otherwise a new node, which is inserted into ``graph`` before the
+    node ``before``."""
     if keys.target is aten.transpose.int and {d % 4 for d in keys.args[1:]} == {2, 3}:  # type: ignore[operator]
         return keys.args[0]  # type: ignore[return-value]
     with graph.inserting_before(before):
@@ -676,8 +719,9 @@ def _transpose(graph: fx.Graph, keys: fx.Node, before: fx.Node) -> fx.Node:
 
 
 class _OperandWriter:
-    """Inserts the operands of ``partition::scored_attention`` that are no queries, keys or values into ``graph``, each
-    one once.
+    """Inserts into ``graph`` the operands of ``partition::scored_attention`` after queries, keys and values: document
+    ids, flags of a prefix (keys that all queries of their document see), and slopes of heads. Each tensor is inserted
+    only once.
 
     ``fixed``: the names of the placeholders of constants and buffers, on which slopes may depend. ``ids``: a cache of
     document ids for other attention operators: (node from which they are made, batch size) -> node of the ids.
@@ -689,9 +733,10 @@ class _OperandWriter:
         self._made: dict[Any, fx.Node] = {}
 
     def write_operands(self, form: ScoreForm, rows: int, heads: int) -> tuple[fx.Node | None, ...] | None:
-        """Return the nodes of document ids ``[rows, positions]``, prefix ``[rows, positions]`` and slopes ``[heads]``
-        of an attention, ``None`` for those that it does not have; or ``None`` if its slopes may be trained. ``form``:
-        how the attention changes its scores. ``rows``: the batch size."""
+        """Return three nodes for an attention: document ids ``[rows, positions]``, flags of a prefix (keys that all
+        queries of their document see) ``[rows, positions]``, and slopes ``[heads]``. A node is ``None`` if the
+        attention has no such operand. Return ``None`` alone if the slopes may be trained. ``form``: how the attention
+        changes its scores. ``rows``: the batch size. ``heads``: the number of query heads."""
         if form.slopes is not None and not self._is_fixed(form.slopes[0]):
             return None
         marks = [None if m is None else self._write_rows(m, rows) for m in (form.documents, form.prefix)]
@@ -704,7 +749,9 @@ class _OperandWriter:
         return self._made[where]
 
     def _write_slopes(self, source: fx.Node, factor: float, heads: int) -> fx.Node:
-        """Return the node of the slopes ``[heads]``: the numbers of ``source`` times ``factor``."""
+        """Insert operators for the slopes ``[heads]`` of an ALiBi bias into the graph, once for equal arguments, and
+        return their node. They are the numbers of ``source``, which has one for each of the ``heads`` heads, times
+        ``factor``."""
         where = source, factor
         if where not in self._made:
             made, last = source, source
@@ -720,7 +767,7 @@ class _OperandWriter:
         return self._made[where]
 
     def _is_fixed(self, node: fx.Node) -> bool:
-        """Return whether ``node`` depends on constants and buffers alone."""
+        """Return whether ``node`` depends on constants and buffers alone, so that training does not change it."""
         stack = [node]
         seen = set()
         while stack:

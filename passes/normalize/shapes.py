@@ -336,8 +336,8 @@ def as_strided_scatter(
 
     ``build``: appends operators to the graph. ``source``: the new values. ``sizes``, ``strides``, ``offset``: which
     positions in the memory of ``x`` are written: the shape of the written region, the distance of neighbours along each
-    dim, and the first position, in elements. Raise :class:`UnsupportedError` if several elements are written to one
-    position.
+    dim, and the first position, in elements; an ``offset`` of ``None`` means 0. Raise :class:`UnsupportedError` if
+    several elements are written to one position.
     """
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]

@@ -188,8 +188,8 @@ def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Nod
 
 
 def _find_transpose_order(node: fx.Node) -> list[int] | None:
-    """Return, for each dim of the result of ``node``, the index of the operand's dim that it is, if ``node`` is a
-    transpose or permutation; return ``None`` for another operator."""
+    """Return a list with, for each dim of the result of ``node``, the index of the dim of the operand that moved there,
+    if ``node`` is a transpose or permutation; return ``None`` for another operator."""
     rank = len(list_node_sizes(node)) if node.target in _TRANSPOSES else 0
     given: Any = node.args[1:]
     if node.target is aten.permute.default:

@@ -87,12 +87,11 @@ class Tile(NamedTuple):
 
 
 def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
-    """Return the ranges of positions that rank ``rank`` holds of a sequence, of which each rank holds ``length``
-    positions.
+    """Return the ranges of positions of a sequence that the rank ``rank`` holds, if the sequence is sharded evenly.
 
-    ``num_ranks``: the number of ranks that share the sequence; ``rank`` is an index among them, from 0. ``zigzag``:
-    each rank has one range counted from the start and one from the end of the sequence, which balances causal
-    attention; else it has one range.
+    ``length``: the number of positions per rank. ``num_ranks``: the number of ranks that share the sequence; ``rank``
+    is an index among them, from 0. ``zigzag``: each rank has one range counted from the start and one from the end of
+    the sequence, which balances causal attention; else it has one range.
     """
     slices = shard_slices(make_shard_layout(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)
@@ -157,8 +156,9 @@ def tiles_of(
     ``band``.
 
     Every query of a tile sees at least one key of it. ``queries``, ``keys``: the ranges of positions of the queries and
-    of the keys that attention reads. ``in_order``: the queries of a tile, and its keys, are consecutive in the
-    sequence, too, so that its offset holds for each pair; otherwise tiles of different ranges may be merged.
+    of the keys that attention reads. ``in_order``: whether a tile may only join queries, and keys, that are consecutive
+    in the whole sequence, so that its ``offset`` (position of the query minus that of the key) holds throughout the
+    tile. If false, fully visible tiles may be joined if they are side by side in the local tensors alone.
     """
     found: list[Tile] = []
     for q in queries:
@@ -177,10 +177,11 @@ def tiles_of(
 
 
 def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile, in_order: bool) -> bool:
-    """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side; return whether it was done.
+    """Merge ``tile`` into ``found[place]`` if both are completely visible and side by side in the local tensors; return
+    whether it was done.
 
     A tile is a rectangle of queries and keys. ``found``: the tiles so far. ``place``: an index in this list.
-    ``in_order``: only if they are also side by side in the whole sequence.
+    ``in_order``: whether to merge them only if they are also side by side in the whole sequence.
     """
     other = found[place]
     if tile.kind != "all" or other.kind != "all":
@@ -199,7 +200,9 @@ AFTER = Band(-1, None)  # all keys after the query's own position
 
 
 def tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]) -> tuple[Tile, ...]:
-    """Return the tiles (rectangles of queries and keys) of the pairs whose key is after the query.
+    """Return the tiles (rectangles of queries and keys) of the pairs whose key is after the query. Causal attention
+    with a prefix, keys that every query sees, computes these tiles for the keys of the prefix in addition to those of
+    the causal mask.
 
     ``queries``, ``keys``: ranges of positions in one sequence. No tile that needs a mask has more than 512 queries or
     512 keys.
@@ -316,8 +319,9 @@ class Attention:
     keys), which are added one after another.
 
     ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
-    sqrt(d)``. ``width``: the size of the last dim of the values. ``out`` and ``lse``: the attention over the tiles so
-    far and the logsumexp of its scores, in float32 for 16-bit types; ``None`` before the first tile.
+    sqrt(d)``. ``width``: the size of the last dim of the values. ``change``: how the scores are changed before the
+    softmax, such as a cap. ``out`` and ``lse``: the attention over the tiles so far and the logsumexp of its scores, in
+    float32 for 16-bit types; ``None`` before the first tile.
     """
 
     q: Tensor
@@ -499,8 +503,9 @@ class TileScoring(NamedTuple):
     offset: int = 0
 
     def of_block(self, q: Tensor, k: Tensor) -> BlockScoring:
-        """Return how the scores of the tile's queries ``q`` and keys ``k``, both ``[..., heads, positions, d]``, are
-        computed, with a boolean mask."""
+        """Return these settings (how the scores of a tile of queries and keys are scaled, changed and masked) as a
+        :class:`BlockScoring`, for the functions that compute attention with changed scores. It has a boolean mask and a
+        numeric factor. ``q``, ``k``: the tile's queries and keys, ``[..., heads, positions, d]``."""
         hidden = None if self.mask is None else self.mask == -math.inf
         if self.diagonal:
             hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)

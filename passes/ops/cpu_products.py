@@ -57,8 +57,7 @@ def should_use_onednn(a: Tensor, b: Tensor) -> bool:
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the product of the matrices ``a`` ``[m, k]`` and ``b`` ``[k, n]`` of a CPU by oneDNN, plus ``bias``
-    ``[n]``. The operands may have any strides.
-    """
+    ``[n]`` unless it is ``None``. The operands may have any strides."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
     return made
 
@@ -69,15 +68,15 @@ def multiply_add(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x`` ``[..., k]`` times the transpose of ``weight`` ``[n, k]`` plus ``bias`` ``[n]``, by oneDNN."""
+    """Return ``x`` ``[..., k]`` times the transpose of ``weight`` ``[n, k]``, plus ``bias`` ``[n]`` unless it is
+    ``None``, by oneDNN."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return made
 
 
 def multiply_into(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """Add the product of the matrices ``a`` ``[m, k]`` and ``b`` ``[k, n]`` to ``total`` ``[m, n]``, by the faster
-    library of a CPU. ``fresh``: overwrite ``total`` instead.
-    """
+    """Add the product of the matrices ``a`` ``[m, k]`` and ``b`` ``[k, n]`` to ``total`` ``[m, n]``, in place: by
+    oneDNN if this is faster (only on a CPU), otherwise by torch. ``fresh``: overwrite ``total`` instead."""
     if total.is_cpu and should_use_onednn(a, b):
         made = multiply(a, b)
         if fresh:
@@ -94,8 +93,8 @@ def choose_product(target: Any, operands: tuple[Any, ...]) -> Any:
     """Return the function that computes the ATen operator ``target`` faster than torch does on a CPU; ``None`` if there
     is none.
 
-    ``operands``: its tensors, or tensors with their shapes and types: ``(a, b)`` for ``mm``, ``(bias, a, b)`` for
-    ``addmm``, ``(x, weight)`` or ``(x, weight, bias)`` for ``linear``.
+    ``operands``: the operator's tensors: ``(a, b)`` for ``mm``, ``(bias, a, b)`` for ``addmm``, ``(x, weight)`` or
+    ``(x, weight, bias)`` for ``linear``. Only their shapes and dtypes are read.
     """
     if not all(isinstance(x, Tensor) for x in operands):
         return None

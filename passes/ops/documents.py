@@ -101,9 +101,9 @@ def document_tiles(
     documents has to compute.
 
     ``queries`` and ``keys``: for each row, a dict from document id to its runs (ranges of consecutive positions).
-    ``band``: the positions around its own that a query sees. ``prefixes``: the runs of keys that all queries of the
-    document see, in addition to those of the band, which must be causal; ``None`` for none. ``in_order``: the queries
-    of a tile, and its keys, are consecutive in the whole sequence.
+    ``band``: the positions around its own that a query sees. ``prefixes``: for each row, a dict from document id to
+    runs of keys that all queries of the document see, besides the keys in ``band``, which must then be causal; ``None``
+    for none. ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence.
     """
     found = [
         tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band, in_order))
@@ -360,7 +360,8 @@ def _split_rows(x: Tensor, batch: int) -> Tensor:
 
 def _describe_window(band: Band, longest: int) -> dict[str, int]:
     """Return the sliding window of an attention as the keyword arguments of torch's flash kernel: ``window_size_left``
-    and ``window_size_right``, in positions; an empty dict if a query sees all keys, or all up to its own position.
+    and ``window_size_right``, in positions. Return an empty dict if no window is needed: a query sees all keys, or all
+    keys up to its own position, for which the kernel has a separate argument.
 
     ``band``: the positions around its own that a query sees. ``longest``: the length of the longest document, which is
     the window's size on a side without a limit.
@@ -405,7 +406,7 @@ def _flash_backward(
     ``grad``: the gradient of the result. ``operands``: queries, keys and values. ``results``: the result, and the
     logsumexp of the scores. ``documents``: (starts of the documents in the joined rows, followed by the end of the
     last; length of the longest). ``band``: the positions around its own that a query sees. ``scale``: the factor of the
-    scores.
+    scores; ``None`` means ``1 / sqrt(d)``.
     """
     starts, longest = documents
     batch = grad.shape[0]

@@ -112,9 +112,9 @@ def _is_float32_on_cpu(a: Tensor, b: Tensor) -> bool:
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
-    """Return whether torch has a grouped matrix product (one matrix for each group of rows) for the dtype, device and
-    row sizes of the operands ``a`` and ``b``, two tensors of at least one dim.
-    """
+    """Return whether torch has a grouped matrix product (one matrix for each group of rows) for the operands ``a`` and
+    ``b``, two tensors of at least one dim. There is one for some dtypes on some devices, if the rows of both operands
+    are multiples of 16 bytes long."""
     sizes = (a.shape[-1], b.shape[-1])
     known = a.dtype == b.dtype and a.dtype in _KERNELS.get(a.device.type, ())
     return known and all(s * a.itemsize % _ALIGNED_BYTES == 0 for s in sizes)

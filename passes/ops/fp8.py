@@ -65,9 +65,10 @@ def _flatten_to_rows(x: Tensor) -> Tensor:
 
 
 def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
-    """Return ``x @ weight.T + bias`` with ``x`` ``[..., in]`` and ``weight`` ``[out, in]`` rounded to 8 bits.
+    """Return ``x @ weight.T``, plus ``bias`` unless it is ``None``, with ``x`` ``[..., in]`` and ``weight`` ``[out,
+    in]`` rounded to 8 bits. ``bias``: ``[out]``.
 
-    ``transposed``: ``weight`` is ``[in, out]`` and the result ``x @ weight + bias``.
+    ``transposed``: ``weight`` is ``[in, out]``, and the product is ``x @ weight``.
     """
     rows = weight.t() if transposed else weight
     product = _multiply_in_fp8(_flatten_to_rows(x), rows, (_NUMBERS, _NUMBERS), exact=False, bias=bias)

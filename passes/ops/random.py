@@ -40,7 +40,8 @@ _BITS = 24  # random bits per number: the significand of a float32
 
 def stream_name(index: int) -> str:
     """Return the name of the constant with the stream number of the model's ``index``-th random operator, counted from
-    0. Operators with different stream numbers draw different numbers from one seed."""
+    0. A stream number is an integer that is hashed together with the seed, so that operators with different stream
+    numbers draw different numbers from one seed."""
     return f"random.stream.{index}"
 
 
@@ -54,8 +55,9 @@ def _shift_right_unsigned(x: Tensor, bits: int) -> Tensor:
 
 
 def _hash_element_index(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Return 64 random bits (int64) for each element of ``index``, a hash of its index, the seed and the stream number.
-    ``seed``, ``stream``: 0-dimensional int64 tensors."""
+    """Return 64 random bits (int64) for each element of ``index``, the indices of elements in a whole tensor: a hash of
+    the index, the seed and the stream number. ``seed``, ``stream``: 0-dimensional int64 tensors; random operators with
+    different stream numbers draw different numbers."""
     # The finalizer maps zero to zero, so one is added first.
     return _finalize_hash_bits((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
 
@@ -140,9 +142,9 @@ def _hash_to_fraction(hashed: Tensor) -> Tensor:
 
 
 class _Sequence:
-    """A splitmix64 generator for each element of a tensor, seeded by a hash of its index; for samplers that need
-    several numbers. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64
-    tensors."""
+    """A splitmix64 generator for each element of a tensor, seeded by a hash of the element's index; for samplers that
+    need several numbers for an element. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``:
+    0-dimensional int64 tensors; operators with different streams draw different numbers."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
         self.state = _hash_element_index(index, seed, stream)
@@ -171,7 +173,8 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
     """Draw numbers of the gamma distribution with rate 1, one per element of ``index``, in the type of
     ``concentration``.
 
-    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors.
+    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
+    operators with different streams draw different numbers. ``concentration``: the shape parameter for each element.
     Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` (32) rounds; each element takes
     its first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is left without one with
     a probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1, the number is drawn for
@@ -199,8 +202,9 @@ def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor
     """Draw numbers of the Poisson distribution with mean ``rate``, one per element of ``index``, in the type of
     ``rate``.
 
-    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors.
-    Inverts the distribution function, a regularised upper incomplete gamma function, by bisection in float64.
+    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
+    operators with different streams draw different numbers. Inverts the distribution function, a regularised upper
+    incomplete gamma function, by bisection in float64.
     """
     u, mean = fraction(index, seed, stream), rate.to(torch.float64)
     # The probability outside of the interval is below 2**-53 (Chernoff's bound).
@@ -219,11 +223,11 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
     """Draw numbers of the binomial distribution, one per element of ``index``, in the type of ``count``; computed in
     float64.
 
-    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors.
-    ``count``: the number of trials. ``prob``: the probability of success. If fewer than 10 successes are expected,
-    inverts the distribution function term by term. Otherwise uses BTRS (Hormann 1993) with ``ROUNDS`` (32) rounds; each
-    element takes its first accepted candidate. A round accepts at least 3 of 4 candidates, so an element is left
-    without one with a probability below 1e-19; it is then the mode.
+    ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
+    operators with different streams draw different numbers. ``count``: the number of trials. ``prob``: the probability
+    of success. If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses
+    BTRS (Hormann 1993) with ``ROUNDS`` (32) rounds; each element takes its first accepted candidate. A round accepts at
+    least 3 of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
     """
     own = _Sequence(index, seed, stream)
     n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)
@@ -326,8 +330,10 @@ DRAWS = frozenset(
 
 def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
     """Return the int64 index of every element of a tensor of ``shape``, in row-major order, as a tensor of this shape
-    on ``device``. ``group``: the index, from 0, of the group of samples that the tensor belongs to. The elements of
-    earlier groups, whose tensors have this shape too, are counted first, so that no index occurs in two groups.
+    on ``device``. Random numbers are hashes of these indices.
+
+    ``group``: the index, from 0, of the group of samples that the tensor belongs to, such as a microbatch. The elements
+    of earlier groups, whose tensors have this shape too, are counted first, so that no index occurs in two groups.
     """
     count = torch.Size(shape).numel()
     return torch.arange(group * count, (group + 1) * count, device=device).view(shape)
@@ -345,8 +351,9 @@ def draw_whole_tensor(
     tensor when they run a plan.
 
     ``distribution``: an operator that draws a number for each element index, such as ``partition::uniform``. ``at``:
-    [seed, stream number], from which the numbers follow. ``group``: the index, from 0, of the group of samples; each
-    group has other numbers. ``parameters``: the distribution's own operands, such as a rate.
+    [seed, stream number of the random operator], from which the numbers follow. ``group``: the index, from 0, of the
+    group of samples, such as a microbatch, that the tensor belongs to; each group has other numbers. ``parameters``:
+    the distribution's own operands, such as a rate.
     """
     places = (torch.tensor(v, device=device) for v in at)
     numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
@@ -356,8 +363,9 @@ def draw_whole_tensor(
 def apply_dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
     """Return a whole tensor ``x`` after dropout with probability ``p``; kept elements are scaled by ``1 / (1 - p)``.
 
-    ``seed``, ``stream``: the integers from which the mask is drawn. ``group``: the index, from 0, of the group of
-    samples that ``x`` belongs to; each group has another mask.
+    ``seed``, ``stream``: the integers from which the mask is drawn: the seed of the step, and the stream number of the
+    dropout operator. ``group``: the index, from 0, of the group of samples, such as a microbatch, that ``x`` belongs
+    to; each group has another mask.
     """
     kept = draw_whole_tensor(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
     return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))
@@ -413,7 +421,8 @@ def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> F
     :class:`Sampler`, which has the operator's arguments and draws numbers.
 
     Return ``None`` if the operator draws none or has no such function, if the call has a generator, or if it draws
-    integers from a range that is not known or too large. ``args``, ``kwargs``: the arguments of the call.
+    integers from a range that is not known or has more than 2**40 integers and no power of two of them. ``args``,
+    ``kwargs``: the arguments of the call.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
@@ -498,9 +507,9 @@ def sample_bernoulli(s: Sampler) -> Any:
 def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (lowest integer, number of integers) of the range from which a call of a random integer operator draws.
 
-    Return ``None`` if the bounds are not known, or if the range is too large: integers are made from uniform floats,
-    whose precision limits the range. ``given``: the call's arguments by name. ``random_`` without bounds draws all
-    non-negative integers of its integer type.
+    Return ``None`` if the bounds are not known, or if the number of integers is greater than 2**40 and no power of two:
+    low integers would then be noticeably more frequent. ``given``: the call's arguments by name. ``random_`` without
+    bounds draws all non-negative integers of its integer type.
     """
     low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
     if high is None and "self" in given and "from" not in given:
@@ -672,10 +681,10 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
 
 
 class _Generators(TorchFunctionMode):
-    """Torch function mode for a trace of forward that raises :class:`UnsupportedError` if an operator draws from an
-    explicitly given ``torch.Generator``. It also replaces ``tensor.random_(low, high)``, which torch.export cannot
-    write, by ``random_(high - low)`` plus ``low``. ``line_now`` returns the current source line of the model, for
-    messages."""
+    """Torch function mode for a trace of the model's forward that raises :class:`UnsupportedError` if an operator draws
+    from an explicitly given ``torch.Generator``. It also replaces ``tensor.random_(low, high)``, which torch.export
+    cannot trace, by ``random_(high - low)`` plus ``low``. ``line_now`` returns the current source line of the model,
+    for messages."""
 
     def __init__(self, line_now: Callable[[], str]) -> None:
         super().__init__()
@@ -701,9 +710,10 @@ class _Generators(TorchFunctionMode):
 
 
 def _gamma_rsample(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
-    """Return a sample of the gamma ``distribution``, of the shape ``sample_shape`` + the distribution's own, in place
-    of ``Gamma.rsample`` during a trace. Torch's method clamps the sample in place; here the difference is added, with
-    the same gradient."""
+    """Return a sample of the gamma ``distribution``. It replaces ``Gamma.rsample`` during a trace, because torch's
+    method clamps the sample in place; here, the difference between the clamped and the drawn sample is added, which
+    gives the same value and gradient. ``sample_shape``: the dims of the result in front of the distribution's own
+    shape."""
     shape = distribution._extended_shape(torch.Size(sample_shape))
     value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     clamped = value.detach().clamp(min=torch.finfo(value.dtype).tiny)

@@ -46,7 +46,7 @@ class BlockScoring(NamedTuple):
 
     ``hidden`` ``[queries, keys]``: true where a query does not see a key; ``None`` if all keys are visible. ``offset``:
     the position of the first query minus that of the first key. ``factor``: the factor of the scores. ``change``: how
-    they are changed.
+    the scaled scores are changed before the softmax, such as by a cap.
     """
 
     hidden: Tensor | None

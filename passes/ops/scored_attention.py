@@ -70,9 +70,10 @@ def list_marked_tiles(
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention has to
     compute.
 
-    ``queries``, ``keys``: documents and prefixes of the positions of the queries and of the keys. ``own``, ``others``:
-    the ranges of positions that these are. ``band``: the positions around its own that a query sees; it must be causal
-    if there are prefixes.
+    ``queries``, ``keys``: documents and prefixes (keys that all queries of their document see) of the local positions
+    of the queries and of the keys. ``own``, ``others``: where these positions are in the whole sequence: ranges of
+    positions for the queries (``own``) and for the keys (``others``). ``band``: the positions around its own that a
+    query sees; it must be causal if there are prefixes.
     """
     shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, others)
     return document_tiles(find_runs(queries.ids, own), find_runs(keys.ids, others), band, shown, in_order=True)
@@ -86,10 +87,10 @@ def scored_attention(
 
     ``ids`` ``[b, s]``: the document of each position, ``None`` for one document per row. ``prefix`` ``[b, s]``: true at
     the keys that all queries of their document see; ``None`` for none. ``slopes`` ``[h]``: added to a score for each
-    position by which its key is after the query; ``None`` for none. ``how``: the further arguments of the operator:
-    typical lengths of documents and the number of pairs of a row that only a prefix shows (both for the cost model
-    alone); how many positions a query sees before and after its own (-1: no limit); the factor of the scores
-    (``None``: ``1 / sqrt(d)``); and their cap (``None`` for none).
+    position by which its key is after the query; ``None`` for none. ``how``: the further arguments of the operator, in
+    order. Two are for the cost model alone: typical lengths of documents, and the mean number per row of pairs of a
+    query and a later key that it sees because of the prefix. Then: how many positions a query sees before and after its
+    own (-1: no limit); the factor of the scores (``None``: ``1 / sqrt(d)``); and their cap (``None`` for none).
     """
     _, _, before, after, scale, cap = how
     band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)

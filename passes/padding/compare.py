@@ -140,11 +140,11 @@ def _find_prefix_dim(node: fx.Node) -> int | None:
 
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:
     """Return whether an argument of the operator ``node`` depends on the batch size, such as the factor ``1 / batch``
-    of a mean. If so, the graph for this batch size gives other results for a smaller batch that is padded to it than
-    the graph for the smaller batch.
+    of a mean. A batch that is padded to this batch size then gives other results than without padding, because the
+    number for the padded batch is used.
 
-    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result
-    do not count.
+    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result do
+    not count.
     """
     name, end = operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):
@@ -182,8 +182,8 @@ def shapes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 
 def is_prefix(whole: Tensor, part: Tensor) -> bool:
-    """Return whether the tensors ``whole`` and ``part`` have equal numbers of dims, and equal elements at all
-    indices that exist in both, as a table of positions and a longer one have."""
+    """Return whether the tensors ``whole`` and ``part`` have equal numbers of dims, and equal elements at all indices
+    that exist in both. For example, ``part`` may be the first rows of a table of positions ``whole``."""
     if whole.dim() != part.dim():
         return False
     common = tuple(slice(min(a, b)) for a, b in zip(whole.shape, part.shape, strict=True))

@@ -66,12 +66,12 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
 
 @dataclass(frozen=True)
 class _Axis:
-    """A candidate way to pad the model's inputs along one axis of the batch (samples or positions). The graph is
-    followed with it to find out whether results change.
+    """A way to pad the model's inputs along one axis of the batch (samples or positions), which is to be tested for
+    whether it leaves the model's results unchanged.
 
-    ``dims``: path of an input -> the index of its dim along the axis. ``fills``: path of an input -> the number in
-    its new elements (``None``: a copy of the last element). ``sizes``: the two batch sizes, in elements along the
-    axis, for which the model was captured.
+    ``dims``: path of an input -> the index of its dim along the axis. ``fills``: path of an input -> the number in its
+    new elements (``None``: a copy of the last element). ``sizes``: the two batch sizes, in elements along the axis, for
+    which the model was captured.
     """
 
     dims: Mapping[str, int]

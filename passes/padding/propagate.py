@@ -71,16 +71,18 @@ def _explain(node: fx.Node, what: str) -> str:
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return the description, under padding, of the first result of the operator ``node``, whose operands and result
-    do not depend on the batch size. ``operands``: the descriptions of the operands."""
+    """Return a description of the first result of the operator ``node`` for the case that none of its operands and
+    results depends on the batch size: no dim grows, and all elements have one number if that follows from the operands.
+    ``operands``: such descriptions of the operands."""
     value = plain_value(shapes_of(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
 
 def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], sizes: Sizes) -> bool:
-    """Return whether ``value``, the description of a tensor under padding, fits the tensor's shapes at two batch
-    sizes: for each dim, the sizes of the parts that make it up (a flattened dim has several) must multiply to the
-    dim's size. ``shape``, ``other``: the shapes of the tensor in the model's graphs for the batch sizes ``sizes``."""
+    """Return whether ``value`` is consistent with the shapes of a tensor at two batch sizes. ``value`` describes how
+    each dim of the tensor is made up of parts, some of which grow with the batch (a flattened dim has several). The
+    sizes of the parts of a dim must multiply to the dim's size. ``shape``, ``other``: the shapes of the tensor in the
+    model's graphs for the batch sizes ``sizes``."""
     for parts, own, theirs in zip(value.dims, shape, other, strict=True):
         at = [1, 1]
         for part in parts:
@@ -261,9 +263,10 @@ def _build_result(
 
 
 def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
-    """Return the description of a dim of the result of ``node`` along which no operand grows with the batch. The dim
-    grows only if ``node`` is a ``slice`` from index 0, as long as the batch, of a longer dim, such as a table of
-    positions. ``size``, ``other``: the sizes of the dim in the graphs for the two batch sizes ``sizes``."""
+    """Return how a dim of the result of ``node`` depends on the batch, if no operand grows with the batch along it. The
+    dim has a fixed size, with one exception: ``node`` is a ``slice`` from index 0 that takes as many elements as the
+    batch has, for example from a table of positions. ``size``, ``other``: the sizes of the dim in the graphs for the
+    two batch sizes ``sizes``."""
     created = find_created_part(size, other, sizes)
     first = operator_name(node) == "slice" and not get_node_argument(node, "start")
     return created if first and created is not None else Part(size)
@@ -294,12 +297,12 @@ def _find_fill(
 def _with_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """Return ``value``, the description of the result of the operator ``node`` under padding, extended by what its
-    elements' indices tell. For example, the elements of an ``arange`` are indices, and a comparison of two such tensors
-    makes a causal mask.
+    """Return ``value`` with added knowledge about elements that follow from their indices. ``value`` describes the
+    result of the operator ``node`` if the batch is padded: which dims grow, and which numbers elements have. For
+    example, each element of an ``arange`` is its own index, and a comparison of two such tensors makes a causal mask.
 
     ``rule``: the operator's sharding rule, which says which dims of operands and results run over the same loop.
-    ``operands``: the descriptions of the operands.
+    ``operands``: such descriptions of the operands.
     """
     name = operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
@@ -412,9 +415,10 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``slice`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have; ``None`` if the sliced dim does not grow.
-    ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the original
-    batch may change) if the slice has a step or a tensor as bound, or cuts a flattened dim."""
+    grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
+    rule) if the sliced dim does not grow. ``operands``: such descriptions of the operands. The result has a fault (a
+    reason why elements of the original batch may change) if the slice has a step or a tensor as bound, or cuts a
+    flattened dim."""
     (x,) = operands[:1]
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -467,10 +471,10 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
 
 
 def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cat`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have; ``None`` if no operand grows along the joined dim.
-    ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the original
-    batch may change) if another operand than the last grows along this dim."""
+    """Return what padding the batch does to the result of the ``cat`` node ``node``, as a description: which dims grow
+    with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding rule)
+    if no operand grows along the joined dim. ``operands``: such descriptions of the operands. The result has a fault (a
+    reason why elements of the original batch may change) if another operand than the last grows along this dim."""
     dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -485,9 +489,10 @@ def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue 
 
 def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``select`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have; ``None`` if the dim of the selected index does not
-    grow. ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the
-    original batch may change) unless index 0 is selected, because another index may be that of a padded element."""
+    grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
+    rule) if the dim of the selected index does not grow. ``operands``: such descriptions of the operands. The result
+    has a fault (a reason why elements of the original batch may change) unless index 0 is selected, because another
+    index may be that of a padded element."""
     (x,) = operands[:1]
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -498,10 +503,11 @@ def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node``, as a description:
-    which dims grow with the batch, and which numbers padded elements have; ``None`` if the written dim does not
-    grow. ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the
-    original batch may change) unless the written slice reaches the end of the dim."""
+    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node``, as a description: which
+    dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
+    sharding rule) if the written dim does not grow. ``operands``: such descriptions of the operands. The result has a
+    fault (a reason why elements of the original batch may change) unless the written slice reaches the end of the
+    dim."""
     x, source = operands
     dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -517,10 +523,11 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``select_scatter`` node ``node``, as a description:
-    which dims grow with the batch, and which numbers padded elements have; ``None`` if the written dim does not
-    grow. ``operands``: such descriptions of the operands. The result has a fault (a reason why elements of the
-    original batch may change) unless index 0 is written, because another index may be that of a padded element."""
+    """Return what padding the batch does to the result of the ``select_scatter`` node ``node``, as a description: which
+    dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
+    sharding rule) if the written dim does not grow. ``operands``: such descriptions of the operands. The result has a
+    fault (a reason why elements of the original batch may change) unless index 0 is written, because another index may
+    be that of a padded element."""
     x, source = operands
     dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -530,10 +537,11 @@ def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node``, as a
-    description: which dims grow with the batch, and which numbers padded elements have; ``None`` if the dim along
-    which it works does not grow. ``operands``: such descriptions of the operands. Padded elements come last along
-    this dim, so results for elements of the original batch do not depend on them."""
+    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node``, as a description:
+    which dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the
+    operator's sharding rule) if the dim along which it works does not grow. ``operands``: such descriptions of the
+    operands. Padded elements come last along this dim, so results for elements of the original batch do not depend on
+    them."""
     x = operands[0]
     dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -576,9 +584,10 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``where`` node ``node``, if its condition is known to
-    be true everywhere or false everywhere: the description of the operand that is then chosen. Otherwise return
-    ``None``. ``operands``: the descriptions of the operands under padding."""
+    """Return what padding the batch does to the result of the ``where`` node ``node``, if its condition is known to be
+    true everywhere or false everywhere: the description of the chosen operand. Otherwise return ``None``; the effect
+    then follows from the operator's sharding rule. ``operands``: such descriptions of the operands: which dims grow
+    with the batch, and which numbers elements have."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -588,10 +597,11 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``softmax`` node ``node``, as a description: which
-    dims grow with the batch, and which numbers padded elements have; ``None`` if the dim of the softmax does not
-    grow. ``operands``: such a description of the operand. The result has a fault (a reason why elements of the
-    original batch may change) unless padded elements have scores of -1e30 or less, or are hidden by a causal mask."""
+    """Return what padding the batch does to the result of the ``softmax`` node ``node``, as a description: which dims
+    grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
+    rule) if the dim of the softmax does not grow. ``operands``: such a description of the operand. The result has a
+    fault (a reason why elements of the original batch may change) unless padded elements have scores of -1e30 or less,
+    or are hidden by a causal mask."""
     (x,) = operands[:1]
     (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -693,10 +703,11 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node``, as a description:
-    which dims grow with the batch, and which numbers padded elements have; ``None`` if no reduced dim grows.
-    ``operands``: such a description of the operand. The result has a fault (a reason why elements of the original
-    batch may change) unless padded elements are false (for ``any``) or true (for ``all``)."""
+    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node``, as a description: which
+    dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
+    sharding rule) if no reduced dim grows. ``operands``: such a description of the operand. The result has a fault (a
+    reason why elements of the original batch may change) unless padded elements are false (for ``any``) or true (for
+    ``all``)."""
     (x,) = operands
     neutral = 0.0 if operator_name(node) == "any" else 1.0
     dims = as_dims(get_node_argument(node, "dim"), len(x.dims))

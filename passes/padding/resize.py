@@ -150,9 +150,9 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
 
 
 def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
-    """Return whether two models have the same calls of blocks, states, inputs and outputs, apart from sizes, and no
-    attention within packed documents or with prefixes.
-    """
+    """Return whether the two models ``main`` and ``other`` have the same calls of blocks, states, inputs and outputs,
+    apart from sizes, and no attention within packed documents or with prefixes (keys that all queries of their document
+    see), whose arguments depend on the batch."""
     if main.calls != other.calls or main.blocks.keys() != other.blocks.keys() or main.outputs != other.outputs:
         return False
     if [i.value for i in main.inputs] != [i.value for i in other.inputs]:
@@ -186,8 +186,9 @@ def _resize_block(main: Block, other: Block, line: Line) -> Block:
 
 
 def _fits_calls(model: FoldedModel) -> bool:
-    """Return whether each call passes tensors of the shapes that its block has. Layers that are equal for two batch
-    sizes share a block, and need not be equal for a third."""
+    """Return whether each call in ``model`` passes tensors of those shapes to its block (the graph that equal layers
+    share) that the block expects. This may fail after resizing: layers that are equal for two batch sizes share a
+    block, and need not be equal for a third."""
     shapes = {name: tuple(spec.shape) for name, spec in model.values.items()}
     shapes |= {i.value: tuple(i.spec.shape) for i in model.inputs}
     for call in model.calls:
@@ -285,20 +286,20 @@ _MOST_SHAPES = 256  # graphs that are kept
 
 
 class JointShapes:
-    """Keeps the joint graphs of forward and backward of blocks (pieces of the model, such as layers) that were traced,
-    and derives those of blocks that differ from two of them in sizes alone. The result is for analysis: shapes, dtypes
-    and memory of each node.
-    """
+    """A cache of graphs, each with forward and backward of a block (a piece of the model, such as a layer). If a block
+    differs from two blocks in the cache only in sizes, and these lie between the sizes of the two, its graph is
+    interpolated instead of traced. The result is for analysis: shapes, dtypes and memory of each node."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[tuple[int, ...], JointGraph]]] = {}
 
     def find(self, nodes: str, key: Any, trace: Callable[[], JointGraph], parse: Callable[[], Block]) -> JointGraph:
-        """Return the joint graph of forward and backward of a block: derived from two known ones if its sizes lie
-        between theirs, otherwise that of ``trace()``, which is kept.
+        """Return the joint graph of forward and backward of a block (a piece of the model, such as a layer). It is
+        interpolated between the graphs of two known blocks if the block's sizes lie between the sizes of these two;
+        otherwise it is ``trace()``, which is stored as known.
 
         ``nodes``: the block's graph as JSON text. ``key``: what else decides the joint graph, such as the inputs that
-        need a gradient. ``parse``: returns the block.
+        need a gradient; only blocks with equal keys are compared. ``parse``: returns the block.
         """
         form, numbers = split_numbers(nodes)
         known = self._known.setdefault((form, key), [])
@@ -316,8 +317,8 @@ class JointShapes:
 
 
 def split_numbers(text: str) -> tuple[str, tuple[int, ...]]:
-    """Return the JSON ``text`` with ``#`` in place of each integer, and these integers in order. Texts in quotes and
-    numbers with a point stay."""
+    """Return two values: the JSON ``text`` with ``#`` in place of each integer, and the tuple of these integers in
+    order. Strings in quotes and numbers with a decimal point stay."""
     numbers: list[int] = []
 
     def take(match: re.Match[str]) -> str:
@@ -331,9 +332,13 @@ def split_numbers(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _find_surrounding_sizes(numbers: tuple[int, ...], known: Sequence[tuple[int, ...]]) -> tuple[int, int, Line] | None:
-    """Return the indices of two entries of ``known`` between which ``numbers`` lies on a straight line, and a number of
-    each of the three that differs: that of the first entry, of the second, and of ``numbers``. Return ``None`` if there
-    are no such entries. All are lists of the sizes of one graph in the same order."""
+    """Find two entries of ``known`` between which ``numbers`` can be interpolated linearly, all numbers with the same
+    weight. Return (index of the first entry, index of the second, line). The line gives this weight: (number in the
+    first entry, number in the second, number in ``numbers``), at a position at which the entries differ. Return
+    ``None`` if there are no such entries.
+
+    ``numbers``, and each entry of ``known``: the sizes in a graph, in order.
+    """
     for (i, first), (j, second) in combinations(enumerate(known), 2):
         place = next((k for k, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1]), None)
         if place is None:
@@ -350,11 +355,12 @@ def _find_surrounding_sizes(numbers: tuple[int, ...], known: Sequence[tuple[int,
 
 def resize_joint(main: JointGraph, other: JointGraph, block: Block, line: Line) -> JointGraph | None:
     """Return the joint graph of forward and backward of ``block``, a piece of the model such as a layer, derived from
-    ``main`` and ``other``, those of the same block for two other batch sizes. Each operator runs once on tensors
-    without elements, so shapes, strides and shared storages are those of the operators.
+    ``main`` and ``other``, the joint graphs of the same block for two other batch sizes. Each operator runs once on
+    tensors without elements, so shapes, strides and shared storages are those of the operators.
 
     Return ``None`` if the graphs differ in more than sizes, or if a size is not a linear function of the batch size.
-    ``line``: a size in ``main``, the same in ``other``, and in the result.
+    ``line``: three numbers that say where to interpolate: the value of one size, or of the batch size, in ``main``, in
+    ``other`` and in the result.
     """
     pairs = match_nodes(main.graph, other.graph)
     if pairs is None or (main.needs, main.with_grad) != (other.needs, other.with_grad):
@@ -374,9 +380,10 @@ def resize_joint(main: JointGraph, other: JointGraph, block: Block, line: Line) 
 
 def _resize_joint_nodes(pairs: Mapping[fx.Node, fx.Node], line: Line) -> fx.Graph:
     """Return a copy of a joint graph of forward and backward with the sizes that it has for a third batch size. Each
-    operator runs on tensors without elements, in the active mode for such tensors. ``pairs``: node of the graph for the
-    first batch size -> the same node of the graph for the second. ``line``: the three batch sizes. Raise
-    :class:`_UnevenError` if a size is not linear in the batch size.
+    operator runs on tensors without elements, for which the caller has entered a ``FakeTensorMode``.
+
+    ``pairs``: node of the graph for the first batch size -> the same node of the graph for the second. ``line``: the
+    three batch sizes. Raise :class:`_UnevenError` if a size is not linear in the batch size.
     """
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}

@@ -87,8 +87,8 @@ class PaddedValue:
 
 
 def plain_value(shape: Sequence[int], fault: str = "") -> PaddedValue:
-    """Return the description, under padding, of a tensor of the shape ``shape`` that does not grow with the batch.
-    ``fault``: why its elements may differ from those without padding; empty if they do not."""
+    """Return a description of a tensor of the shape ``shape`` that does not grow if the batch is padded. ``fault``: why
+    padding may change its elements; empty if it does not."""
     return PaddedValue(tuple((Part(size),) for size in shape), fault)
 
 

@@ -144,12 +144,13 @@ def within_documents(node: fx.Node) -> OpFactors:
 
 @register_family("partition::scored_attention")
 def with_changed_scores(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention with changed scores or
-    with prefixes of documents.
+    """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention whose scores are
+    capped or have a bias with a slope for each head (ALiBi), or in which documents have a prefix, keys that all queries
+    of the document see.
 
     Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
-    exchange keys and values. Document ids and prefixes ``[batch, positions]`` are sharded like the queries, the slopes
-    ``[heads]`` like the heads of the queries.
+    exchange keys and values. Document ids and flags of the prefixes ``[batch, positions]`` are sharded like the
+    queries, the slopes ``[heads]`` like the heads of the queries.
     """
     found = within_band(node)
     row = tuple(f for f in ("b",) if f in found.sizes), ()
@@ -158,9 +159,9 @@ def with_changed_scores(node: fx.Node) -> OpFactors:
 
 
 def _list_given_marks(node: fx.Node) -> list[str]:
-    """Return the names of the tensors that ``node``, an attention with changed scores or prefixes, reads after queries,
-    keys and values, in order: of ``ids``, ``prefix`` and ``slopes`` those that are given; an empty list for another
-    attention, except for ``ids``."""
+    """Return the names of the tensors that the attention ``node`` reads after queries, keys and values, in order. They
+    are those of ``ids`` (document ids), ``prefix`` (flags of keys that all queries of their document see) and
+    ``slopes`` (a slope for each head) that are arguments of the call; an empty list if there are none."""
     return [name for name in ("ids", "prefix", "slopes") if isinstance(get_node_argument(node, name), fx.Node)]
 
 
@@ -182,9 +183,10 @@ def documents_over_ranks(node: fx.Node) -> OpFactors:
 
 @register_family("partition::context_scored_attention")
 def changed_scores_over_ranks(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``partition::context_scored_attention``: attention with changed
-    scores or with prefixes of documents whose sequence is sharded over one mesh axis already. Over another mesh axis,
-    its batch and heads may be sharded, but not its sequence."""
+    """Return the sharding rule of ``node``, a call of ``partition::context_scored_attention``: attention whose scores
+    are capped or have a bias with a slope for each head (ALiBi), or whose documents have a prefix, and whose sequence
+    is sharded over one mesh axis already. Over another mesh axis, its batch and heads may be sharded, but not its
+    sequence."""
     return replace(with_changed_scores(node), forms={})
 
 

@@ -76,9 +76,9 @@ class Form:
     """A way to run an operator that shards several of its loop dimensions at once, such as attention with sharded
     queries and keys.
 
-    ``factor``: the name of the loop dimension that counts as sharded. ``operands``, ``results``: for each tensor,
-    the index of its sharded dim; ``None`` if it is not sharded. ``build``: appends the operators that one rank runs
-    to its graph and returns the node of the result.
+    ``factor``: the name of one of these loop dimensions, under which the result is recorded (:attr:`Strategy.factor`).
+    ``operands``, ``results``: for each tensor, the index of its sharded dim; ``None`` if it is not sharded. ``build``:
+    appends the operators that one rank runs to its graph and returns the node of the result.
     """
 
     factor: str
@@ -110,12 +110,12 @@ class OpFactors:
     runs it. It is stated by factors, the named loop dimensions of the operator, as in an einsum.
 
     ``sizes``: name of each factor -> its size. ``operands``, ``results``: for each tensor and each of its dims, the
-    names of the dim's factors; a dim larger than 1 without a factor is never sharded. ``whole``: factors that must
-    not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial
-    sums, so are the results. ``lower``: factor -> special operators that one rank runs if this factor is sharded.
-    ``local``: a function that appends the operator with the arguments for the shapes on one rank, if its own
-    arguments do not fit them. ``spans``: the factor of which some tensors cover only a part. ``forms``: name -> a
-    way to run the operator that shards several dims at once.
+    names of the dim's factors; a dim larger than 1 without a factor is never sharded. ``whole``: factors that must not
+    be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so
+    are the results. ``lower``: factor -> special operators that one rank runs if this factor is sharded. ``local``: a
+    function that appends the operator with the arguments for the shapes on one rank; ``None`` if the operator's own
+    arguments fit them. ``spans``: which part of one factor each tensor covers; ``None`` if all tensors cover their
+    factors completely. ``forms``: name -> a way to run the operator that shards several dims at once.
     """
 
     sizes: Mapping[str, int]
@@ -335,10 +335,11 @@ def build_factor_rule(
     sharded. Factor sizes are taken from the tensors, and dims of size 1 have no factor. If dims of one name differ in
     size, as in a gather whose index is shorter than its source, no dim of this name is ever sharded.
 
-    ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the
-    operands of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank
-    runs if it is sharded. ``local``: a function that appends the operator with the arguments for the shapes on one
-    rank. ``spans``: the factor of which some tensors cover only a part.
+    ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands
+    of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank runs if it is
+    sharded; ``None`` for none. ``local``: a function that appends the operator with the arguments for the shapes on one
+    rank; ``None`` if the call's own arguments fit them. ``spans``: which part of one factor each tensor covers;
+    ``None`` if all tensors cover their factors completely.
     """
     cut = None if spans is None else spans.factor
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}

@@ -78,12 +78,12 @@ def _embedding_sharded(local: Local) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """Return a name for each dim of the tensors ``operands``, which have equal numbers of dims; dims of one name are
-    sharded together. Return ``None`` in place of the name (the dim must not be sharded) for the dim ``dim``, and for a
-    dim in which the sizes of the tensors differ.
+    """Return a name for each dim of the tensors ``operands``, which have equal numbers of dims; in a sharding rule,
+    dims of one name are sharded together. Return ``None`` in place of the name, which means that the dim must not be
+    sharded, for the dim ``dim`` and for a dim in which the sizes of the tensors differ.
 
-    If sizes differ, the operator, such as ``gather``, uses a part of the larger tensor, which the ranks could not
-    match.
+    If sizes differ, an operator such as ``gather`` reads only the first part of the larger tensor. Shards of the two
+    tensors on one rank would then not belong together.
     """
     sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]

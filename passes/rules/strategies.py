@@ -74,11 +74,11 @@ def enumerate_strategies(
     way (strategy) states the layouts of all operands and results: sharded, whole, or a partial sum.
 
     ``wanted``: layouts that neighbouring operators prefer and that are sharded with sections (parts of a dim that are
-    each divided over all ranks); key ``i`` is operand ``i``, ``~k`` is result ``k``. For every preferred layout that is
-    possible here, there is a strategy with it. If the operator itself cuts or joins a dim, as ``split`` and ``cat`` do,
-    the dim is sharded in sections that end where its pieces end. ``lengths``: lengths, in positions, of the sequences
-    that the axis shards; dims of these sizes may also be sharded zigzag (a rank has one piece from each end), and an
-    attention may be sharded along its sequence.
+    each divided over all ranks); key ``i`` is operand ``i``, ``~k`` is result ``k``; ``None`` for no preferences. For
+    every preferred layout that is possible here, there is a strategy with it. If the operator itself cuts or joins a
+    dim, as ``split`` and ``cat`` do, the dim is sharded in sections that end where its pieces end. ``lengths``:
+    lengths, in positions, of the sequences that the axis shards; dims of these sizes may also be sharded zigzag (a rank
+    has one piece from each end), and an attention may be sharded along its sequence.
 
     Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
     """

@@ -114,16 +114,16 @@ def _sum_over_ranks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
 
 
 def _take_own_chunks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each simulated rank, the part of its tensor in ``ranks`` that has the rank's number, if the tensor
-    is cut into as many equal parts as there are ranks. ``options``: the arguments of the collective by name; ``dim``
-    is the dim that is cut."""
+    """Cut the tensor of each simulated rank into equal parts, one for each rank, and return, for each rank, the part
+    with the rank's number. ``ranks``: the tensors of the ranks, in order. ``options``: the arguments of the collective
+    by name; ``dim`` is the dim that is cut."""
     return [x.chunk(len(ranks), options["dim"])[r] for r, x in enumerate(ranks)]
 
 
 def _pad_with_zeros(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each simulated rank, its tensor in ``ranks`` at the rank's place in a tensor that is as long as
-    those of all ranks together, with zeros elsewhere. ``options``: the arguments of the collective by name; ``dim``
-    is the dim that becomes longer."""
+    """Return, for each simulated rank, a tensor as long as those of all ranks joined. It has the rank's own tensor at
+    the place that this has in the joined tensor, and zeros elsewhere. ``ranks``: the tensors of the ranks, in order.
+    ``options``: the arguments of the collective by name; ``dim`` is the dim along which they would be joined."""
     zeros = [[torch.zeros_like(x)] * len(ranks) for x in ranks]
     return [torch.cat([*zeros[r][:r], x, *zeros[r][r + 1 :]], options["dim"]) for r, x in enumerate(ranks)]
 
@@ -178,9 +178,9 @@ def check_strategies(
     Args:
         target: the operator.
         args: arguments of the call, with real tensors; use float64 so that numbers agree closely.
-        kwargs: keyword arguments of the call.
+        kwargs: keyword arguments of the call; ``None`` for none.
         num_ranks: number of ranks to simulate.
-        wanted: further layouts to test; key ``i`` is operand ``i``, ``~k`` is result ``k``.
+        wanted: further layouts to test; key ``i`` is operand ``i``, ``~k`` is result ``k``; ``None`` for none.
         grad: whether floating-point tensors get gradients, or the positions (from 0), among the tensors, of those that
             do.
     """
@@ -385,9 +385,9 @@ _GRADIENT = {"R": Layout("R"), "P": Layout("R"), "R'": Layout("P")}
 
 
 def _gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of the gradient of a tensor with the layout ``layout``. The gradient of a whole tensor or of
-    a partial sum is whole; that of a whole tensor of the kind ``R'`` is a partial sum; that of a sharded tensor is
-    sharded in the same way."""
+    """Return the layout of the gradient of a tensor with the layout ``layout``. If the tensor is whole on every rank
+    (kind ``R``) or a partial sum (``P``), its gradient is whole. Kind ``R'`` is a whole tensor whose gradient is a
+    partial sum. The gradient of a sharded tensor is sharded in the same way."""
     return _GRADIENT.get(layout.kind, layout)
 
 

@@ -70,9 +70,9 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
 
 def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
     """Append a ``one_hot`` of the class numbers ``numbers`` with a fixed number of classes to the new graph, and return
-    its node. If the original model takes the number of classes from the data, the result has as many as there can be,
-    and ``build`` records a mask of the classes that the model has. Raise :class:`Unselectable` if no upper bound of the
-    class numbers is known.
+    its node. If the original model takes the number of classes from the data, the result has a column for each class
+    that is possible, and a mask of the columns that the model has is recorded in ``build``. Raise :class:`Unselectable`
+    if no upper bound of the class numbers is known.
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     """
@@ -87,8 +87,8 @@ def _count_occurrences(
     build: SelectedRows, node: fx.Node, numbers: fx.Node, weights: fx.Node | None = None, minlength: int = 0
 ) -> fx.Node:
     """Append operators to the new graph that count how often each class occurs in ``numbers``, as ``bincount`` does,
-    and return the node of the counts. If the original model takes the number of classes from the data, there are counts
-    for all classes that there can be, and ``build`` records a mask of the classes that the model has.
+    and return the node of the counts. If the original model takes the number of classes from the data, the result has a
+    count for each class that is possible, and a mask of the counts that the model has is recorded in ``build``.
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     ``numbers``: the class number of each element. ``weights``: the amount that each element adds to the count of its
@@ -123,7 +123,8 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
     Args:
         build: the rewriter, which appends operators to the new graph.
         numbers: the node with the class number of each element.
-        bound: an integer that is greater than all class numbers; the caller has checked that one is known.
+        bound: an integer that is greater than all class numbers; never ``None``, because the caller has checked that
+            one is known.
         least: the smallest number of classes that the operator returns.
     """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
@@ -334,7 +335,8 @@ def _find_number_source(node: fx.Node) -> fx.Node:
 
 def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
     """Return a list of the operands that the operator ``reader`` uses as indices, each as (operand, size of the dim
-    that it indexes). The size is ``None`` if it is not known.
+    that it indexes). An index must be in range, so this size is an upper bound of the operand's numbers. The size is
+    ``None`` if it is not known.
 
     Class numbers of a classification loss count as indices of its scores.
     """

@@ -62,12 +62,12 @@ class MaskedRows:
 
 @dataclass(frozen=True)
 class MaskCoordinate:
-    """Describes a node of the rewritten graph that takes the place of one result of ``torch.where(condition)``: it has
-    one coordinate of each element of the boolean node ``condition``. Unlike that result, it has an entry for every
-    element, true or not.
+    """Describes a node of the rewritten graph that takes the place of one result of ``torch.where(condition)``, the
+    indices of true elements along one dim. To keep shapes static, the node has an index for every element of
+    ``condition``, true or not, and ``mask`` says which of them the original model has.
 
-    ``mask``: ``condition``, flattened, which says which entries the original model has. ``dim``: the dim of
-    ``condition`` of which the node has the indices. ``shape``: the shape of ``condition``.
+    ``mask``: ``condition``, flattened. ``dim``: the dim of ``condition`` of which the node has the indices. ``shape``:
+    the shape of ``condition``. ``condition``: a boolean node.
     """
 
     mask: fx.Node
@@ -78,9 +78,9 @@ class MaskCoordinate:
 
 @dataclass(frozen=True)
 class MaskedRowCount:
-    """The size of a tensor's dim that in the original model is the number of rows that ``mask`` selects, and so
-    depends on the data. It is an argument of operators of the rewritten graph, which keeps all rows; ``int()`` of it
-    gives the number of all rows."""
+    """Stands for the size of a dim that is the number of rows that ``mask`` selects in the original model, and so
+    depends on the data. It may be an argument of operators of the rewritten graph. There, all rows are kept, and
+    ``int()`` of this object is the number of all rows. ``mask``: a boolean node with an element for each row."""
 
     mask: fx.Node
 
@@ -138,14 +138,15 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Return nodes with the coordinates of all elements of ``condition``, in the place of the results of
-    ``torch.where(condition)``, if ``condition`` tests whether the router of a mixture of experts chose a given expert.
-    In their order, the k choices of a token are adjacent, so that the entries can be sharded by tokens even if
-    ``condition`` is transposed. Return an empty list if ``condition`` is not such a test, or has this order already.
+    """Append nodes to the new graph that take the place of the results of ``torch.where(condition)``, if ``condition``
+    tests whether the router of a mixture of experts chose a given expert for each token and each of its k choices.
+    Return one node for each dim of ``condition``, with the index of every entry, true or not. Entries are ordered so
+    that the k choices of a token are adjacent, also if ``condition`` is transposed; they can then be sharded by tokens.
+    Return an empty list if ``condition`` is not such a test, or has this order already.
 
-    If ``condition`` tests whether any of a token's k choices is the expert, there is an entry for each of the k
-    choices. The choices of a token are distinct, so every token is selected at most once. ``build``: the rewriter,
-    which appends operators to the new graph and records the mask of the entries that the original model has.
+    If ``condition`` only tests whether any of a token's k choices is the expert, there are k entries for a token, too.
+    A token's choices are distinct, so at most one of them is true. ``build``: the rewriter, which appends operators to
+    the new graph and records the mask of the entries that the original model has.
     """
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:
@@ -281,8 +282,9 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
 
 def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
     """Rewrite ``index_select(x, dim, index)`` with static shapes, where ``index`` has coordinates of the true elements
-    of a mask. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if the
-    plain operator can be used, or if ``x`` itself consists of rows that a mask selects.
+    of a mask. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if no
+    such rewrite is needed, or if ``x`` itself consists of rows that a mask selects; the operator is then rewritten by
+    its sharding rule.
 
     ``build``: the rewriter, which appends operators to the new graph.
     """
@@ -293,8 +295,8 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
     """Rewrite ``index_copy``, or ``index_fill`` with one number, with static shapes, where a mask selects the rows that
-    are written. Return the new node; ``None`` if ``index`` is not a vector or ``x`` has no dims. Raise
-    :class:`Unselectable` if there is no form with static shapes.
+    are written. Return the new node. Return ``None`` if ``index`` is not a vector or ``x`` has no dims; the operator is
+    then rewritten by its sharding rule. Raise :class:`Unselectable` if there is no form with static shapes.
 
     Args:
         build: the rewriter, which appends operators to the new graph.
@@ -478,12 +480,13 @@ def _scatter_sum_rows(
 def _permute_coordinates(
     build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False
 ) -> fx.Node:
-    """Append a permutation of the dims of ``value`` from ``first`` on to the new graph. These dims stand for dims of a
-    mask in ascending order; they are brought into the order ``along``. Return the new node, or ``value`` if ``along``
-    is ascending.
+    """Append a permutation of the dims of ``value`` from ``first`` on to the new graph, and return its node. These dims
+    stand for the dims of a mask, in ascending order of their indices; the result has them in the order ``along``. If
+    ``along`` is ascending, return ``value`` itself.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``along``: the indices of the mask's dims, in
-    the wanted order. ``back``: whether to permute from the order ``along`` to the ascending order instead.
+    ``build``: the rewriter, which appends operators to the new graph. ``along``: the indices of the mask's dims in the
+    wanted order, such as ``[1, 0]`` for a mask that was transposed. ``back``: whether to permute from the order
+    ``along`` to the ascending order instead.
     """
     if along == sorted(along):
         return value

@@ -283,9 +283,9 @@ class SelectedRows:
     mask selects, so that shapes are static: a copied tensor keeps all rows, and the mask of the rows that the original
     model selects is recorded.
 
-    ``rows``: each such tensor of the new graph -> its mask and its dim of rows. ``places``: each node with
-    coordinates of a mask's true elements -> a description of them. ``key``: returns equal integers for nodes that
-    compute the same value.
+    ``rows``: each such tensor of the new graph -> its mask and its dim of rows. ``places``: node of the new graph that
+    replaces a result of ``torch.where(mask)`` -> of which mask and dim it has the indices. ``key``: a function that
+    returns equal integers for nodes that compute the same value.
     """
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -321,9 +321,8 @@ class SelectedRows:
         )
 
     def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-        """Return whether ``node`` selects rows by a mask, or reads rows that a mask selects, or the number of such
-        rows. Unlike in :meth:`concerns_node`, a number that the model takes out of a tensor by ``item()`` does not
-        count.
+        """Return whether ``node`` works on selected rows: it selects rows by a mask, reads rows that a mask selects, or
+        reads the number of such rows. A number that the model takes out of a tensor by ``item()`` does not count.
 
         ``env``: original node -> its copy in the new graph.
         """
@@ -406,9 +405,9 @@ class SelectedRows:
         raise AssertionError("a graph ends in an output node")
 
     def _get_dim_size(self, value: fx.Node, dim: int) -> MaskedRowCount | int:
-        """Return the size that the dim ``dim`` of ``value`` has in the original model. It is a number; or, if
-        ``value`` keeps all rows along this dim of which the model selects some by a mask, an object that stands for
-        the number of selected rows."""
+        """Return the size that the dim ``dim`` of ``value`` has in the original model. It is an integer, or a
+        :class:`MaskedRowCount`, which stands for the number of rows that a mask selects, if ``value`` keeps all rows
+        along this dim although the model selects some of them."""
         rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
         return MaskedRowCount(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
 
@@ -583,16 +582,17 @@ class SelectedRows:
         return self._ordered_as(found, mask)
 
     def _ordered_as(self, mask: fx.Node, other: fx.Node) -> fx.Node:
-        """Return ``mask``, a mask that was made from the mask ``other``. If the rows of ``other`` are known to be in
-        another order than in the original model, record the same for the rows of ``mask``."""
+        """Return ``mask``, the mask of some rows, unchanged. It was computed from the mask ``other`` of the same rows.
+        If the rows are recorded, for ``other``, to be in another order than in the original model, record this for
+        ``mask``, too."""
         if other in self.unordered:
             self.unordered.add(mask)
         return mask
 
     def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
         """Return ``value``, which keeps all rows although the original model selects some by a mask, with the rows that
-        the mask does not select set to ``number`` (by default 1 for floating-point dtypes and 0 for integers). Return
-        the node ``value`` itself if this is not needed.
+        the mask does not select set to ``number``. If ``number`` is ``None``, they are set to 1 for floating-point
+        dtypes and 0 for integers. Return the node ``value`` itself if this is not needed.
 
         Values that the original model leaves out, such as a zero divisor or an index of -100, then cause no error.
         """
@@ -659,8 +659,9 @@ def _list_row_sizes(condition: fx.Node) -> list[int]:
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    """Return whether the result of the operator ``node``, such as a split into pieces, depends on the order of the
-    rows that it reads, and their number depends on the data, because a mask selects them."""
+    """Return whether ``node`` is an operator, such as a split into pieces, whose result depends on the order of the
+    rows that it reads, and whether a size of its operands or results depends on the data, as after a selection of rows
+    by a mask. Both must be true."""
     given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
     return any(_is_open(n.meta.get("val")) for n in given)
 

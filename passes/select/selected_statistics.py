@@ -43,11 +43,11 @@ def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) ->
 
 def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Append the mean over ``dims`` (all if empty) of the selected rows of ``x`` to the new graph, and return its node;
-    return ``None`` if ``dims`` do not include the dim of rows. ``x`` keeps all rows, of which the original model
-    selects those for which the mask ``build.rows[x]`` is true.
+    return ``None`` (the operator then needs no rewrite of its own) if ``dims`` do not include the dim of rows. ``x``
+    keeps all rows, of which the original model selects those for which the mask ``build.rows[x]`` is true.
 
-    ``build``: the rewriter, which appends operators to the new graph. ``keepdim``: whether the reduced dims stay
-    with size 1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none.
+    ``build``: the rewriter, which appends operators to the new graph. ``keepdim``: whether the reduced dims stay with
+    size 1. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none.
     """
     over = _find_reduced_dims(build, x, dims)
     if over is None:
@@ -101,8 +101,8 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
     ) -> Any:
         """Append the variance or standard deviation of ``x`` over ``dims`` (all if ``None``) to the new graph, and
         return its node, or a tuple of it and the node of the mean if the operator returns both. ``x`` keeps all rows;
-        only rows that the mask ``build.rows[x]`` selects count. Return ``None`` if ``dims`` do not include the dim of
-        rows.
+        only rows that the mask ``build.rows[x]`` selects count. Return ``None`` (the operator then needs no rewrite of
+        its own) if ``dims`` do not include the dim of rows.
 
         ``build``: the rewriter, which appends operators to the new graph. ``unbiased``: whether the divisor is the
         number of elements less 1. ``correction``: the number to subtract instead; ``None`` for none. ``keepdim``:
@@ -166,10 +166,10 @@ def _make_filled_reduction(
     """
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
-        """Append a reduction of ``x`` to the new graph and return its node; return ``None`` if it does not reduce
-        the dim of rows. ``x`` keeps all rows; only rows that the mask ``build.rows[x]`` selects count. ``build``:
-        the rewriter, which appends operators to the new graph. ``args``, ``kwargs``: the further arguments of the
-        reduction."""
+        """Append a reduction of ``x`` to the new graph and return its node; return ``None`` (the operator then needs no
+        rewrite of its own) if it does not reduce the dim of rows. ``x`` keeps all rows; only rows that the mask
+        ``build.rows[x]`` selects count. ``build``: the rewriter, which appends operators to the new graph. ``args``,
+        ``kwargs``: the further arguments of the reduction."""
         given = (x, *args)
         dims = None if dim_at is None or dim_at >= len(given) else given[dim_at]
         over = _find_reduced_dims(build, x, kwargs.get("dim", dims))
@@ -189,10 +189,10 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
     """
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
-        """Append the maximum or minimum of ``x`` along ``dim`` to the new graph, and return the nodes of its value
-        and its index; return ``None`` if ``dim`` is not the dim of rows. ``x`` keeps all rows; only rows that the
-        mask ``build.rows[x]`` selects count. ``build``: the rewriter, which appends operators to the new graph.
-        ``keepdim``: whether ``dim`` stays with size 1."""
+        """Append the maximum or minimum of ``x`` along ``dim`` to the new graph, and return the nodes of its value and
+        its index; return ``None`` (the operator then needs no rewrite of its own) if ``dim`` is not the dim of rows.
+        ``x`` keeps all rows; only rows that the mask ``build.rows[x]`` selects count. ``build``: the rewriter, which
+        appends operators to the new graph. ``keepdim``: whether ``dim`` stays with size 1."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
@@ -212,10 +212,10 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
 
     def rule(build: SelectedRows, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
         """Append the index of the maximum or minimum of ``x`` along ``dim`` to the new graph and return its node;
-        return ``None`` if ``dim`` is not the dim of rows. ``x`` keeps all rows; only rows that the mask
-        ``build.rows[x]`` selects count. ``build``: the rewriter, which appends operators to the new graph.
-        ``keepdim``: whether ``dim`` stays with size 1. Raise :class:`Unselectable` for an index into all elements of
-        a tensor of several dims."""
+        return ``None`` (the operator then needs no rewrite of its own) if ``dim`` is not the dim of rows. ``x`` keeps
+        all rows; only rows that the mask ``build.rows[x]`` selects count. ``build``: the rewriter, which appends
+        operators to the new graph. ``keepdim``: whether ``dim`` stays with size 1. Raise :class:`Unselectable` for an
+        index into all elements of a tensor of several dims."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         if dim is None and x.meta["val"].dim() != 1:
@@ -251,9 +251,10 @@ def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., An
     zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
-        """Append a norm of ``x`` to the new graph and return its node; return ``None`` if it does not reduce the dim
-        of rows. ``x`` keeps all rows; only rows that the mask ``build.rows[x]`` selects count. ``build``: the
-        rewriter, which appends operators to the new graph. ``args``, ``kwargs``: the further arguments of the norm."""
+        """Append a norm of ``x`` to the new graph and return its node; return ``None`` (the operator then needs no
+        rewrite of its own) if it does not reduce the dim of rows. ``x`` keeps all rows; only rows that the mask
+        ``build.rows[x]`` selects count. ``build``: the rewriter, which appends operators to the new graph. ``args``,
+        ``kwargs``: the further arguments of the norm."""
         order = args[order_at - 1] if len(args) >= order_at else kwargs.get("ord", kwargs.get("p", 2))
         order = 2 if order is None else order
         if _find_reduced_dims(build, x, args[dim_at - 1] if len(args) >= dim_at else kwargs.get("dim")) is None:
@@ -271,10 +272,11 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
     minus infinity."""
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
-        """Append a softmax or log-softmax of ``x`` along ``dim`` to the new graph and return its node; return
-        ``None`` if ``dim`` is not the dim of rows. ``x`` and the result keep all rows; in the result, rows that the
-        mask ``build.rows[x]`` does not select are zero. ``build``: the rewriter, which appends operators to the new
-        graph. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for none."""
+        """Append a softmax or log-softmax of ``x`` along ``dim`` to the new graph and return its node; return ``None``
+        (the operator then needs no rewrite of its own) if ``dim`` is not the dim of rows. ``x`` and the result keep all
+        rows; in the result, rows that the mask ``build.rows[x]`` does not select are zero. ``build``: the rewriter,
+        which appends operators to the new graph. ``dtype``: the dtype to which ``x`` is cast first; ``None`` for
+        none."""
         if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.insert_call(target, build.fill_unselected(x, -math.inf), dim, dtype)
@@ -285,9 +287,10 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
 
 
 def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
-    """Append the running sum of ``x`` along ``dim`` to the new graph and return its node; return ``None`` if ``dim`` is
-    not the dim of rows. ``x`` and the result keep all rows; rows that the mask ``build.rows[x]`` does not select count
-    as zero. Raise :class:`Unselectable` if the rows are in another order than in the original model.
+    """Append the running sum of ``x`` along ``dim`` to the new graph and return its node; return ``None`` (the operator
+    then needs no rewrite of its own) if ``dim`` is not the dim of rows. ``x`` and the result keep all rows; rows that
+    the mask ``build.rows[x]`` does not select count as zero. Raise :class:`Unselectable` if the rows are in another
+    order than in the original model.
 
     ``build``: the rewriter, which appends operators to the new graph. ``kwargs``: further arguments of ``cumsum``.
     """
@@ -310,11 +313,11 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
     """
 
     def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
-        """Append a loss, as one term for each element, and its reduction to the new graph. Tensors among the
-        arguments keep all rows; only rows that their mask in ``build.rows`` selects are reduced. Return the node of
-        the reduced loss, or a tuple of it and the operator's other results if it has any; return ``None`` if the
-        loss is not reduced. ``build``: the rewriter, which appends operators to the new graph. ``args``, ``kwargs``:
-        the arguments of the loss."""
+        """Append a loss, as one term for each element, and its reduction to the new graph. Tensors among the arguments
+        keep all rows; only rows that their mask in ``build.rows`` selects are reduced. Return the node of the reduced
+        loss, or a tuple of it and the operator's other results if it has any; return ``None`` (the operator then needs
+        no rewrite of its own) if the loss is not reduced. ``build``: the rewriter, which appends operators to the new
+        graph. ``args``, ``kwargs``: the arguments of the loss."""
         given = list(args)
         reduction = kwargs.pop("reduction", MEAN)
         if len(given) > position:
@@ -355,13 +358,14 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
         *more: Any,
     ) -> Any:
         """Append a classification loss of the scores ``x`` and the targets ``classes`` (class numbers or probabilities)
-        to the new graph, and return its node; return ``None`` for probabilities without a reduction. Scores and targets
-        keep all rows; only rows that their mask in ``build.rows`` selects count.
+        to the new graph, and return its node; return ``None`` (the operator then needs no rewrite of its own) for
+        probabilities without a reduction. Scores and targets keep all rows; only rows that their mask in ``build.rows``
+        selects count.
 
         ``build``: the rewriter, which appends operators to the new graph. ``weight``: the weight of each class, or
-        ``None``. ``reduction``: 0 none, 1 mean, 2 sum. ``ignored``: the class number that the loss ignores.
-        ``more``: further arguments of the loss. Raise :class:`Unselectable` if different masks select the rows of
-        scores and of targets.
+        ``None``. ``reduction``: 0 none, 1 mean, 2 sum. ``ignored``: the class number that the loss ignores. ``more``:
+        further arguments of the loss. Raise :class:`Unselectable` if different masks select the rows of scores and of
+        targets.
         """
         value: Tensor = classes.meta["val"]
         if value.is_floating_point():

@@ -108,9 +108,9 @@ class _Selections(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it selects rows by
-        a mask, their symbolic number is the one of an equal mask. If it checks values, a form without the check runs
-        instead. ``types`` is not used."""
+        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it selects rows by a
+        mask, and an equal mask was used before, the result has the symbolic number of rows of the earlier selection. If
+        ``func`` reads values only to check them, a form without the check runs instead. ``types`` is not used."""
         kwargs = kwargs or {}
         if func in _BY_WHERE:
             return self._select_rows_by_where(*args, **kwargs)
@@ -131,9 +131,9 @@ class _Selections(TorchFunctionMode):
         return self._by_mask(Tensor.__getitem__, (input, mask), {})
 
     def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the torch function ``func``, which selects rows by a boolean mask among its arguments, during a trace,
-        and return its result. If an equal mask was used before, torch gets the symbolic number of rows that was
-        created for it; otherwise the new number is recorded for later masks."""
+        """Run the torch function ``func``, which selects rows by a boolean mask among its arguments ``args`` and
+        ``kwargs``, during a trace, and return its result. If an equal mask was used before, torch gets the symbolic
+        number of rows that was created for it; otherwise the new number is recorded for later masks."""
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
@@ -177,9 +177,10 @@ def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
 
 # -- functions of torch that look at numbers ---------------------------------------------------------------------------
 def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the cross entropy ``func(input, target, *args, **kwargs)``; ``func`` is torch's own function. If the
-    targets are probabilities of a data-dependent number of rows, average the losses without its reduction, because
-    its mean checks whether there are any rows."""
+    """Return the cross entropy ``func(input, target, *args, **kwargs)``; ``func`` is torch's own function. There is one
+    exception: if the targets are probabilities, their number of rows depends on the data and the reduction is a mean,
+    call ``func`` without reduction and return the mean of its losses. The mean in ``func`` would check whether there
+    are any rows, which a trace cannot know."""
     plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
     if plain or len(args) > 1:
         return func(input, target, *args, **kwargs)

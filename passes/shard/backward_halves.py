@@ -100,9 +100,9 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether ``node`` is a view of a saved value or of a placeholder, and not itself one of these. Backward
-    then makes the view again, which costs nothing, instead of saving ``node``. ``kept``: the nodes whose results are
-    saved."""
+    """Return whether ``node`` need not be saved for backward because it is a view of a saved value or of a placeholder,
+    from which backward can make the view again at no cost. Return false if ``node`` is itself saved or a placeholder.
+    ``kept``: the nodes whose results are saved."""
     if node in kept or node.op == "placeholder":
         return False
     while node not in kept and node.op == "call_function" and _is_view(node):
@@ -111,9 +111,9 @@ def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    """Return whether the operator ``node`` returns the values of its one operand: a clone, the collective ``copy``, or
-    a view.
-    """
+    """Return whether the result of the operator ``node`` has the same values as its one operand: a clone, a view, or
+    the collective ``copy``, which returns its operand and only communicates in backward, where it all-reduces the
+    gradient."""
     if node.op != "call_function":
         return False
     return node.target == torch.ops.aten.clone.default or collective_name(node.target) == "copy" or _is_view(node)
@@ -196,9 +196,9 @@ def is_early(size: int, summed: int) -> bool:
 
 
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that compute those weight gradients that are sums of tensors at least four times as large in
-    total. The first half of backward, which computes input gradients, computes them too, so that it need not keep the
-    large tensors.
+    """Return the nodes that the first half of backward, which computes the gradients of inputs, should compute in
+    addition: those of weight gradients that are sums of much larger tensors (at least four times as large in total),
+    and the nodes that only they need. The large tensors then need not be kept for the second half.
 
     ``gradients``: the nodes of all weight gradients. ``known``: nodes that forward or the first half computes anyway;
     they are not returned.

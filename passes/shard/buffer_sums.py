@@ -37,9 +37,9 @@ Part = tuple[
 
 
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
-    """Return ``model`` with each buffer whose new value is a sum over the batch, such as a count of tokens, changed so
-    that every microbatch computes one addend of it. The runtime adds the addends up, so that no collective is needed in
-    each microbatch. The graphs are changed in place.
+    """Change ``model`` so that every microbatch computes one addend of each buffer whose new value is a sum over the
+    batch, such as a count of tokens. The runtime adds the addends up, so that no collective is needed in each
+    microbatch. Return the changed model; its graphs are changed in place.
 
     ``model``: the model of one microbatch, as graphs and their calls. ``axis``: the mesh axis along which the global
     batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch. A buffer whose new
@@ -390,8 +390,9 @@ class _Accumulation:
         return self.blocks[block].outputs[place]
 
     def _find_further_output(self, value: str, further: int) -> str:
-        """Return the name of a further output by which a call of a graph returns a part of ``value``, which is also
-        one of its outputs. ``further``: 0 for the addend of one microbatch, 1 for the term that is added only once."""
+        """The value ``value``, an output of a call of a graph, was split into a sum over microbatches, which the call
+        returns as two further outputs. Return the name of one of them. ``further``: 0 for the addend of one microbatch,
+        1 for the term that is added only once."""
         source = self.producer[value]
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]

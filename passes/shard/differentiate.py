@@ -378,8 +378,8 @@ def _fused_attention(
     which can be traced without an accelerator. For analysis only: a boolean ``attn_mask`` hides nothing here; only
     shapes, dtypes and saved tensors are those of the real computation.
 
-    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale``, ``enable_gqa``: the arguments of torch's
-    ``scaled_dot_product_attention`` of these names.
+    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale``, ``enable_gqa``: the arguments of these names of torch's
+    ``scaled_dot_product_attention``, with the same meaning of ``None``.
     """
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)

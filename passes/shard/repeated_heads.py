@@ -143,9 +143,8 @@ def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
 
 
 def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
-    """Return, for each dim of the result of ``node``, the index of the operand's dim that it is, if ``node`` is a
-    transpose or permutation; return ``None`` for another operator.
-    """
+    """Return a tuple with, for each dim of the result of ``node``, the index of the dim of the operand that moved
+    there, if ``node`` is a transpose or permutation; return ``None`` for another operator."""
     if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
         return None
     rank = len(get_meta_shape(node))
@@ -200,8 +199,9 @@ def count_head_repetitions(attention: fx.Node) -> int:
 
 
 def exchanged_times(heads: int, times: int, tp: int) -> int:
-    """Return how often each key head must appear so that the heads split evenly over ``tp`` ranks: the smallest divisor
-    of ``times`` for which they do; ``times`` itself if there is none.
+    """Return how often each key head must appear so that the heads split evenly over ``tp`` ranks. With context
+    parallelism, ranks exchange keys, and fewer copies mean fewer bytes. The result is the smallest divisor of ``times``
+    for which the heads split evenly; ``times`` itself if there is none.
 
     ``heads``: the number of key heads, with the copies that the model makes. ``times``: how often each head appears
     among them. ``tp``: the number of tensor-parallel ranks that share the heads.

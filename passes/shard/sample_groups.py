@@ -104,8 +104,8 @@ _KIND = "what the groups leave in it, of type {kind}, cannot be added up"
 
 
 def _format_buffer_refusal(state: ModelState, why: str) -> str:
-    """Return the message of the error that the buffer ``state`` would get a wrong value if groups of samples were
-    computed at the same time instead of one after the other. ``why``: the reason."""
+    """Return an error message: the buffer ``state`` would get a wrong value, because a plan computes groups of samples
+    at the same time, and not one after the other as the model expects. ``why``: the reason."""
     return (
         f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
         f"the one before, and {why}; plan with couple='batch', or keep it as it is (model.eval())"

@@ -142,11 +142,11 @@ class Unit:
 class _ModuleCall:
     """One call of a module, with its operators and its calls of submodules.
 
-    ``name``: the module's path, with ``@`` and a number appended for a repeated call. ``class_name``: the name of
-    the module's class. ``parent``: the call that encloses it. ``children``: the calls of submodules by name, in
-    order. ``nodes``: all operators inside, in order. ``parameters``: how often its operators read a parameter.
-    ``work``: a rough number of arithmetic operations. ``key``: an integer that is equal for calls of equal
-    structure.
+    ``name``: the module's path, with ``@`` and a number appended for a repeated call. ``class_name``: the name of the
+    module's class. ``parent``: the call that encloses it; ``None`` for the call of the whole model. ``children``: the
+    calls of submodules by name, in order. ``nodes``: all operators inside, in order. ``parameters``: how often its
+    operators read a parameter. ``work``: a rough number of arithmetic operations. ``key``: an integer that is equal for
+    calls of equal structure.
     """
 
     name: str
@@ -277,8 +277,10 @@ def _is_unit_container(call: _ModuleCall) -> bool:
 
 
 def _longest_chain(call: _ModuleCall) -> int:
-    """Return how many calls of equal submodules follow one another in ``call``, or in a child that does most of its
-    work. Chains that do less than half of the work of their parent count as 0."""
+    """Return how many calls of equal submodules, each of which reads a result of the one before, are inside of the
+    module call ``call``. Such a chain is typically the layers of the model. Chains count only if they do at least half
+    of the work of the call that encloses them. A submodule that does at least half of the work of its parent is
+    searched in turn, and the largest number is returned; 0 if there is no chain."""
     groups: dict[int, list[_ModuleCall]] = {}
     for part in call.parts:
         groups.setdefault(hash(compute_signature(part.nodes).key), []).append(part)
@@ -336,11 +338,11 @@ def _own_path(node: fx.Node) -> str:
 
 
 def _merge_glue(units: list[Unit]) -> list[Unit]:
-    """Return ``units`` (consecutive groups of operators, such as layers) with the operators between modules (``glue``)
-    merged into a neighbouring group, so that equal layers stay equal. Glue is added to the group before it if that is
-    not one of several equal groups, or if the same glue follows more than half of these. Otherwise it is added to the
-    group behind it if that is not one of several equal groups. Other glue becomes a group of its own.
-    """
+    """Merge the operators between modules (groups with ``glue``) into a neighbouring group, and return the new list of
+    groups. Equal groups, such as equal layers, must stay equal: operators are added to the group before them if that
+    group has no equal, or if the same operators also follow more than half of its equals. Otherwise they are added to
+    the group behind them if that group has no equal. Otherwise they become a group of their own. ``units``: consecutive
+    groups of operators, such as layers."""
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
     repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]

@@ -22,7 +22,8 @@ _warned: set[str] = set()
 
 
 class FileCache:
-    """A folder of files with checksums. ``folder``: where they are; ``None``: nothing is kept, and nothing is locked.
+    """A folder of files with checksums, in which the processes of this machine and later runs share data, such as
+    compiled code. ``folder``: where the files are; ``None``: nothing is stored, and nothing is locked.
 
     The folder is trusted: what is read from it is executed or unpickled. :func:`open_cache` checks who can write to it.
     """
@@ -31,7 +32,7 @@ class FileCache:
         self.folder = folder
 
     def read(self, name: str) -> bytes | None:
-        """Return the content that is kept under ``name``; ``None`` if there is none.
+        """Return the content that is stored under ``name``; ``None`` if there is none.
 
         A damaged file is removed with a warning, and ``None`` is returned.
         """

@@ -60,8 +60,8 @@ def has_ended(process: str) -> bool:
 
 
 def is_here(process: str) -> bool:
-    """Return whether ``process``, a text from :func:`this_process`, names a process of this host, whose end can be
-    detected.
+    """Return whether ``process``, a text from :func:`this_process`, names a process of this host, so that
+    :func:`has_ended` can detect its end.
     """
     try:
         return process.rsplit(" ", 2)[0] == _identify_host()
@@ -132,8 +132,8 @@ class CheckpointTarget:
         return self.partial / f".writer-{rank}"
 
     def begin(self, rank: int) -> None:
-        """Create the folder for the unfinished files of this checkpoint. Write into it which process writes the part of
-        ``rank``.
+        """Create the folder for the unfinished files of this checkpoint. Write into it that this process writes the
+        part of the checkpoint that belongs to ``rank``.
         """
         self.partial.mkdir(parents=True, exist_ok=True)
         self.writer(rank).write_text(this_process())  # lost with the host, and of no use then

@@ -178,7 +178,8 @@ class CheckpointContent:
     """Everything that one rank has to save to a checkpoint.
 
     Args:
-        moving: rectangular parts of tensors that may change before the optimizer steps.
+        rank: the program of this rank. ``moving``: rectangular parts of tensors that may change before the optimizer
+            steps.
         still: rectangular parts of tensors that change only when the optimizer steps.
         training: state that is equal on all ranks, such as step counters.
         random: this rank's states of random generators.
@@ -261,7 +262,8 @@ _SAVINGS: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this 
 
 @dataclass
 class Saver:
-    """Saves checkpoints for one rank, one at a time. ``timeout``: seconds to wait for the files of other ranks.
+    """Saves checkpoints for one rank, one at a time. ``communicator``: connects this rank with the others.
+    ``world_size``: number of ranks. ``timeout``: seconds to wait for the files of other ranks.
 
     ``last``: handle of the last save. ``saved_at``: number of steps after which the state was saved or copied last.
     """

@@ -75,7 +75,8 @@ class RankGroup(Protocol):
 class Communicator(Protocol):
     """The interface with which one rank communicates with all others.
 
-    ``rank``: its number. ``home``: number of the rank that process 0 runs. ``device``: where its tensors are.
+    ``rank``: number of this rank. ``home``: number of the rank that process 0 runs; it collects whole tensors and
+    prints messages. ``device``: where the tensors of this rank are.
     """
 
     rank: int

@@ -57,8 +57,8 @@ class Transfer:
     """A transfer or collective of torch's process groups in progress, with the tensor that it fills.
 
     ``works``: handles to wait for. ``result``: the tensor that is filled; ``finish(result, dim)`` converts it at the
-    end. ``sent``: the operand, kept until the transfer ends, because Gloo does not keep it alive. ``copied``: ``sent``
-    is a copy that nothing else uses, so its memory is freed then.
+    end. ``sent``: the operand, kept until the transfer ends, because Gloo does not keep it alive. ``copied``: whether
+    ``sent`` is a copy that nothing else uses, so that its memory is freed when the transfer ends.
     """
 
     __slots__ = ("copied", "dim", "finish", "group", "result", "sent", "works")

@@ -180,9 +180,9 @@ class FixedSegment:
 
 
 def compile_in_turns(segments: Sequence[Segment | FixedSegment]) -> None:
-    """Compile ``segments`` (groups of operators) together with the other processes of this machine, which call this
-    with the same groups: each is compiled by one process. All begin with the largest groups. A process skips those that
-    another one compiles at the moment, and loads their code at the end.
+    """Compile ``segments`` (groups of operators), and divide the work among the processes of this machine, which all
+    call this with the same groups. Each group is compiled by one process, the largest groups first. A process skips a
+    group that another process compiles at the moment, and loads its code at the end.
     """
     with one_thread:
         fixed = [s for s in segments if isinstance(s, FixedSegment) and not s.is_compiled]

@@ -27,8 +27,8 @@ def default_communicator(
     """Return the communicator of torch's default process group; without a process group, one for a program of one rank.
 
     ``device``: of this rank; ``None``: chosen by the process group. ``placement``: device number of each rank in the
-    plan, or empty. Raise :class:`LaunchError` if the number of processes differs from the program's number of ranks.
-    ``program``: the program of all ranks.
+    plan; empty: process ``i`` runs rank ``i``. Raise :class:`LaunchError` if the number of processes differs from the
+    program's number of ranks. ``program``: the program of all ranks.
     """
     if not dist.is_initialized():
         if program.world_size > 1:

@@ -353,8 +353,9 @@ class Engine:
         seed: int | None = None,
         program: str | None = None,
     ) -> Tensor:
-        """Generate tokens after the prompts ``input_ids``; with an encoder, from them. All ranks call this with the
-        same arguments, and get the same result.
+        """Generate tokens that continue the prompts ``input_ids``. If the model has an encoder, it reads the prompts,
+        and the decoder generates tokens from its result. All ranks call this with the same arguments, and get the same
+        result.
 
         It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
         state or buffer, none of :attr:`steps`, and no random numbers of later steps.

@@ -147,7 +147,7 @@ class BoundCall:
         """Run the forward of this call (an execution of a block, such as a layer) on the microbatch with the index
         ``microbatch``: read the inputs from ``values`` (name -> tensor), and store the outputs there.
 
-        The tensors that backward needs are saved in the environment.
+        The tensors that backward needs are saved in ``env``, the object that holds the tensors of the step.
         """
         self.moment.microbatch = microbatch
         given = [values[v] for v in self.inputs]

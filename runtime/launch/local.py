@@ -183,9 +183,9 @@ def _open_ranks(program: Program, ranks: LocalRanks | None) -> Any:
 
 
 def _find_scratch_folder(program: Program) -> Path | None:
-    """Return ``/dev/shm`` if it has space for twice the weights and results of ``program``, else ``None``.
-
-    ``None`` stands for the system's temporary folder.
+    """Return the folder in which to create the temporary files through which local ranks get their weights and return
+    their results: ``/dev/shm``, a folder in memory, if it has space for twice the weights and results of ``program``.
+    Return ``None``, which stands for the system's temporary folder, if it has not.
     """
     needed = 4 * sum(torch.Size(s.shape).numel() * 8 for s in program.states.values())
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:

@@ -188,7 +188,7 @@ class _Lines:
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
         """Write the entry of ``step`` (a number) to ``metrics.jsonl`` and to TensorBoard. ``content``: name of the
-        figure -> number. Entries of this and later steps are replaced.
+        metric -> number. Entries of this and later steps are replaced.
         """
         if self._file is None or step <= self._step:
             self._resume_at_step(step)
@@ -280,8 +280,8 @@ _NORMAL = 1.4826  # times the median deviation is the standard deviation, of a n
 class LossSpike:
     """A loss that is far above the recent ones.
 
-    ``usual``: the median of the recent losses. ``deviations``: how far the loss is above this median, in robust
-    standard deviations.
+    ``step``: number of the step with this loss. ``usual``: the median of the recent losses. ``deviations``: how far the
+    loss is above this median, in robust standard deviations.
     """
 
     step: int

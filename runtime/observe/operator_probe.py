@@ -204,9 +204,11 @@ class Difference:
     """The first operator of a rank whose recorded hashes differ between two runs of the same plan.
 
     ``step``: number of the training step, from 1. ``index``, ``instruction``: position and printed form of the
-    instruction. ``own``: whether its operands are equal in both runs, so that the operator itself produced the
-    difference; otherwise its operands differ already, because of a collective, a transfer, or a tensor from outside of
-    the step. ``instead``: the operator that ran at this point in the first run, if it is another one.
+    instruction. ``operator``: its name. ``node``, ``path``, ``source``: its graph node, the path of the module that it
+    belongs to, and its source line. ``call``: path of the larger module (such as a layer) that ran as a whole. ``own``:
+    whether its operands are equal in both runs, so that the operator itself produced the difference; otherwise its
+    operands differ already, because of a collective, a transfer, or a tensor from outside of the step. ``instead``: the
+    operator that ran at this point in the first run, if it is another one.
     """
 
     rank: int

@@ -264,7 +264,7 @@ class Parameters:
         """Record that the instruction at position ``index`` frees the gathered parameters of bucket ``number``.
 
         A bucket is a set of parameters that are gathered together. Return the key of the all-gather that must end
-        first, or ``None``. Raise :class:`Refusal` if they are not gathered.
+        first; ``None`` if it was waited for before. Raise :class:`Refusal` if they are not gathered.
         """
         if number not in self.shared or self.program.zero < 3:
             raise Refusal("fields", f"bucket {number} is not sharded: it must not be freed")

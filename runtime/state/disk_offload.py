@@ -61,7 +61,8 @@ def release_pages(tensor: Tensor) -> None:
 
 
 def view_own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor on the memory of ``tensor``, with a storage of exactly its bytes.
+    """Return a tensor that shares the memory of ``tensor`` and whose storage has exactly the bytes of ``tensor``, so
+    that code which saves whole storages saves no more than that.
 
     It is valid only while ``tensor`` exists.
     """
@@ -77,8 +78,8 @@ def trim() -> None:
 
 @dataclass
 class _File:
-    """A file that is mapped into memory. ``handle``: its open descriptor. ``used``: number of bytes in use, from the
-    start.
+    """A file that is mapped into memory. ``handle``: its open descriptor. ``storage``: the mapped memory. ``used``:
+    number of bytes in use, from the start.
     """
 
     handle: int

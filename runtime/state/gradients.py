@@ -439,8 +439,8 @@ class RankGradients:
     def reduce(self, bucket: int) -> None:
         """Start to all-reduce the gradients of the bucket (parameters that are reduced together) with index ``bucket``.
 
-        The collective runs over the ranks over which nothing was reduce-scattered; after a reduce-scatter, it sums the
-        part of the gradients that this rank has.
+        Without a reduce-scatter, the all-reduce sums the whole gradients over all ranks of the bucket's reduction.
+        After a reduce-scatter, it sums the shard that this rank has, over the ranks that have the same shard.
         """
         self._settle_bucket(bucket)
         if bucket in self._levelled:
@@ -451,8 +451,8 @@ class RankGradients:
             self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
 
     def gather(self, bucket: int, last: bool) -> None:
-        """Start to all-gather summed gradients over the ranks that scattered them last, as a step of a hierarchical
-        reduction.
+        """Start the next all-gather of the hierarchical reduction of a set of gradients. It undoes the last
+        reduce-scatter that is not undone yet: it gathers the summed shards over the same ranks.
 
         ``bucket``: index of a set of parameters that are reduced together. ``last``: no other step of the reduction
         remains to be gathered.

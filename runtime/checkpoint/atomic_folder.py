@@ -34,7 +34,7 @@ def this_process() -> str:
     """Return a text that identifies this process among all processes of all hosts; empty if the system does not allow
     it.
 
-    It has the boot ID and PID namespace of the host, the PID and the start time.
+    The text has the boot ID and PID namespace of the host, and the process ID and start time of the process.
     """
     try:
         return f"{_identify_host()} {os.getpid()} {_read_start_ticks(os.getpid())}"

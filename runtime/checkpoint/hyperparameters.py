@@ -59,10 +59,11 @@ def _describe_optimizer(
 
 
 def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
-    """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`, into one.
+    """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`, and return the
+    combined description.
 
-    A description of an optimizer is a dict with its class name, the names of its defaults, and its parameter groups
-    with their hyperparameters. ``of_ranks``: for each rank, its list of descriptions (one for each optimizer) or
+    A description of an optimizer is a dict with its class name, the names of its hyperparameters, and its parameter
+    groups with their hyperparameters. ``of_ranks``: for each rank, its list of descriptions (one for each optimizer) or
     ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list of them
     for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers.
     """

@@ -137,8 +137,8 @@ class TorchGroup:
         return Transfer(self, works, out, finish, finished_dim, parts, not share_memory(parts, x))
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Start to send rows of ``x``: the first ``sends[0]`` to rank 0 of the group, and so on. ``receives[i]`` rows
-        arrive from rank ``i``.
+        """Start to send rows of ``x``: the first ``sends[0]`` to rank 0 of the group, and so on. Return the collective
+        in progress; its result has the received rows, ``receives[i]`` of rank ``i``, in rank order.
         """
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
@@ -162,8 +162,8 @@ class GlooGroup(TorchGroup):
             options.rootRank = rank
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        """Start an all-gather of ``x`` as one broadcast from every rank of the group; the result is the concatenation
-        of all ranks' tensors along ``dim``.
+        """Start an all-gather of ``x`` as one broadcast from every rank of the group. Return the collective in
+        progress; its result is the concatenation of all ranks' tensors along ``dim``.
         """
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((self.size, *x.shape))

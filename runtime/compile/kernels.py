@@ -111,12 +111,12 @@ class KernelSource(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the kernel in a module that :func:`build_library` makes: a hash of its source."""
+        """Return the name of the kernel in a module that :func:`build_library` makes: a hash of its source."""
         return f"kernel_{hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:24]}"
 
     def can_be_joined(self) -> bool:
-        """Return whether the source can be a part of a file with other kernels: it has one public function, and changes
-        nothing for what follows it in the file.
+        """Return whether the source can be a part of a file with other kernels: it has one public function, and no
+        preprocessor directive (such as ``#define``) that would change the code after it.
         """
         return len(_LINKAGE.findall(self.source)) == 1 and not _DIRECTIVE.search(self.source)
 

@@ -199,8 +199,9 @@ def _compile_variants(wanted: Sequence[_Wanted], wait: bool) -> list[_Wanted]:
     """Compile each group of operators in ``wanted`` for its arguments, or load its code, and return the groups that are
     left, because another process of the machine compiles them at the moment.
 
-    ``wait``: wait for the other process and load its result, so that none is left. If a group cannot be compiled, log a
-    warning and let it run operator by operator.
+    ``wanted``: pairs (group of operators, tensors with the shapes and strides of its arguments). ``wait``: wait for the
+    other process and load its result, so that none is left. If a group cannot be compiled, log a warning and let it run
+    operator by operator.
     """
     left: list[_Wanted] = []
     generated: list[tuple[_Wanted, NamedCode]] = []
@@ -224,9 +225,9 @@ def _compile_variants(wanted: Sequence[_Wanted], wait: bool) -> list[_Wanted]:
 
 
 def _build_variants(generated: Sequence[tuple[_Wanted, NamedCode]]) -> None:
-    """Compile the kernels of groups of operators for which code has been ``generated``, and let the groups use it.
-
-    If the compiler fails, the groups are compiled one by one, so that the others are compiled.
+    """Compile the kernels of groups of operators, and let the groups use them. ``generated``: pairs ((group, tensors
+    with the shapes and strides of its arguments), the code that was generated for it). If the compiler fails, the
+    groups are compiled one by one, so that the others are compiled.
     """
     if not generated:
         return

@@ -579,10 +579,12 @@ class Engine:
         and hyperparameters of ``optimizer``, and the states of the objects in ``extra``. ``optimizer`` is one optimizer
         or a list of several, in the same order on all ranks, with ``None`` for one that has no parameters on this rank.
         With ``wait=False`` the state is copied to host memory and written while training continues; the step of
-        ``optimizer`` waits until the tensors that it changes are copied. Errors are then raised by the result's
-        ``wait``, or by the next save. ``then``: called on the first rank with the folder once it is complete.
+        ``optimizer`` waits until the tensors that it changes are copied. Errors are then raised by the ``wait`` method
+        of the returned handle, or by the next save. ``then``: called on the first rank with the folder once it is
+        complete.
 
-        Raises :class:`CheckpointError` if this save, or the previous one, failed on any rank.
+        Returns the handle of the save, which tells whether it has ended and can wait for it. Raises
+        :class:`CheckpointError` if this save, or the previous one, failed on any rank.
         """
         with self.doing("saving"):
             return self._saver.save(

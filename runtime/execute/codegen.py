@@ -202,7 +202,7 @@ def compile_graph(
     device: torch.device,
     num_sinks: int = 0,
 ) -> Compiled:
-    """Compile ``graph`` to a Python function.
+    """Compile ``graph`` to a Python function, and return it with its source.
 
     Args:
         name: part of the file name in tracebacks.

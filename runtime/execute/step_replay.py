@@ -338,7 +338,7 @@ class StepReplay:
 
 class _CallWatch(AbstractContextManager[None]):
     """Context manager in which one call of a block runs in a step before the recorded one. It finds out whether the
-    host reads values from the device in the call. ``replay``: is told the result.
+    host reads values from the device in the call. ``replay``: the object to which it reports the result.
     """
 
     def __init__(self, replay: StepReplay, call: ReplayableCall) -> None:

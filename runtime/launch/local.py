@@ -66,7 +66,8 @@ def run_local(
     """Run one step of ``plan`` with every rank as a process of this machine, over Gloo, and return the whole results.
 
     Args:
-        model: the weights: a module, a dict of tensors, or a safetensors file or folder.
+        plan: a plan, a :class:`Program`, or the path of a plan file. ``model``: the weights: a module, a dict of
+            tensors, or the path of a safetensors file or folder.
         inputs: the whole global batch, in the form that the model takes.
         precision: floating type to run in instead of the planned one, such as ``fp64`` for comparisons.
         timeout: seconds after which all ranks are ended.
@@ -121,7 +122,8 @@ def run_threads(
     results.
 
     Args:
-        model: the weights: a module, a dict of tensors, or a safetensors file or folder.
+        plan: a plan, a :class:`Program`, or the path of a plan file. ``model``: the weights: a module, a dict of
+            tensors, or the path of a safetensors file or folder.
         inputs: the whole global batch, in the form that the model takes.
         precision: floating type to run in instead of the planned one, such as ``fp64`` for comparisons.
         timeout: seconds that a rank waits for the others.

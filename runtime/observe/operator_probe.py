@@ -116,8 +116,8 @@ def _is_buffer(frame: FrameType | None, func: Any) -> bool:
 
 @contextmanager
 def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> Iterator[None]:
-    """Call ``see`` with every operator of the steps of ``engine`` inside the ``with`` block, after the operator has
-    run.
+    """Inside the ``with`` block, call ``see`` for every operator that runs in a step of ``engine``, after it has run,
+    with a description of the operator and its tensors.
     """
     executor = engine._executor
     plain = list(executor.actions)

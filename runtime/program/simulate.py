@@ -155,8 +155,8 @@ class Durations(Protocol):
         """Return the seconds of an all-gather, reduce-scatter or all-to-all over mesh axes, on the ranks of the
         pipeline stage with the index ``stage``. ``op``: kind of collective. ``axes``: the mesh axes.
 
-        ``nbytes``: the bytes of the whole tensor of an all-gather or reduce-scatter, or the bytes of all ranks of an
-        all-to-all.
+        ``nbytes``: for an all-gather or reduce-scatter, the bytes of the whole tensor; for an all-to-all, the sum of
+        the bytes of all ranks' tensors.
         """
         ...
 
@@ -509,7 +509,8 @@ class _Simulation:
             assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
 
     def run_next_instruction(self, lane: _SimulatedRank) -> bool:
-        """Run the next instruction of the rank ``lane``; return ``False`` if it must wait for another rank first."""
+        """Run the next instruction of the rank ``lane``, and return ``True``. If it must wait for another rank first,
+        run nothing and return ``False``."""
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
@@ -717,7 +718,8 @@ class _Simulation:
         """Run the instruction ``i`` of the simulated rank ``lane``, in which several pipeline stages sum gradients
         (SYNC) or update buffers (UPDATE) together.
 
-        It starts on all of them when the last one has arrived. Return ``False`` if another stage has not arrived yet.
+        It starts on all of them when the last one has arrived. Return ``True`` if all have arrived; otherwise return
+        ``False``, and ``lane`` must wait.
         """
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})

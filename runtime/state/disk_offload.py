@@ -360,8 +360,8 @@ class StepHook:
     def add(self, engine: object, check: _Check) -> None:
         """Call ``check`` before every step of any optimizer, as long as ``engine`` exists.
 
-        Its arguments are the optimizer, and the positional and keyword arguments of the step. ``check`` must not refer
-        to ``engine``.
+        ``check`` is called with the optimizer, and with the positional and keyword arguments of its step. ``check``
+        must not refer to ``engine``.
         """
         with self._changing:
             self._checks.setdefault(engine, []).append(check)
@@ -405,10 +405,11 @@ class DiskOptimizerStates:
         return slot
 
     def step(self, closure: Callable[[], Any] | None, more: dict[str, Any]) -> Any:
-        """Run the optimizer's step window by window (some parameters at a time), and return the loss of ``closure``.
+        """Run the optimizer's step window by window (some parameters at a time), and return the loss.
 
-        ``more``: further arguments of the step. Raise :class:`OffloadError` if the step does not update each parameter
-        by itself, and ``OSError`` if the disk fails.
+        ``closure``: computes the loss and the gradients, and is called once before the windows; ``None``: it is not
+        needed, and ``None`` is returned. ``more``: further keyword arguments of the step. Raise :class:`OffloadError`
+        if the step does not update each parameter by itself, and ``OSError`` if the disk fails.
         """
         optimizer, loss = self._optimizer, None
         self._ready()

@@ -53,7 +53,7 @@ class FileCache:
         return None
 
     def discard(self, name: str, why: str) -> None:
-        """Remove what is kept under ``name``, because it cannot be used. ``why``: the reason, for the warning."""
+        """Remove what is stored under ``name``, because it cannot be used. ``why``: the reason, for the warning."""
         if self.folder is not None:
             _log.warning("%s is damaged (%s); its content is made again", self.folder / name, why)
             try:
@@ -62,7 +62,7 @@ class FileCache:
                 _warn_once(f"{self.folder / name} cannot be removed ({error}); its content is made at each start")
 
     def write(self, name: str, content: bytes) -> bool:
-        """Keep ``content`` under ``name``, and return whether that was possible. Other processes see the whole file or
+        """Store ``content`` under ``name``, and return whether that was possible. Other processes see the whole file or
         none.
         """
         if self.folder is None:

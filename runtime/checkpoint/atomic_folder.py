@@ -70,7 +70,8 @@ def is_here(process: str) -> bool:
 
 
 def _identify_host() -> str:
-    """Return a text that identifies the current boot of this host and the PID namespace of this process."""
+    """Return a text that identifies the current boot of this host and the PID namespace of this process. Equal PIDs
+    under different texts are different processes."""
     return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 

@@ -282,7 +282,7 @@ class TorchCommunicator:
 
     def _make_group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
         """Return the process group of ``ranks``, and open it if necessary; with ``gathering``, a second one of the same
-        ranks.
+        ranks, whose collectives (all-gathers of parameters) do not wait for those of the first.
         """
         key = members, _ = self._ranks_to_processes(ranks), gathering
         if len(ranks) > 1 and key not in _made:

@@ -127,7 +127,8 @@ class FixedSegment:
 
     @property
     def expected(self) -> list[Tensor]:
-        """Return meta tensors of the arguments that the graph's placeholders describe."""
+        """Return, for each placeholder of the graph, a meta tensor with the shape, strides and type of the expected
+        argument."""
         return [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
 
     @property

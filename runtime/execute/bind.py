@@ -304,7 +304,8 @@ class Library:
 
 @cache
 def _hash_passes() -> str:
-    """Return a hash of the source files of the package that differentiates graphs."""
+    """Return a hash of the source files of the package that differentiates graphs. It is part of the key of stored
+    graphs, so that graphs of another version of the package are not used."""
     files = sorted(Path(passes.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 

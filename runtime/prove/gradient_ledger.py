@@ -156,8 +156,9 @@ def _format_key(key: Key) -> str:
 
 
 class StateGradients:
-    """Checks that the gradient of each parameter of a pipeline stage is summed exactly once over the stages that share
-    the parameter and over the required mesh axes, after the last backward that adds to it.
+    """Checks the reductions of the gradients of a pipeline stage. The gradient of each parameter must be summed exactly
+    once over the stages that share the parameter, and exactly once over the required mesh axes. Both must follow the
+    last backward that adds to the gradient.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:

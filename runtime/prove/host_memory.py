@@ -265,8 +265,8 @@ class WrittenUpdates:
 
         The collectives sum over ``dp``, or copy new values between stages that share a buffer. ``forward``: the pairs
         (position of a block call on the stage, microbatch) that have run forward. Raise :class:`Refusal` if forward
-        does not change one of the buffers, if they are not all on the same stages, or if one of them is updated twice
-        or from a sum to which a microbatch has not added yet.
+        does not change one of the buffers, if they are not all on the same stages, if one of them is updated twice, or
+        if its new value is a sum to which a microbatch has not added yet.
         """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:

@@ -168,8 +168,8 @@ def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
 
 
 def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
-    """Raise :class:`Refusal` if a collective of ``graph``, which ``call`` runs, gets a value that is equal on all ranks
-    where it expects a different part on each, or different values where it expects equal ones.
+    """Raise :class:`Refusal` if a collective of ``graph``, which ``call`` runs, gets operands of the wrong kind: equal
+    on all ranks where it needs a different part on each, or different where it needs equal ones.
 
     ``known``: name of a node -> whether ranks along the mesh axis ``axis`` compute equal values for it: ``"alike"``,
     ``"different"`` or ``"unknown"``.

@@ -49,7 +49,8 @@ class Sink:
         self.fresh = True
 
     def add(self, gradient: Tensor) -> None:
-        """Add ``gradient`` to the accumulated gradient of one parameter; the first addition of a step replaces it."""
+        """Add ``gradient`` to the accumulated gradient of one parameter. The first addition of a step overwrites the
+        gradient of the last step."""
         if self.fresh:
             self.view.copy_(gradient)
             self.fresh = False
@@ -57,15 +58,15 @@ class Sink:
             self.view.add_(gradient)
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
-        """Add the matrix product of ``a`` and ``b`` to the accumulated gradient of one parameter; the first addition of
-        a step replaces it.
+        """Add the matrix product of ``a`` and ``b`` to the accumulated gradient of one parameter. The first addition of
+        a step overwrites the gradient of the last step.
         """
         multiply_into(self.view, a, b, self.fresh)
         self.fresh = False
 
     def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
-        """Add the sum of ``x`` over ``dims`` to the accumulated gradient of one parameter; the first addition of a step
-        replaces it.
+        """Add the sum of ``x`` over ``dims`` to the accumulated gradient of one parameter. The first addition of a step
+        overwrites the gradient of the last step.
         """
         if self.fresh:
             torch.sum(x, dims, out=self.view)

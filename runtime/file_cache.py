@@ -79,7 +79,8 @@ class FileCache:
         """Hold the lock under which the content of ``name`` is made, and yield whether this process holds it.
 
         ``wait``: wait until no other process holds the lock; otherwise ``False`` is yielded if one does. The system
-        frees the lock when the process ends, however it ends. Where there can be no lock, ``True`` is yielded.
+        frees the lock when the process ends, however it ends. If there can be no lock, because the cache has no folder
+        or the file system has no locks, ``True`` is yielded.
         """
         try:
             file = None if self.folder is None else (self.folder / f"{name}.lock").open("w")

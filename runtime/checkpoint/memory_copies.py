@@ -134,8 +134,8 @@ class SlotState(NamedTuple):
 
 
 def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors by name, as views of ``content``, and the other state, such as step counters, of an in-memory
-    copy.
+    """Return two parts of the in-memory copy of a training state: the tensors by name, as views of ``content``, and a
+    dict of the other state, such as step counters.
 
     ``content``: the bytes that :meth:`SlotState.write` wrote, as a uint8 tensor. Raise an exception of unpickling if
     they are damaged.
@@ -572,10 +572,12 @@ class MemoryCopies:
     def _parse_checked_content(
         self, content: Tensor, optimizer: Optimizers
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors by name and the other state, such as counters, in the bytes ``content`` of a copy.
+        """Check the in-memory copy of this rank's training state, and return its tensors by name, and a dict of its
+        other state, such as counters. ``content``: the bytes of the copy.
 
-        Raise :class:`CheckpointError` if a tensor of the engine is missing or has another shape, or if there is an
-        ``optimizer`` and its state is missing.
+        Raise :class:`CheckpointError` if a tensor of the engine is missing or has another shape, or if the copy has no
+        state of ``optimizer``. ``optimizer``: one optimizer or a list whose state will be restored; ``None``: none will
+        be.
         """
         tensors, run = parse_slot_content(content)
         for name, held in own_tensors(self.engine, None).items():

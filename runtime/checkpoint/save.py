@@ -382,10 +382,11 @@ class Saver:
 
 
 def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
-    """Call ``work`` on every rank. If it raises on any rank, raise on all of them. All ranks call this.
+    """Call ``work`` on every rank. If it fails on any rank, raise an error on all of them: the error of ``work`` where
+    it failed, a :class:`CheckpointError` elsewhere. All ranks call this.
 
-    ``what``: start of the message of the :class:`CheckpointError` that is raised on the ranks where ``work`` did not
-    fail. ``world_size``: number of ranks. ``communicator``: connects this rank with the others.
+    ``what``: start of the message of the :class:`CheckpointError`, such as what was not written. ``world_size``: number
+    of ranks. ``communicator``: connects this rank with the others.
     """
     error: Exception | None = None
     try:

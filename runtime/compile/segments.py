@@ -138,8 +138,8 @@ class FixedSegment:
 
     def _call_variant(self, arguments: tuple[Any, ...]) -> Any:
         """Call the compiled function for the strides of ``arguments``, and return its results. The function is compiled
-        first if there is none for these strides. If the shapes differ from those of the first call, a function for
-        changing shapes is used from now on.
+        first if there is none for these strides. If the shapes differ from those of the first call, one function that
+        accepts changing shapes is used for all calls from now on.
         """
         with one_thread:
             shapes = tuple(tuple(a.shape) for a in arguments)

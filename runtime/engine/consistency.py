@@ -391,7 +391,8 @@ def _hash_in_order(tensor: Tensor) -> int:
 
 
 def _sketch_tensor(tensor: Tensor) -> Tensor:
-    """Return a vector of 1, the norm of ``tensor``, and 16 sums of its elements with random signs.
+    """Return a vector of 18 numbers: a 1, which says that a rank has the tensor, the norm of ``tensor``, and 16 sums of
+    its elements with random signs.
 
     Ranks exchange such short vectors to estimate how much their tensors differ. The signs are equal on all ranks. The
     expected mean square difference between the sums of two tensors is the square of the tensors' distance.

@@ -160,8 +160,8 @@ class TokenGenerator:
 
     def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, filling: int) -> Prompt:
         """Return the prompts ``tokens`` ``[batch, positions]``, padded to the sizes that the plan's programs expect:
-        with more samples, and with tokens on the left if they are shorter than what prefill (the program that reads
-        prompts) takes at a time.
+        samples are added, and tokens on the left if the prompts have fewer positions than prefill (the program that
+        reads prompts) takes at a time.
 
         ``mask``: in the shape of ``tokens``, 0 at padding (on the left, or with an encoder anywhere), 1 elsewhere;
         ``None``: no token is padding. ``new``: the number of tokens to generate. ``filling``: the token that stands for

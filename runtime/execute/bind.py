@@ -271,8 +271,8 @@ class Library:
         return differentiate(self.block(name), self.device, *wanted, again)
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:
-        """Return ``graph`` with its operators replaced by ``torch.compile`` functions; unchanged if compilation is
-        switched off.
+        """Return ``graph`` with each group of operators between its collectives replaced by one compiled function.
+        Return it unchanged if compilation is switched off.
 
         Each function is compiled once for all calls of a block. ``num_sinks``: number of last outputs that are
         gradients of parameters. ``name``: the block. ``needs``: the gradients that its backward computes. ``kind``:

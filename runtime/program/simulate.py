@@ -665,9 +665,9 @@ class _Simulation:
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
     def await_parameters(self, lane: _SimulatedRank, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
-        """Return what the computation of instruction ``i`` of the simulated rank ``lane`` waits for: the time (seconds)
-        at which its data from host memory is there, the computation's own seconds, and the all-gathers of the
-        parameters that it reads.
+        """Return three values for the computation of the instruction ``i`` of the simulated rank ``lane``: the time
+        (seconds) at which the data that it needs from host memory has arrived, the computation's own duration in
+        seconds, and the all-gathers in progress of the parameters that it reads.
         """
         there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
         if i.calls is not None and i.op in ("B", "I"):

@@ -88,9 +88,9 @@ def prove(
     """Check, without running it, that ``program`` runs to its end on all ranks, and return the :class:`Proof`.
 
     ``rank_programs``: rank -> program, for ranks whose own instructions replace their stage's. ``memory_limits``: bytes
-    that each rank may hold (one number, or one per rank). ``extra_bytes``: further bytes per pipeline stage, such as
-    optimizer states. ``facts``: the analysis of ``program``, if it was made before; else it is made now. Raise
-    :class:`ProofError` at the first fault.
+    that each rank may hold (one number, or one per rank); ``None``: memory is not checked. ``extra_bytes``: further
+    bytes per pipeline stage, such as optimizer states. ``facts``: the analysis of ``program``, if it was made before;
+    else it is made now. Raise :class:`ProofError` at the first fault.
     """
     facts = facts or ProgramFacts(program)
     try:

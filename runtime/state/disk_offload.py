@@ -487,9 +487,9 @@ class DiskOptimizerStates:
         """Raise :class:`OffloadError` if a step of the optimizer with some of its parameters changed something that
         does not belong to a single parameter, so that steps with the other parameters would see the change.
 
-        That is an option of a group, a number attribute of the optimizer, or a state whose key is not a parameter.
-        ``parts``: the parameter groups, reduced to some parameters, with which the step ran. ``groups``: the original
-        groups. ``before``: number attributes before the step, name -> value.
+        Such a thing is an option of a group, a number attribute of the optimizer, or a state whose key is not a
+        parameter. ``parts``: the parameter groups, reduced to some parameters, with which the step ran. ``groups``: the
+        original groups. ``before``: number attributes before the step, name -> value.
         """
         for part, group in zip(parts, groups, strict=True):
             changed = [

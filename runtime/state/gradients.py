@@ -550,8 +550,9 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 
 def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
-    """Return two alignments on this rank, ``rank``, in elements: of each parameter in the flat gradient buffer of
-    ``bucket``, and of the buffer's length.
+    """Return two alignments, in elements, for the flat gradient buffer of ``bucket`` on this rank: the start of each
+    parameter in the buffer is a multiple of the first, and the buffer's length a multiple of the second. ``rank``: the
+    program of this rank.
 
     ``bucket``: the parameters whose gradients are reduced together. Compression scales chunks of gradients. A chunk
     must not contain parts of two parameters: ranks along ``tp`` may hold the same shard of one and different shards of

@@ -101,8 +101,8 @@ class HostStates:
 
     def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
         """Start before the first instruction of a rank, when no parameter has been copied to the device. ``stage``:
-        index of the pipeline stage. ``gradients``: tells which gradients are complete. ``facts``: the analysis of the
-        program.
+        index of the pipeline stage. ``gradients``: tells which gradients are complete. ``facts``: the program, with
+        gradients, collectives and memory of its calls.
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]

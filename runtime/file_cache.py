@@ -22,7 +22,8 @@ _warned: set[str] = set()
 
 
 class FileCache:
-    """A folder of files with checksums. ``folder``: where they are; ``None``: nothing is kept, and nothing is locked.
+    """A folder of files with checksums, in which the processes of this machine and later runs share data, such as
+    compiled code. ``folder``: where the files are; ``None``: nothing is stored, and nothing is locked.
 
     The folder is trusted: what is read from it is executed or unpickled. :func:`open_cache` checks who can write to it.
     """
@@ -31,7 +32,7 @@ class FileCache:
         self.folder = folder
 
     def read(self, name: str) -> bytes | None:
-        """Return the content that is kept under ``name``; ``None`` if there is none.
+        """Return the content that is stored under ``name``; ``None`` if there is none.
 
         A damaged file is removed with a warning, and ``None`` is returned.
         """
@@ -52,7 +53,7 @@ class FileCache:
         return None
 
     def discard(self, name: str, why: str) -> None:
-        """Remove what is kept under ``name``, because it cannot be used. ``why``: the reason, for the warning."""
+        """Remove what is stored under ``name``, because it cannot be used. ``why``: the reason, for the warning."""
         if self.folder is not None:
             _log.warning("%s is damaged (%s); its content is made again", self.folder / name, why)
             try:
@@ -61,7 +62,7 @@ class FileCache:
                 _warn_once(f"{self.folder / name} cannot be removed ({error}); its content is made at each start")
 
     def write(self, name: str, content: bytes) -> bool:
-        """Keep ``content`` under ``name``, and return whether that was possible. Other processes see the whole file or
+        """Store ``content`` under ``name``, and return whether that was possible. Other processes see the whole file or
         none.
         """
         if self.folder is None:
@@ -78,7 +79,8 @@ class FileCache:
         """Hold the lock under which the content of ``name`` is made, and yield whether this process holds it.
 
         ``wait``: wait until no other process holds the lock; otherwise ``False`` is yielded if one does. The system
-        frees the lock when the process ends, however it ends. Where there can be no lock, ``True`` is yielded.
+        frees the lock when the process ends, however it ends. If there can be no lock, because the cache has no folder
+        or the file system has no locks, ``True`` is yielded.
         """
         try:
             file = None if self.folder is None else (self.folder / f"{name}.lock").open("w")

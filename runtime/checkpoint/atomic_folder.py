@@ -34,7 +34,7 @@ def this_process() -> str:
     """Return a text that identifies this process among all processes of all hosts; empty if the system does not allow
     it.
 
-    It has the boot ID and PID namespace of the host, the PID and the start time.
+    The text has the boot ID and PID namespace of the host, and the process ID and start time of the process.
     """
     try:
         return f"{_identify_host()} {os.getpid()} {_read_start_ticks(os.getpid())}"
@@ -60,8 +60,8 @@ def has_ended(process: str) -> bool:
 
 
 def is_here(process: str) -> bool:
-    """Return whether ``process``, a text from :func:`this_process`, names a process of this host, whose end can be
-    detected.
+    """Return whether ``process``, a text from :func:`this_process`, names a process of this host, so that
+    :func:`has_ended` can detect its end.
     """
     try:
         return process.rsplit(" ", 2)[0] == _identify_host()
@@ -70,7 +70,8 @@ def is_here(process: str) -> bool:
 
 
 def _identify_host() -> str:
-    """Return a text that identifies the current boot of this host and the PID namespace of this process."""
+    """Return a text that identifies the current boot of this host and the PID namespace of this process. Equal PIDs
+    under different texts are different processes."""
     return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -132,8 +133,8 @@ class CheckpointTarget:
         return self.partial / f".writer-{rank}"
 
     def begin(self, rank: int) -> None:
-        """Create the folder for the unfinished files of this checkpoint. Write into it which process writes the part of
-        ``rank``.
+        """Create the folder for the unfinished files of this checkpoint. Write into it that this process writes the
+        part of the checkpoint that belongs to ``rank``.
         """
         self.partial.mkdir(parents=True, exist_ok=True)
         self.writer(rank).write_text(this_process())  # lost with the host, and of no use then

@@ -153,11 +153,12 @@ def unpack_record(content: bytes) -> tuple[Written, dict[str, Any], bytes]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads pickled descriptions of tensors and refuses everything else, because a pickle can name any function."""
+    """Unpickles descriptions of tensors. Raises an error for all other content, because a pickle from an untrusted file
+    could call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class or dtype ``name`` of the module ``module``, for the unpickler. Raise ``UnpicklingError``
-        unless it is one of those that occur in descriptions of tensors."""
+        """Return the class or dtype ``name`` of the module ``module``, for the unpickler. Raise ``UnpicklingError`` if
+        it does not occur in descriptions of tensors."""
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return pathlib.PurePosixPath
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -189,10 +190,11 @@ _PLAIN_CLASSES = {
 
 
 def load_plain_pickle(content: bytes, what: str) -> Any:
-    """Return the descriptions of tensors that are pickled in ``content``. ``what``: its name, for the message.
+    """Return the descriptions of tensors that are pickled in ``content``. ``what``: a name of ``content`` for the error
+    message.
 
-    Raise :class:`DamagedCheckpointError` if it is damaged, or names any other class or function; none of them is
-    called.
+    Raise :class:`DamagedCheckpointError` if ``content`` is damaged, or has a class or function that does not belong to
+    descriptions of tensors; such a function is not called.
     """
     try:
         return _PlainUnpickler(io.BytesIO(content)).load()

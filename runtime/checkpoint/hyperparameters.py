@@ -25,7 +25,7 @@ def describe_optimizers(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[dict[str, Any] | None] | None:
     """Return, for each optimizer of this rank, a dict of what a checkpoint stores of it beside its state: its class
-    name, the names of its defaults, and its parameter groups with their hyperparameters, such as ``lr``.
+    name, the names of its hyperparameters, such as ``lr``, and its parameter groups with the values of these.
 
     A group names its parameters as in the model. ``given``: one optimizer, a list of optimizers, or ``None``.
     ``parameters``: name in the program -> parameter of this rank. An item is ``None`` if this rank has no such
@@ -40,8 +40,8 @@ def describe_optimizers(
 def _describe_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> dict[str, Any]:
-    """Return the class name of ``optimizer`` (``kind``), the names of its ``defaults``, and its ``groups``, as plain
-    data.
+    """Return the class name of ``optimizer`` (``kind``), the names of its hyperparameters (``defaults``), and its
+    parameter ``groups``, as plain data.
 
     A group has ``names`` of parameters in the model and ``values`` of hyperparameters. ``parameters``: name in
     ``program`` -> parameter of this rank. ``program``: the program, which knows the model's names of its parameters.
@@ -59,10 +59,11 @@ def _describe_optimizer(
 
 
 def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
-    """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`, into one.
+    """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`, and return the
+    combined description.
 
-    A description of an optimizer is a dict with its class name, the names of its defaults, and its parameter groups
-    with their hyperparameters. ``of_ranks``: for each rank, its list of descriptions (one for each optimizer) or
+    A description of an optimizer is a dict with its class name, the names of its hyperparameters, and its parameter
+    groups with their hyperparameters. ``of_ranks``: for each rank, its list of descriptions (one for each optimizer) or
     ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list of them
     for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers.
     """

@@ -128,9 +128,9 @@ def complete_in(root: Path) -> list[CheckpointMatch]:
 def to_go_on_from(root: Path) -> list[CheckpointMatch]:
     """Return the complete checkpoints in the folder ``root``, in the order in which they should be tried for resuming.
 
-    The first is the one with the most steps. Exception: checkpoints with more steps than the one that the file
-    ``latest`` names, which are older than this file, come last, because training was resumed from an earlier checkpoint
-    after they were written.
+    Checkpoints with more steps come first. Exception: if training was resumed from an earlier checkpoint, those that it
+    had written after that one come last. Such a checkpoint has more steps than the checkpoint that the file ``latest``
+    names, and is older than the file ``latest``.
     """
     found = complete_in(root)[::-1]
     named = root / LATEST

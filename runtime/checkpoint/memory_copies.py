@@ -134,8 +134,8 @@ class SlotState(NamedTuple):
 
 
 def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors by name, as views of ``content``, and the other state, such as step counters, of an in-memory
-    copy.
+    """Return two parts of the in-memory copy of a training state: the tensors by name, as views of ``content``, and a
+    dict of the other state, such as step counters.
 
     ``content``: the bytes that :meth:`SlotState.write` wrote, as a uint8 tensor. Raise an exception of unpickling if
     they are damaged.
@@ -150,8 +150,8 @@ def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, An
 class CheckpointSlot:
     """A file, mapped into memory, for the in-memory copy of one rank's training state, which only this process writes.
 
-    ``name``: whose copy it is and of which step. ``bytes``: the mapped file as a uint8 tensor. Methods raise
-    ``OSError`` if the file system reports an error.
+    ``path``: the file. ``name``: the parsed file name, which says whose copy it is and of which step. ``bytes``: the
+    mapped file as a uint8 tensor. Methods raise ``OSError`` if the file system reports an error.
     """
 
     def __init__(self, path: Path, name: SlotName) -> None:
@@ -250,8 +250,8 @@ class MemoryCopies:
         engine: the engine whose state is copied.
         memory: a folder in the memory of this rank's node; by default ``/dev/shm``.
 
-    Raise :class:`CheckpointError` on all ranks if a rank has no such folder, or if the plan keeps optimizer states on
-    disk.
+    Raise :class:`CheckpointError` on all ranks if ``memory`` is no folder on the node of a rank, or if the plan keeps
+    optimizer states on disk.
     """
 
     def __init__(self, checkpoints: Path, engine: CheckpointedEngine, memory: Path | None = None) -> None:
@@ -294,8 +294,8 @@ class MemoryCopies:
         return 2 * sum(self._room[1][r] for r in self._ranks_here()) if self._room[1] else 0
 
     def save(self, optimizer: Optimizers, extra: _Extra) -> None:
-        """Copy the current training state into memory, and start to send it to the rank that keeps the second copy. All
-        ranks call this.
+        """Copy the current training state into memory, and start to send it to a rank on another node, which keeps a
+        second copy. All ranks call this.
 
         ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name ->
         another object whose state is copied, such as a data loader. Raise :class:`CheckpointError` on all ranks if this
@@ -518,14 +518,14 @@ class MemoryCopies:
 
     def _ranks_here(self) -> list[int]:
         """Return the ranks whose training state has a copy in the memory of this node: the ranks that run on this node,
-        and the ranks of other nodes whose second copy one of those keeps.
+        and the ranks of other nodes whose second copy is kept by a rank of this node.
         """
         here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         return here + [r for r, keeper in enumerate(self._keepers) if keeper in here]
 
     def _send_copies(self, slot: CheckpointSlot, step: int) -> None:
-        """Send this rank's in-memory copy of training step ``step`` to the rank that keeps its second copy, and receive
-        the copies that this rank keeps for others.
+        """Send this rank's in-memory copy of training step ``step`` to the rank on another node that keeps a second
+        copy of it, and receive the copies that this rank keeps for others.
 
         ``slot``: the file with this rank's copy. This runs in a thread: an exception is stored, and is raised later by
         :meth:`_join_sending_thread`.
@@ -572,10 +572,12 @@ class MemoryCopies:
     def _parse_checked_content(
         self, content: Tensor, optimizer: Optimizers
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors by name and the other state, such as counters, in the bytes ``content`` of a copy.
+        """Check the in-memory copy of this rank's training state, and return its tensors by name, and a dict of its
+        other state, such as counters. ``content``: the bytes of the copy.
 
-        Raise :class:`CheckpointError` if a tensor of the engine is missing or has another shape, or if there is an
-        ``optimizer`` and its state is missing.
+        Raise :class:`CheckpointError` if a tensor of the engine is missing or has another shape, or if the copy has no
+        state of ``optimizer``. ``optimizer``: one optimizer or a list whose state will be restored; ``None``: none will
+        be.
         """
         tensors, run = parse_slot_content(content)
         for name, held in own_tensors(self.engine, None).items():

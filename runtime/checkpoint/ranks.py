@@ -26,7 +26,8 @@ _opened: list[Any] = []  # Gloo cannot always be taken down
 
 
 class Peers:
-    """A Gloo group of all ranks, to exchange small integers and bytes in host memory.
+    """A Gloo group of all ranks, to exchange small integers and bytes in host memory. ``rank``: number of this rank.
+    ``world_size``: number of ranks.
 
     All ranks must call each method together, except :meth:`send` and :meth:`receive`. Raise :class:`CheckpointError` if
     there are several ranks but no ``torch.distributed`` process group.

@@ -199,7 +199,7 @@ def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, 
     kind of tensor.
 
     They are its shards of parameters and buffers, rounding errors of gradient compression, and the states of
-    ``optimizer``.
+    ``optimizer`` (one optimizer, a list of several, or ``None``).
     """
     held, parameters = engine._masters.held, engine._parameters
     tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}

@@ -178,7 +178,8 @@ class CheckpointContent:
     """Everything that one rank has to save to a checkpoint.
 
     Args:
-        moving: rectangular parts of tensors that may change before the optimizer steps.
+        rank: the program of this rank. ``moving``: rectangular parts of tensors that may change before the optimizer
+            steps.
         still: rectangular parts of tensors that change only when the optimizer steps.
         training: state that is equal on all ranks, such as step counters.
         random: this rank's states of random generators.
@@ -261,7 +262,8 @@ _SAVINGS: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this 
 
 @dataclass
 class Saver:
-    """Saves checkpoints for one rank, one at a time. ``timeout``: seconds to wait for the files of other ranks.
+    """Saves checkpoints for one rank, one at a time. ``communicator``: connects this rank with the others.
+    ``world_size``: number of ranks. ``timeout``: seconds to wait for the files of other ranks.
 
     ``last``: handle of the last save. ``saved_at``: number of steps after which the state was saved or copied last.
     """
@@ -380,10 +382,11 @@ class Saver:
 
 
 def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
-    """Call ``work`` on every rank. If it raises on any rank, raise on all of them. All ranks call this.
+    """Call ``work`` on every rank. If it fails on any rank, raise an error on all of them: the error of ``work`` where
+    it failed, a :class:`CheckpointError` elsewhere. All ranks call this.
 
-    ``what``: start of the message of the :class:`CheckpointError` that is raised on the ranks where ``work`` did not
-    fail. ``world_size``: number of ranks. ``communicator``: connects this rank with the others.
+    ``what``: start of the message of the :class:`CheckpointError`, such as what was not written. ``world_size``: number
+    of ranks. ``communicator``: connects this rank with the others.
     """
     error: Exception | None = None
     try:

@@ -300,7 +300,7 @@ def is_equal_data(one: Any, other: Any) -> bool:
     """Return whether ``one`` and ``other``, two pieces of plain data (numbers, strings, tensors, lists, tuples, dicts),
     are equal.
 
-    Tensors must have the same dtype and elements. Numbers that are NaN are equal.
+    Tensors must have the same dtype and elements. Two NaN count as equal.
     """
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)

@@ -23,8 +23,9 @@ from partitioner.runtime.program.codecs import Codec
 class ErrorFeedbackEncoder:
     """Compresses the data that one rank sends in one collective, step after step.
 
-    ``residual`` has the rounding error of the last step, which is added to the data of the next one. ``codec``: the
-    format. ``numel``: number of elements that the rank sends in one step, over all receivers; ``dtype`` is their type.
+    ``residual`` has the rounding error of the last step, which is added to the data of the next one. ``codec``:
+    converts rows of numbers to compressed bytes and back. ``numel``: number of elements that the rank sends in one
+    step, over all receivers; ``dtype`` is their type.
     """
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:

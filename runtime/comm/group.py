@@ -42,40 +42,41 @@ class RankGroup(Protocol):
     index: int
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        """Start to sum ``x`` over the ranks of the group, or with ``maximum`` to take the maximum. The result
-        overwrites ``x``.
+        """Start to compute the element-wise sum of ``x`` over the ranks of the group or, with ``maximum``, the maximum.
+        Return the collective in progress. Its result overwrites ``x``.
 
-        ``x`` is contiguous.
+        ``x`` must be contiguous.
         """
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        """Start to gather the tensors ``x`` of all ranks of the group; the result is their concatenation along ``dim``,
-        in rank order.
+        """Start to gather the tensors ``x`` of all ranks of the group, and return the collective in progress. Its
+        result is their concatenation along ``dim``, in rank order.
         """
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        """Start to sum ``x`` over the ranks of the group; the result is this rank's equal part of the sum along
-        ``dim``.
+        """Start to sum ``x`` over the ranks of the group, and return the collective in progress. Its result is one of
+        the equal parts of the sum along ``dim``: the part with this rank's position in the group.
         """
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
-        """Start to send the ``i``-th equal part of ``x`` along ``split_dim`` to the ``i``-th rank of the group.
+        """Start to send the ``i``-th equal part of ``x`` along ``split_dim`` to the ``i``-th rank of the group, and
+        return the collective in progress.
 
-        The result has the received parts, concatenated along ``concat_dim`` in rank order.
+        Its result has the received parts, concatenated along ``concat_dim`` in rank order.
         """
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         """Start to send rows of ``x`` to the ranks of the group: the first ``sends[0]`` to the first rank, the next
-        ``sends[1]`` to the second, and so on.
-
-        The result has ``receives[i]`` rows of the ``i``-th rank, in rank order. Any of these numbers may be 0.
+        ``sends[1]`` to the second, and so on. Return the collective in progress. Its result has ``receives[i]`` rows of
+        the ``i``-th rank, in rank order. Any of these numbers may be 0.
         """
 
 
 class Communicator(Protocol):
     """The interface with which one rank communicates with all others.
 
-    ``rank``: its number. ``home``: number of the rank that process 0 runs. ``device``: where its tensors are.
+    ``rank``: number of this rank. ``home``: number of the rank that process 0 runs; it collects whole tensors and
+    prints messages. ``device``: where the tensors of this rank are.
     """
 
     rank: int

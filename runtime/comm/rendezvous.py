@@ -69,7 +69,8 @@ def timeout_of_all(device: torch.device) -> timedelta:
 def _tell_torchrun() -> None:
     """Install a hook that reports the exception which ends this script to torchrun.
 
-    If another rank's failure caused the exception, it is reported some seconds later, after that failure.
+    If another rank's failure caused the exception, it is reported some seconds later, so that torchrun records that
+    failure as the first.
     """
     if ERROR_FILE not in os.environ or getattr(sys.excepthook, "tells_torchrun", False):
         return
@@ -85,8 +86,8 @@ def _tell_torchrun() -> None:
 
 
 def _report_failure(error: Exception) -> None:
-    """Report to torchrun the exception ``error`` that ends this script; if another rank's failure caused it, after some
-    seconds.
+    """Report to torchrun the exception ``error`` that ends this script; if another rank's failure caused it, wait some
+    seconds first, so that torchrun records that failure as the first.
     """
     from partitioner.runtime.comm.failure_origin import is_secondary, users_line  # which import what imports this
 

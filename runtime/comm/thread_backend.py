@@ -175,7 +175,8 @@ class ThreadGroup:
         return _PendingMeeting(meeting, self.index)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        """Enter a sum of ``x`` over the group, or with ``maximum`` a maximum; the result overwrites ``x``."""
+        """Enter an all-reduce of ``x`` over the group, which computes the sum or, with ``maximum``, the maximum. Return
+        the collective in progress; its result overwrites ``x``."""
 
         def compute(entries: list[Tensor]) -> list[Tensor]:
             total = _reduce_entries(entries, maximum)
@@ -184,8 +185,8 @@ class ThreadGroup:
         return self._enter_collective("all_reduce_max" if maximum else "all_reduce", x, compute)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        """Enter an all-gather of ``x``, this member's tensor; the result is the concatenation of all members' tensors
-        along ``dim``.
+        """Enter an all-gather of ``x``, this member's tensor. Return the collective in progress; its result is the
+        concatenation of all members' tensors along ``dim``.
         """
 
         def compute(entries: list[Tensor]) -> list[Tensor]:
@@ -195,8 +196,8 @@ class ThreadGroup:
         return self._enter_collective("all_gather", x, compute, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        """Enter a reduce-scatter of ``x``, this member's tensor; the result is this member's equal part of the sum
-        along ``dim``.
+        """Enter a reduce-scatter of ``x``, this member's tensor. Return the collective in progress; its result is this
+        member's equal part of the sum along ``dim``.
         """
 
         def compute(entries: list[Tensor]) -> list[Tensor]:
@@ -206,8 +207,8 @@ class ThreadGroup:
         return self._enter_collective("reduce_scatter", x, compute, dim)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
-        """Enter an all-to-all: part ``i`` of ``x`` along ``split_dim`` goes to member ``i``; received parts are
-        concatenated along ``concat_dim``.
+        """Enter an all-to-all: part ``i`` of ``x`` along ``split_dim`` goes to member ``i``. Return the collective in
+        progress; its result is the concatenation of the received parts along ``concat_dim``.
         """
 
         def compute(entries: list[Tensor]) -> list[Tensor]:
@@ -217,8 +218,9 @@ class ThreadGroup:
         return self._enter_collective("all_to_all", x, compute, split_dim, concat_dim)
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Enter an exchange of rows: the first ``sends[0]`` rows of ``x`` go to member 0, and so on; received rows,
-        ``receives[i]`` of member ``i``, are joined in the order of members.
+        """Enter an exchange of rows: the first ``sends[0]`` rows of ``x`` go to member 0, and so on. Return the
+        collective in progress; its result has the received rows, ``receives[i]`` of member ``i``, in the order of
+        members.
         """
 
         def compute(entries: list[tuple[Tensor, Sequence[int]]]) -> list[Tensor]:

@@ -57,8 +57,8 @@ class Transfer:
     """A transfer or collective of torch's process groups in progress, with the tensor that it fills.
 
     ``works``: handles to wait for. ``result``: the tensor that is filled; ``finish(result, dim)`` converts it at the
-    end. ``sent``: the operand, kept until the transfer ends, because Gloo does not keep it alive. ``copied``: ``sent``
-    is a copy that nothing else uses, so its memory is freed then.
+    end. ``sent``: the operand, kept until the transfer ends, because Gloo does not keep it alive. ``copied``: whether
+    ``sent`` is a copy that nothing else uses, so that its memory is freed when the transfer ends.
     """
 
     __slots__ = ("copied", "dim", "finish", "group", "result", "sent", "works")
@@ -137,8 +137,8 @@ class TorchGroup:
         return Transfer(self, works, out, finish, finished_dim, parts, not share_memory(parts, x))
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Start to send rows of ``x``: the first ``sends[0]`` to rank 0 of the group, and so on. ``receives[i]`` rows
-        arrive from rank ``i``.
+        """Start to send rows of ``x``: the first ``sends[0]`` to rank 0 of the group, and so on. Return the collective
+        in progress; its result has the received rows, ``receives[i]`` of rank ``i``, in rank order.
         """
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
@@ -162,8 +162,8 @@ class GlooGroup(TorchGroup):
             options.rootRank = rank
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        """Start an all-gather of ``x`` as one broadcast from every rank of the group; the result is the concatenation
-        of all ranks' tensors along ``dim``.
+        """Start an all-gather of ``x`` as one broadcast from every rank of the group. Return the collective in
+        progress; its result is the concatenation of all ranks' tensors along ``dim``.
         """
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((self.size, *x.shape))
@@ -282,7 +282,7 @@ class TorchCommunicator:
 
     def _make_group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
         """Return the process group of ``ranks``, and open it if necessary; with ``gathering``, a second one of the same
-        ranks.
+        ranks, whose collectives (all-gathers of parameters) do not wait for those of the first.
         """
         key = members, _ = self._ranks_to_processes(ranks), gathering
         if len(ranks) > 1 and key not in _made:

@@ -42,7 +42,8 @@ _multiply = torch.ops.partition.multiply.default
 
 
 class NamedCode(NamedTuple):
-    """Code of a graph whose kernels are not compiled yet. ``name``: the hash by which it is kept on disk."""
+    """Generated code of a graph whose kernels are not compiled yet. ``name``: the hash under which its compiled form is
+    stored on disk. ``code``: the source of its functions and kernels."""
 
     name: str
     code: GeneratedCode
@@ -52,9 +53,9 @@ def generate_code(
     module: fx.GraphModule, arguments: Sequence[Tensor], device: torch.device
 ) -> NamedCode | BoxedFunction:
     """Generate code for ``module``, a graph without side effects, for tensors with the shapes, strides and types of
-    ``arguments``. Return it for :func:`build_functions`, or return the compiled function: if another process has
-    compiled this graph already, its code is loaded from disk, and on a GPU, or if the code cannot be kept, Inductor
-    compiles it at once.
+    ``arguments``. Return the code as :class:`NamedCode`, which :func:`build_functions` compiles. Return a compiled
+    function instead if this graph was compiled before (its code is then loaded from disk), or if Inductor must compile
+    it at once: on a GPU, or if the code cannot be stored on disk.
 
     ``device``: where the function gets its arguments; the tensors ``arguments`` may be elsewhere, such as on the meta
     device. A compiled function takes a list of arguments, which it empties, and returns a sequence of results with the
@@ -85,8 +86,8 @@ def generate_code(
 
 
 def build_functions(codes: Sequence[NamedCode]) -> list[BoxedFunction]:
-    """Compile the kernels of ``codes`` together, by one call of the C++ compiler, keep them on disk, and return the
-    compiled function of each.
+    """Compile the kernels of ``codes`` together, by one call of the C++ compiler, store them on disk for other
+    processes and later runs, and return the compiled function of each.
 
     Raise an error of torch or of the operating system if the compiler fails.
     """
@@ -109,7 +110,8 @@ def build_functions(codes: Sequence[NamedCode]) -> list[BoxedFunction]:
 
 
 def _load_function(name: str) -> BoxedFunction | None:
-    """Return the compiled function that is kept on disk under ``name``; ``None`` if there is none that can be used."""
+    """Return the compiled function that is stored on disk under ``name``; ``None`` if there is none, or if it cannot be
+    loaded."""
     kept = find_cache()
     content = kept.read(f"{name}.code")
     if content is None:
@@ -130,9 +132,9 @@ def _load_function(name: str) -> BoxedFunction | None:
 
 @contextmanager
 def _use_empty_folder() -> Iterator[None]:
-    """Let Inductor keep its files in an empty folder, which is removed in the end, so that it reads no damaged ones.
-
-    What it has loaded by then stays usable.
+    """Inside the ``with`` block, let Inductor keep its files in a temporary folder, which is empty at first, so that it
+    cannot read damaged files of earlier runs. The folder is removed at the end of the block; functions that Inductor
+    has loaded from it stay usable.
     """
     before = os.environ.get(_FOLDER)
     with tempfile.TemporaryDirectory(prefix="partitioner-", ignore_cleanup_errors=True) as folder:
@@ -148,8 +150,9 @@ def _use_empty_folder() -> Iterator[None]:
 
 def _settings(device: torch.device) -> dict[str, Any]:
     """Return Inductor's options for ``device`` as a dict of option name -> value; empty if its defaults are used. On a
-    CPU Inductor keeps no graphs, because this project does. If the CPU has AVX2 or AVX512 instructions that torch
-    itself uses, the options switch off Inductor's test of them, which takes seconds.
+    CPU Inductor's own cache of graphs is switched off, because this project stores compiled graphs itself. If the CPU
+    has AVX2 or AVX512 instructions that torch itself uses, the options switch off Inductor's test of them, which takes
+    seconds.
     """
     if device.type != "cpu":
         return {}
@@ -199,8 +202,8 @@ def describe_module(module: fx.GraphModule, arguments: Sequence[Tensor], device:
 
 
 def find_cache() -> FileCache:
-    """Return the files of this project that the processes of this machine and later runs share, in a folder beside
-    Inductor's.
+    """Return the cache in which the processes of this machine and later runs share compiled code: files of this
+    project, in a subfolder of Inductor's folder.
     """
     return _open_cache(os.environ.get(_FOLDER) or _find_default_folder())
 
@@ -211,7 +214,8 @@ def _open_cache(folder: str) -> FileCache:
 
 
 def _find_default_folder() -> str:
-    """Return the folder of Inductor's files where the user names none, without importing Inductor."""
+    """Return the folder in which Inductor keeps its files by default, if the user names none. Inductor is not imported,
+    because that takes seconds."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):
@@ -220,7 +224,8 @@ def _find_default_folder() -> str:
 
 
 def _use_faster_products(graph: fx.Graph) -> None:
-    """Replace matrix products of ``graph`` on a CPU by ``partition::multiply`` where that is faster."""
+    """Replace matrix products of ``graph`` on a CPU by ``partition::multiply``, this project's operator for the same
+    product, where that is faster."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.mm.default and not node.kwargs:
             operands = tuple(o.meta["val"] for o in node.all_input_nodes)
@@ -243,7 +248,8 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def import_compiler() -> None:
-    """Import Inductor, which takes seconds, at a time when this process would wait for another one."""
+    """Import Inductor, which takes seconds. Call this when this process would otherwise wait for another one, so that
+    the import costs no time later."""
     from torch._inductor import compile_fx  # noqa: F401
 
     _register_lowerings()
@@ -251,7 +257,8 @@ def import_compiler() -> None:
 
 @cache
 def _register_lowerings() -> None:
-    """Let code of Inductor call ``partition::multiply`` as a Python function, without torch's dispatcher."""
+    """Let the code that Inductor generates call ``partition::multiply`` (this project's operator for matrix products on
+    a CPU) as a Python function, without torch's dispatcher."""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch._inductor.select_algorithm import ExternKernelChoice

@@ -52,10 +52,11 @@ class GeneratedCode(NamedTuple):
 
 
 def select_code(source: str, values: dict[str, Any]) -> GeneratedCode | None:
-    """Return what can be kept of the module ``source``, which Inductor has generated under
-    :func:`~partitioner.runtime.compile.kernels.collect_kernels`; ``None`` if it needs more than can be kept.
+    """Return the functions and kernels of the Python module ``source``, in a form that can be stored on disk and used
+    by other processes; ``None`` if the module needs anything that cannot be stored. Inductor has generated the module
+    under :func:`~partitioner.runtime.compile.kernels.collect_kernels`.
 
-    ``values``: name -> value of the names of the loaded module.
+    ``values``: the global names of the loaded module, as name -> value.
     """
     functions = _select_functions(source)
     read = set(_find_names(compile(functions, "<compiled>", "exec")))
@@ -77,8 +78,8 @@ def make_function(functions: str, kernels: Mapping[str, Kernel]) -> BoxedFunctio
 
 
 def _select_functions(source: str) -> str:
-    """Return the part of the module ``source`` that runs when its ``call`` is called: without its imports, its other
-    names for functions of torch, and the kernels.
+    """Return the source of the part of the Python module ``source`` that runs when its function ``call`` is called. Its
+    imports, the kernels, and the assignments that give short names to functions of torch are left out.
     """
     kept: list[ast.stmt] = []
     for line in ast.parse(source).body:
@@ -89,7 +90,8 @@ def _select_functions(source: str) -> str:
 
 
 def _find_names(code: CodeType) -> Iterator[str]:
-    """Yield the names of the module that ``code`` and the functions in it read but do not define themselves."""
+    """Yield the global names that ``code``, the compiled code of a module, and the functions in it read. Names that the
+    module itself defines are left out."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_NAME"}
     for found in _list_codes(code):
         for step in dis.get_instructions(found):
@@ -105,8 +107,9 @@ def _list_codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _has_known_products(functions: str, external: Any) -> bool:
-    """Return whether the source ``functions`` calls, of Inductor's ``external`` kernels, those alone that are known
-    here, and no operator that Inductor itself defines.
+    """Return whether the source ``functions`` can run in another process: it calls no operator that Inductor itself
+    defines, and of Inductor's external kernels (such as torch's matrix products) only those for which this module has
+    the same function. ``external``: the namespace of the external kernels that the generated module uses.
     """
     for node in ast.walk(ast.parse(functions)):
         if isinstance(node, ast.Attribute):

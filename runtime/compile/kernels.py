@@ -111,20 +111,21 @@ class KernelSource(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the kernel in a module that :func:`build_library` makes: a hash of its source."""
+        """Return the name of the kernel in a module that :func:`build_library` makes: a hash of its source."""
         return f"kernel_{hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:24]}"
 
     def can_be_joined(self) -> bool:
-        """Return whether the source can be a part of a file with other kernels: it has one public function, and changes
-        nothing for what follows it in the file.
+        """Return whether the source can be a part of a file with other kernels: it has one public function, and no
+        preprocessor directive (such as ``#define``) that would change the code after it.
         """
         return len(_LINKAGE.findall(self.source)) == 1 and not _DIRECTIVE.search(self.source)
 
 
 @contextmanager
 def collect_kernels() -> Iterator[None]:
-    """Let Inductor not compile the C++ kernels of graphs that this thread compiles inside the ``with`` block. In the
-    modules that it generates, a kernel is a :class:`KernelSource` then.
+    """Inside the ``with`` block, keep Inductor from compiling the C++ kernels of the graphs that this thread compiles,
+    so that they can be compiled together later. In the modules that Inductor generates, each kernel is then a
+    :class:`KernelSource`.
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -144,11 +145,12 @@ def collect_kernels() -> Iterator[None]:
 
 @cache
 def start_header_search() -> Future[str | None]:
-    """Start to look for Inductor's precompiled header in another thread, once for this process, and return its path in
-    the future; ``None`` for no header. To be called under the settings with which Inductor compiles.
+    """Start to look for Inductor's precompiled header in another thread, once for this process, and return a future of
+    its path; the path is ``None`` if no header is to be used. Call this under the settings with which Inductor
+    compiles.
 
-    The header makes the compiler faster by seconds. If Inductor has precompiled none for this user, none is: that takes
-    longer than it saves here.
+    The header makes the compiler faster by seconds. If Inductor has precompiled no header for this user yet, no header
+    is precompiled or used: precompiling it would take longer than it saves here.
     """
     future: Future[str | None] = Future()
     context = copy_context()  # it has the settings

@@ -127,7 +127,8 @@ class FixedSegment:
 
     @property
     def expected(self) -> list[Tensor]:
-        """Return meta tensors of the arguments that the graph's placeholders describe."""
+        """Return, for each placeholder of the graph, a meta tensor with the shape, strides and type of the expected
+        argument."""
         return [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
 
     @property
@@ -137,8 +138,8 @@ class FixedSegment:
 
     def _call_variant(self, arguments: tuple[Any, ...]) -> Any:
         """Call the compiled function for the strides of ``arguments``, and return its results. The function is compiled
-        first if there is none for these strides. If the shapes differ from those of the first call, a function for
-        changing shapes is used from now on.
+        first if there is none for these strides. If the shapes differ from those of the first call, one function that
+        accepts changing shapes is used for all calls from now on.
         """
         with one_thread:
             shapes = tuple(tuple(a.shape) for a in arguments)
@@ -180,9 +181,9 @@ class FixedSegment:
 
 
 def compile_in_turns(segments: Sequence[Segment | FixedSegment]) -> None:
-    """Compile ``segments`` (groups of operators) together with the other processes of this machine, which call this
-    with the same groups: each is compiled by one process. All begin with the largest groups. A process skips those that
-    another one compiles at the moment, and loads their code at the end.
+    """Compile ``segments`` (groups of operators), and divide the work among the processes of this machine, which all
+    call this with the same groups. Each group is compiled by one process, the largest groups first. A process skips a
+    group that another process compiles at the moment, and loads its code at the end.
     """
     with one_thread:
         fixed = [s for s in segments if isinstance(s, FixedSegment) and not s.is_compiled]
@@ -199,8 +200,9 @@ def _compile_variants(wanted: Sequence[_Wanted], wait: bool) -> list[_Wanted]:
     """Compile each group of operators in ``wanted`` for its arguments, or load its code, and return the groups that are
     left, because another process of the machine compiles them at the moment.
 
-    ``wait``: wait for the other process and load its result, so that none is left. If a group cannot be compiled, log a
-    warning and let it run operator by operator.
+    ``wanted``: pairs (group of operators, tensors with the shapes and strides of its arguments). ``wait``: wait for the
+    other process and load its result, so that none is left. If a group cannot be compiled, log a warning and let it run
+    operator by operator.
     """
     left: list[_Wanted] = []
     generated: list[tuple[_Wanted, NamedCode]] = []
@@ -224,9 +226,9 @@ def _compile_variants(wanted: Sequence[_Wanted], wait: bool) -> list[_Wanted]:
 
 
 def _build_variants(generated: Sequence[tuple[_Wanted, NamedCode]]) -> None:
-    """Compile the kernels of groups of operators for which code has been ``generated``, and let the groups use it.
-
-    If the compiler fails, the groups are compiled one by one, so that the others are compiled.
+    """Compile the kernels of groups of operators, and let the groups use them. ``generated``: pairs ((group, tensors
+    with the shapes and strides of its arguments), the code that was generated for it). If the compiler fails, the
+    groups are compiled one by one, so that the others are compiled.
     """
     if not generated:
         return

@@ -87,9 +87,9 @@ def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
     """Return the tensors of ``batch``, converted to the planned types, as name in ``program`` -> tensor. ``program``:
     the program of all ranks, which reads them.
 
-    Raise :class:`BatchError` if a tensor is missing, if it has another shape than planned or another class of type
-    (floating-point, complex, integer or boolean), or if the batch has an entry that the program does not read and whose
-    value differs from the planned one.
+    Raise :class:`BatchError` if a tensor is missing, or has another shape or another class of type (floating-point,
+    complex, integer or boolean) than planned. Raise it, too, if an entry of the batch that the program does not read,
+    such as a flag, differs from its value when the plan was made.
     """
     entries = BatchEntries(program, batch)
     entries.check_fixed(whole=True)
@@ -170,8 +170,8 @@ class BatchEntries:
 
     def check_fixed(self, whole: bool) -> None:
         """Raise :class:`BatchError` if an entry of the batch that the program does not read, such as a flag, differs
-        from the value that the plan was made for, or if numbers of the batch would lead the model's ``forward`` to
-        another branch than the planned one.
+        from its value when the plan was made. Raise it, too, if numbers of the batch would lead the model's ``forward``
+        to another branch than the planned one.
 
         ``whole``: also check the entries that the batch leaves out; their value is the default in ``forward``.
         """

@@ -91,9 +91,9 @@ class Agreement:
         self._probes: list[_GradientProbe] = []
 
     def before_step(self, batch: Any, local: bool, rank: RankProgram | None = None) -> None:
-        """Run the checks between ranks that are due before this step: at regular intervals that replicas of parameters
-        are equal, that the training script scaled the gradients of all ranks by the same factor (such as by clipping
-        them), and that ranks were given the same batch. All ranks call this.
+        """Run the checks that are due before this step; each is due at regular intervals of steps. They compare ranks:
+        replicas of parameters must be equal, the training script must have scaled the gradients of all ranks by the
+        same factor (such as by clipping them), and ranks must have been given the same batch. All ranks call this.
 
         ``batch``: the batch of the step. ``local``: whether it has only this rank's samples; otherwise it is the global
         batch. ``rank``: the program of the step; ``None``: the first program of the plan. Raise :class:`AgreementError`
@@ -391,7 +391,8 @@ def _hash_in_order(tensor: Tensor) -> int:
 
 
 def _sketch_tensor(tensor: Tensor) -> Tensor:
-    """Return a vector of 1, the norm of ``tensor``, and 16 sums of its elements with random signs.
+    """Return a vector of 18 numbers: a 1, which says that a rank has the tensor, the norm of ``tensor``, and 16 sums of
+    its elements with random signs.
 
     Ranks exchange such short vectors to estimate how much their tensors differ. The signs are equal on all ranks. The
     expected mean square difference between the sums of two tensors is the square of the tensors' distance.

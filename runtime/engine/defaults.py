@@ -27,8 +27,8 @@ def default_communicator(
     """Return the communicator of torch's default process group; without a process group, one for a program of one rank.
 
     ``device``: of this rank; ``None``: chosen by the process group. ``placement``: device number of each rank in the
-    plan, or empty. Raise :class:`LaunchError` if the number of processes differs from the program's number of ranks.
-    ``program``: the program of all ranks.
+    plan; empty: process ``i`` runs rank ``i``. Raise :class:`LaunchError` if the number of processes differs from the
+    program's number of ranks. ``program``: the program of all ranks.
     """
     if not dist.is_initialized():
         if program.world_size > 1:
@@ -105,9 +105,9 @@ def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | 
     """Return the disk storage for a rank's optimizer states, as large as ``plan`` estimates; ``None`` if nothing is
     kept on disk.
 
-    ``folder``: where its files are; ``None``: the environment variable ``PARTITION_OFFLOAD_FOLDER``. Raise
-    :class:`OffloadError` if no folder is given, or if the folder has too little space. ``rank``: the program of this
-    rank.
+    ``plan``: a plan or the path of its file. ``folder``: where the files are; ``None``: the environment variable
+    ``PARTITION_OFFLOAD_FOLDER``. Raise :class:`OffloadError` if no folder is given, or if the folder has too little
+    space. ``rank``: the program of this rank.
     """
     if "disk" not in rank.program.offload:
         return None

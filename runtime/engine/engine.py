@@ -79,8 +79,9 @@ class Engine:
         device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
         seed: seed of the model's random operators; the same seed gives the same masks under every plan.
         keep_outputs: collect the model's results of each step in :attr:`outputs`.
-        loss_scale: a factor that prevents gradients in float16 from underflowing: ``dynamic``, a number, ``None``;
-            ``auto``: dynamic if parameters in float16 are trained. Gradients are returned unscaled.
+        loss_scale: a factor that prevents gradients in float16 from underflowing: ``dynamic`` (adapted after each
+            step), a fixed number, ``None`` (no factor), or ``auto``: dynamic if parameters in float16 are trained, else
+            no factor. Gradients are returned unscaled.
         offload_folder: folder for the optimizer states of a plan that keeps them on disk, see :meth:`on_disk`: on a
             disk of this node, one for all ranks or one for each; by default the environment variable
             ``PARTITION_OFFLOAD_FOLDER``.
@@ -98,9 +99,10 @@ class Engine:
         optimizer_steps: number of calls of :meth:`Checkpoints.after_step` since the start of training; fewer than
             ``steps`` if gradients are accumulated.
         steps_run: number of batches that this engine has run itself; loading does not change it.
-        tokens_run: tokens of these batches, each padded to the shape of the program that ran it; ``samples_run``
-            likewise.
-        further_steps_run: number of these batches that did not run in the plan's first program.
+        tokens_run: number of tokens in the batches that ``steps_run`` counts, each padded to the shape of the program
+            that ran it; ``samples_run``: number of samples, counted in the same way.
+        further_steps_run: number of the batches that ``steps_run`` counts which did not run in the plan's first
+            program.
 
     Parameters that are trained in bfloat16 or float16 have float32 copies. :meth:`parameters` returns these copies, the
     optimizer updates them and checkpoints store them; their gradients are accumulated and reduced in float32. Under a
@@ -317,7 +319,7 @@ class Engine:
         It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
         state or buffer, none of :attr:`steps`, and no random numbers of later steps. ``batch``: the whole global batch,
         the same on all ranks or, with ``local``, this rank's :attr:`share` of it. ``keep_outputs``: collect the results
-        of this run in :attr:`outputs`; ``None``: as the engine was made.
+        of this run in :attr:`outputs`; ``None``: as the engine's argument of this name says.
 
         Returns the loss of the whole batch, the same on all ranks; ``None`` if the program has no loss. The results are
         in :attr:`outputs`.
@@ -353,8 +355,9 @@ class Engine:
         seed: int | None = None,
         program: str | None = None,
     ) -> Tensor:
-        """Generate tokens after the prompts ``input_ids``; with an encoder, from them. All ranks call this with the
-        same arguments, and get the same result.
+        """Generate tokens that continue the prompts ``input_ids``. If the model has an encoder, it reads the prompts,
+        and the decoder generates tokens from its result. All ranks call this with the same arguments, and get the same
+        result.
 
         It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
         state or buffer, none of :attr:`steps`, and no random numbers of later steps.
@@ -578,10 +581,12 @@ class Engine:
         and hyperparameters of ``optimizer``, and the states of the objects in ``extra``. ``optimizer`` is one optimizer
         or a list of several, in the same order on all ranks, with ``None`` for one that has no parameters on this rank.
         With ``wait=False`` the state is copied to host memory and written while training continues; the step of
-        ``optimizer`` waits until the tensors that it changes are copied. Errors are then raised by the result's
-        ``wait``, or by the next save. ``then``: called on the first rank with the folder once it is complete.
+        ``optimizer`` waits until the tensors that it changes are copied. Errors are then raised by the ``wait`` method
+        of the returned handle, or by the next save. ``then``: called on the first rank with the folder once it is
+        complete.
 
-        Raises :class:`CheckpointError` if this save, or the previous one, failed on any rank.
+        Returns the handle of the save, which tells whether it has ended and can wait for it. Raises
+        :class:`CheckpointError` if this save, or the previous one, failed on any rank.
         """
         with self.doing("saving"):
             return self._saver.save(

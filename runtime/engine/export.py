@@ -96,8 +96,8 @@ class Views:
             self._meshes[device, axes] = self._build_device_mesh(device, axes)
 
     def of_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
-        """Return name -> DTensor for each of ``parameters`` that a DTensor can express. Its ``grad`` is a DTensor of
-        the gradient.
+        """Return name -> DTensor for each of ``parameters`` that a DTensor can express. The ``grad`` of each is a
+        DTensor of the gradient.
         """
         found = {name: self.of(name, parameters[name]) for name in self.placements}
         for name, view in found.items():

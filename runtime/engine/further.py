@@ -105,7 +105,7 @@ class FurtherExecutors:
         """Return the object that executes the further program of the plan (such as an evaluation) called ``name``,
         created at the first call.
 
-        ``keep_outputs``: whether it collects the model's results; ``None``: as the engine was told for all programs.
+        ``keep_outputs``: whether it collects the model's results; ``None``: as the engine does for its training steps.
         """
         keep = self.keep_outputs if keep_outputs is None else keep_outputs
         if (name, keep) not in self._made:

@@ -128,9 +128,10 @@ class TokenGenerator:
     """Generates text on one rank, with two programs of a plan: ``prefill`` reads prompts, and ``decode`` reads one
     further token of each sample. Both write to the key/value caches, of which this rank has a part.
 
-    ``name``: the name under which the plan has the two programs. ``family``: all programs of the plan. ``run``: called
-    with the name of one of the two programs and with this rank's inputs (name in the program -> tensor), it runs the
-    program and returns the executor that ran it.
+    ``name``: the name under which the plan has the two programs. ``family``: all programs of the plan.
+    ``communicator``: connects this rank with the others. ``caches``: path of a cache among the inputs of the program ->
+    this rank's part; empty while no text is generated. ``run``: called with the name of one of the two programs and
+    with this rank's inputs (name in the program -> tensor), it runs the program and returns the executor that ran it.
     """
 
     name: str
@@ -159,8 +160,8 @@ class TokenGenerator:
 
     def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, filling: int) -> Prompt:
         """Return the prompts ``tokens`` ``[batch, positions]``, padded to the sizes that the plan's programs expect:
-        with more samples, and with tokens on the left if they are shorter than what prefill (the program that reads
-        prompts) takes at a time.
+        samples are added, and tokens on the left if the prompts have fewer positions than prefill (the program that
+        reads prompts) takes at a time.
 
         ``mask``: in the shape of ``tokens``, 0 at padding (on the left, or with an encoder anywhere), 1 elsewhere;
         ``None``: no token is padding. ``new``: the number of tokens to generate. ``filling``: the token that stands for

@@ -106,10 +106,11 @@ class OptimizerCheck:
         return len({stage for stages in trained for stage in stages}) > 1
 
     def _sample_cuts(self, optimizer: Optimizer) -> list[Sample]:
-        """Return descriptions of small tensors on which ``optimizer`` is tried in place of its parameters. There is one
-        for each way in which parameters are sharded, number of dims, and kind of options of their parameter group.
+        """Return descriptions of small tensors on which ``optimizer`` is tried in place of its parameters. Parameters
+        that are sharded in the same way, have equally many dims, and belong to parameter groups with the same kind of
+        options, share one small tensor.
 
-        Each is made from the largest of the parameters that it represents.
+        Each description is made from the largest of the parameters that it represents.
         """
         found: dict[tuple[Any, int, ParameterCut], tuple[int, Sample]] = {}
         first_of: dict[Any, int] = {}

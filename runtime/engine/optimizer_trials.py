@@ -97,6 +97,7 @@ class Sample:
     """Describes a small tensor on which an optimizer is tried in place of the parameter ``name``, of global ``shape``.
 
     ``group``: index of the parameter group to which the parameter belongs. ``cut``: how the plan shards the parameter.
+    ``dtype``, ``device``: those of the parameter.
     """
 
     name: str
@@ -386,8 +387,8 @@ class _Trial:
         return _Stepped(self.make(self.optimizer, groups), tensors, dict(parts), what, rows)
 
     def _step_copy(self, copied: _Stepped, number: int) -> None:
-        """Let the copy ``copied`` of the optimizer do step number ``number`` (from 0), and store its tensors from
-        before the step.
+        """Let the copy ``copied`` of the optimizer do step number ``number`` (from 0), and store the values that its
+        tensors had before the step.
         """
 
         def closure() -> Tensor:
@@ -611,7 +612,7 @@ class _OptimizerMirror:
 
     def _copy_value(self, value: Any) -> Any:
         """Return a new copy of ``value``, by its type. Models and objects of this project become placeholders that
-        refuse any use.
+        raise an error if they are used.
         """
         if value is None or isinstance(value, _SHARED):
             return value
@@ -672,8 +673,9 @@ class _OptimizerMirror:
         return made
 
     def _copy_object(self, value: Any) -> Any:
-        """Return a copy of ``value`` whose attributes are copied, too. Objects of torch, and those of classes that give
-        no empty object, such as a ``weakref.proxy``, become placeholders that refuse any use.
+        """Return a copy of ``value`` whose attributes are copied, too. Objects of torch, and objects of classes of
+        which no empty instance can be created, such as a ``weakref.proxy``, become placeholders that raise an error if
+        they are used.
         """
         if type(value).__module__.startswith("torch") or not hasattr(value, "__dict__"):
             with contextlib.suppress(Exception):

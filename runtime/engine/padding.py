@@ -156,7 +156,8 @@ def trim_outputs(
     same form.
 
     ``padding``: says which dims of each output count samples and positions. ``real``: the shape of the batch before it
-    was padded. A microbatch with padded samples only becomes an empty tensor. ``rank``: the program of this rank.
+    was padded. The tensor of a microbatch in which all samples are padding becomes empty. ``rank``: the program of this
+    rank.
     """
     trimmed: dict[str, dict[int, Tensor]] = {value: dict(parts) for value, parts in outputs.items()}
     for output in rank.program.outputs:

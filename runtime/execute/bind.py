@@ -88,9 +88,9 @@ class SharedDerivatives:
     def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
         """Return the forward and backward graphs of a block, from the folder if another process has stored them.
 
-        ``key``: a tuple that identifies the block and the gradients that it needs. The first process that asks calls
-        ``make`` and stores the result; the others wait, and import the compiler meanwhile. If that process fails or is
-        killed, the next one calls ``make``.
+        ``key``: a tuple that identifies the block and the gradients that it needs. The first process that calls this
+        with ``key`` calls ``make`` and stores the result; the others wait, and import the compiler meanwhile. If that
+        process fails or is killed, the next one calls ``make``.
         """
         name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.graphs"
         found = self._read(name)
@@ -150,7 +150,7 @@ class _Node(str):
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
     """Yield, for each node of ``graph``, a tuple of plain data: kind, name, operator, arguments, keyword arguments,
-    shape, strides and type of its tensor, and position in the model.
+    shape, strides and type of its tensor, and a dict with the path of its module and its source line.
     """
     for node in graph.nodes:
         target = node.target
@@ -163,7 +163,7 @@ def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
     """Return the FX graph that ``nodes`` describe: for each node a tuple with kind, name, operator, arguments, keyword
-    arguments, shape, strides and type of its tensor, and position in the model.
+    arguments, shape, strides and type of its tensor, and a dict with the path of its module and its source line.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -212,8 +212,8 @@ class Library:
     first use.
 
     Threads may share it. ``compile``: whether to use ``torch.compile``, or the name of its backend. ``shared``: a
-    folder through which the ranks on this machine share backward graphs; ``None``: that of compiled code, or none
-    without compilation.
+    folder through which the ranks on this machine share backward graphs; ``None``: the folder of compiled code if
+    Inductor compiles, else nothing is shared.
     """
 
     def __init__(
@@ -250,8 +250,8 @@ class Library:
             return self._derivatives[key]
 
     def _describe(self, name: str, needs: GradientNeeds) -> tuple[Any, ...]:
-        """Return all that the derivatives of a block depend on. ``name``: the block. ``needs``: which gradients
-        backward computes.
+        """Return a key under which the forward and backward graphs of a block are stored: a tuple of everything on
+        which they depend. ``name``: the name of the block. ``needs``: which gradients backward computes.
         """
         block = self.program.blocks[name]
         again = tuple(block.again) if needs.slim else ()
@@ -271,8 +271,8 @@ class Library:
         return differentiate(self.block(name), self.device, *wanted, again)
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:
-        """Return ``graph`` with its operators replaced by ``torch.compile`` functions; unchanged if compilation is
-        switched off.
+        """Return ``graph`` with each group of operators between its collectives replaced by one compiled function.
+        Return it unchanged if compilation is switched off.
 
         Each function is compiled once for all calls of a block. ``num_sinks``: number of last outputs that are
         gradients of parameters. ``name``: the block. ``needs``: the gradients that its backward computes. ``kind``:
@@ -304,7 +304,8 @@ class Library:
 
 @cache
 def _hash_passes() -> str:
-    """Return a hash of the source files of the package that differentiates graphs."""
+    """Return a hash of the source files of the package that differentiates graphs. It is part of the key of stored
+    graphs, so that graphs of another version of the package are not used."""
     files = sorted(Path(passes.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
@@ -319,7 +320,7 @@ def _has_routing(block: BlockGraph) -> bool:
 class CurrentMicrobatch:
     """Holds the index (on this rank, from 0) of the microbatch that runs now, in ``microbatch``.
 
-    ``data_index()`` returns it as a tensor, counted over the global batch; graphs read it by the operator
+    ``data_index()`` returns the microbatch's index in the global batch, as a tensor; graphs read it by the operator
     ``axis_index("data")``. ``share``: the indices, over the global batch, of this rank's microbatches.
     """
 
@@ -560,21 +561,23 @@ def _bind_scored_backward(group: RankGroup, before: int, after: int, **how: Any)
 def _make_scored_attention(
     group: RankGroup, band: Band, scale: float | None, cap: float | None, zigzag: bool, algorithm: str, **data: Any
 ) -> ContextScoredAttention:
-    """Return an attention over a sequence that is sharded over ``group``, with changed scores or prefixes of documents.
+    """Return an attention over a sequence that is sharded over ``group``, whose scores are capped or depend on the
+    distance, or in which all queries of a document see the keys of its prefix.
 
     ``band``: the positions around its own that a query sees. ``scale``, ``cap``: factor and cap of the scores.
     ``zigzag``: each rank has two distant parts of the sequence. ``algorithm``: how keys and values are exchanged.
-    ``data``: the operator's other arguments; of ids, prefix and slopes those that it does not have are ``None``.
+    ``data``: the operator's other arguments by name: ``ids`` (documents of positions), ``prefix`` (which keys are in a
+    prefix) and ``slopes`` (how scores depend on the distance). Only whether each is ``None`` is read; ``None``: the
+    attention does not have this operand.
     """
     ids, prefix, slopes = (data[name] is not None for name in _MARKS)
     return ContextScoredAttention(group, band, scale, zigzag, algorithm, cap, (ids, prefix, slopes))
 
 
 def _in_place(node: fx.Node, binding: Binding) -> Binding:
-    """Return a binding like ``binding``, the function that a compiled graph calls for ``node``, whose function gets one
-    operand for each tensor argument of the node, in order.
-
-    Without this, a node that occurs twice among the arguments would be passed only once.
+    """Return a copy of ``binding``, which says what function a compiled graph calls for ``node``. The copy passes to
+    this function one operand for each tensor argument of the node, in order. Without this, a node that occurs twice
+    among the arguments would be passed only once.
     """
     assert isinstance(binding, DirectBinding)
     given, function = node.all_input_nodes, binding.function

@@ -147,7 +147,7 @@ class BoundCall:
         """Run the forward of this call (an execution of a block, such as a layer) on the microbatch with the index
         ``microbatch``: read the inputs from ``values`` (name -> tensor), and store the outputs there.
 
-        The tensors that backward needs are saved in the environment.
+        The tensors that backward needs are saved in ``env``, the object that holds the tensors of the step.
         """
         self.moment.microbatch = microbatch
         given = [values[v] for v in self.inputs]
@@ -204,8 +204,8 @@ class BoundCall:
             self.env.parked[place] = OffloadedActivations(saved, stay, self.env.copier)
 
     def fetch(self, microbatch: int) -> None:
-        """Start to copy the tensors that the forward of this call (an execution of a block, such as a layer) saved for
-        the microbatch with the index ``microbatch`` from host memory back to the device.
+        """Start to copy saved tensors from host memory back to the device: those that the forward of this call (an
+        execution of a block, such as a layer) saved for the microbatch with the index ``microbatch``.
         """
         if self.has_backward:
             self.env.parked[microbatch, self.index].fetch()

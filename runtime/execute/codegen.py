@@ -169,8 +169,9 @@ class Compiled:
     """A graph that is compiled to the Python function ``function(arguments, sinks)``.
 
     The function returns the graph's outputs, except gradients of parameters, which it adds to the accumulators
-    ``sinks``. ``arguments``: a list, which the function empties. ``code``: the function's source. ``nodes``: line
-    number of ``code`` -> graph node.
+    ``sinks``. ``arguments``: a list, which the function empties. ``name``: the graph's name. ``filename``: the name by
+    which tracebacks refer to the source. ``code``: the function's source. ``nodes``: line number of ``code`` -> graph
+    node.
     """
 
     name: str
@@ -201,7 +202,7 @@ def compile_graph(
     device: torch.device,
     num_sinks: int = 0,
 ) -> Compiled:
-    """Compile ``graph`` to a Python function.
+    """Compile ``graph`` to a Python function, and return it with its source.
 
     Args:
         name: part of the file name in tracebacks.
@@ -324,8 +325,9 @@ class _CodeWriter:
         return node
 
     def find_sinks(self) -> dict[fx.Node, list[int]]:
-        """Return node -> indices in :attr:`sunk`, for each node whose value is the gradient of one microbatch: the rank
-        adds it to the sums over microbatches (accumulators) with these indices."""
+        """Return, for each node whose value is the gradient of a parameter from one microbatch, the accumulators (sums
+        over microbatches) to which the compiled function adds it: node -> indices of the accumulators in the function's
+        argument ``sinks``."""
         sinks: dict[fx.Node, list[int]] = {}
         for i, result in enumerate(self.sunk):
             if result is not None:
@@ -429,10 +431,9 @@ class _CodeWriter:
         return FAST.get(node.target, node.target)
 
     def write_product(self, node: fx.Node, to: list[int]) -> bool:
-        """Write a line in which an accumulator of gradients computes the product or sum of ``node`` in place.
-
-        ``to``: indices of the accumulators that add up the result. Return ``False`` and write nothing if something else
-        reads the result of ``node``, or if it is no product or sum.
+        """Write a line in which an accumulator of gradients computes the matrix product or sum of ``node`` in place,
+        and return ``True``. ``to``: indices of the accumulators that add up the result. Return ``False`` and write
+        nothing if something else reads the result of ``node``, or if ``node`` is no product or sum.
         """
         if len(to) > 1 or not (node in self.stacks or self.sunk_only(node)):
             return False

@@ -319,7 +319,7 @@ class ContextScoredAttention(KeyExchange):
         """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
         s/n]``. ``k``, ``v``: this rank's keys and values; those of other ranks are received. ``data``: the operands
         that ``given`` names: the document of each position ``[b, s/n]``, true at the keys of prefixes ``[b, s/n]``, and
-        for each head the number that is added to a score for each position by which its key is after the query.
+        a slope for each head. The slope, times the position of the key minus that of the query, is added to the score.
         """
         ids, prefix, slopes = self._name_operands(data)
         ranks = self._gather_marks(q, ids, prefix)

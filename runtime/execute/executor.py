@@ -67,7 +67,7 @@ class Executor:
             the whole tensor, whose memory exists only while it is needed.
         transient: manages the memory of parameters that ZeRO shards or that are in host memory; ``None``: there are
             none.
-        options: what else it does; ``None``: nothing.
+        options: such as whether to collect the model's results; ``None``: the defaults.
 
     ``outputs`` has the collected results: value -> microbatch -> tensor. ``loss`` is the loss of the whole global
     batch, on every rank; ``None`` if the model has no loss. ``actions`` is the compiled step: pairs (index of the
@@ -318,8 +318,8 @@ class Executor:
         return part.contiguous().to(self.env.device, non_blocking=True)
 
     def _total_forward(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that computes what one microbatch adds to the totals (sums over the
-        global batch that forward needs, such as the number of targets), and adds it to the totals of this rank.
+        """Return a function without arguments that adds the part of the microbatch of ``instruction`` to this rank's
+        totals. Totals are sums over the global batch that forward needs, such as the number of targets.
         """
         microbatch = _require_microbatch(instruction)
         calls = [c for c in self.calls if c.call.prologue]
@@ -338,8 +338,8 @@ class Executor:
         return total_forward
 
     def _compile_total(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that all-reduces the totals (sums over the global batch that forward
-        needs, such as the number of targets), and makes them values of every microbatch.
+        """Return a function without arguments that all-reduces the totals of ``instruction`` (sums over the global
+        batch that forward needs, such as the number of targets), and makes them values of every microbatch.
         """
         group = self.communicator.group(self.rank.group(*instruction.axes))
 

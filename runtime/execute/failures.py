@@ -23,10 +23,8 @@ def failure_of(
     error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled], step: int | None = None
 ) -> Failure:
     """Return a description of ``error``, raised by the program ``rank``: the instruction at ``index``, the module that
-    ran, and the node of its graph.
-
-    ``compiled``: the functions in whose code the node is searched. ``step``: number of the step, from 1; ``None`` if
-    unknown.
+    ran, and the node of its graph. ``compiled``: the functions compiled from graphs. The node is known if the error
+    passed through the code of one of them. ``step``: number of the step, from 1; ``None`` if unknown.
     """
     call = ""
     walk = error.__traceback__

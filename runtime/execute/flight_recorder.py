@@ -192,9 +192,10 @@ def _first_source(nodes: Sequence[dict[str, Any]]) -> str:
 @dataclass(frozen=True)
 class RecordedMoment:
     """Where a rank was when the files in which it records its progress were read. Times are in nanoseconds of the
-    host's monotonic clock. ``step``: number of the step, from 0. ``action``: index of the current action (a function
-    that runs an instruction) in the step, from 0; -1 outside of a step. ``moved``: time of the last progress. ``beat``:
-    last time at which the process was known to be alive.
+    host's monotonic clock. ``step``: number of the step, from 0. ``phase``: what the rank did, such as "saving" or
+    "between steps". ``action``: index of the current action (a function that runs an instruction) in the step, from 0;
+    -1 outside of a step. ``moved``: time of the last progress. ``beat``: last time at which the process was known to be
+    alive.
     """
 
     step: int
@@ -253,9 +254,9 @@ class Recording:
 class MeasuredStep:
     """The times of one step on one rank, in nanoseconds.
 
-    ``step``: its number, from 0. ``starts[k]``: when action ``k`` (a function of the compiled step) began.
-    ``waited[k]``: how long the rank's process had waited for other ranks in total, from its own start to that time.
-    Both have one more entry, for the end of the step.
+    ``about``: the description of the rank and its instructions. ``step``: number of the step, from 0. ``starts[k]``:
+    when action ``k`` (a function of the compiled step) began. ``waited[k]``: how long the rank's process had waited for
+    other ranks in total, from its own start to that time. Both have one more entry, for the end of the step.
     """
 
     about: RecorderHeader

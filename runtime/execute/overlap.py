@@ -18,9 +18,10 @@ def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], boo
     """Return the steps of a graph with ``nodes`` in execution order, as pairs ``(node, wait)``: run or start ``node``,
     or wait for its result.
 
-    Operators that can run are ordered as follows: first those on which a collective depends, then the others, each in
-    the order of the graph. Operators that read the result of a collective in progress come last. ``started``: tells
-    whether a node is a collective that is started and waited for.
+    Among the operators whose operands are computed, those on which a collective depends come first, then the others,
+    both in the order of the graph. Operators that read the result of a collective in progress come last, so that the
+    collective overlaps with the others. ``started``: tells whether a node is a collective that is started and waited
+    for.
     """
     collectives = [n for n in nodes if started(n)]
     if not collectives:

@@ -338,7 +338,7 @@ class StepReplay:
 
 class _CallWatch(AbstractContextManager[None]):
     """Context manager in which one call of a block runs in a step before the recorded one. It finds out whether the
-    host reads values from the device in the call. ``replay``: is told the result.
+    host reads values from the device in the call. ``replay``: the object to which it reports the result.
     """
 
     def __init__(self, replay: StepReplay, call: ReplayableCall) -> None:
@@ -358,9 +358,9 @@ class _CallWatch(AbstractContextManager[None]):
 
 
 def _group_entries(tape: Tape, actions: Sequence[tuple[int, Action]]) -> list[tuple[int, Action]]:
-    """Return the actions of a replayed step, as pairs (index of the instruction, function), one for each of
-    ``actions``, those of a step that is not replayed. An action runs what ``tape`` has recorded for the action at its
-    position. As positions keep their meaning, the times of actions can be compared with and without replay.
+    """Return the actions of a replayed step, as pairs (index of the instruction, function). ``actions``: the actions of
+    a step that is not replayed, as such pairs. ``tape``: the recording of a step. Action ``k`` of the result repeats
+    what was recorded while ``actions[k]`` ran, so that the times of actions can be compared with and without replay.
     """
     found: list[list[Action]] = [[] for _ in actions]
     for place, entry in tape.entries:

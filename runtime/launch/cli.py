@@ -236,8 +236,8 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
 
 def _tell_copies(kept: Checkpoints) -> bool:
     """Print, on rank 0, how much memory the in-memory copies of the training state take, and return ``True``. If there
-    is no copy yet, print nothing and return ``False``. ``kept``: the checkpoints of the training, which make these
-    copies.
+    is no copy yet, print nothing and return ``False``, so that the caller tries again later. ``kept``: the checkpoints
+    of the training, which make these copies.
     """
     copies = kept.copies
     if copies is None or not copies.nbytes:

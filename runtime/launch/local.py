@@ -66,7 +66,8 @@ def run_local(
     """Run one step of ``plan`` with every rank as a process of this machine, over Gloo, and return the whole results.
 
     Args:
-        model: the weights: a module, a dict of tensors, or a safetensors file or folder.
+        plan: a plan, a :class:`Program`, or the path of a plan file. ``model``: the weights: a module, a dict of
+            tensors, or the path of a safetensors file or folder.
         inputs: the whole global batch, in the form that the model takes.
         precision: floating type to run in instead of the planned one, such as ``fp64`` for comparisons.
         timeout: seconds after which all ranks are ended.
@@ -121,7 +122,8 @@ def run_threads(
     results.
 
     Args:
-        model: the weights: a module, a dict of tensors, or a safetensors file or folder.
+        plan: a plan, a :class:`Program`, or the path of a plan file. ``model``: the weights: a module, a dict of
+            tensors, or the path of a safetensors file or folder.
         inputs: the whole global batch, in the form that the model takes.
         precision: floating type to run in instead of the planned one, such as ``fp64`` for comparisons.
         timeout: seconds that a rank waits for the others.
@@ -183,9 +185,9 @@ def _open_ranks(program: Program, ranks: LocalRanks | None) -> Any:
 
 
 def _find_scratch_folder(program: Program) -> Path | None:
-    """Return ``/dev/shm`` if it has space for twice the weights and results of ``program``, else ``None``.
-
-    ``None`` stands for the system's temporary folder.
+    """Return the folder in which to create the temporary files through which local ranks get their weights and return
+    their results: ``/dev/shm``, a folder in memory, if it has space for twice the weights and results of ``program``.
+    Return ``None``, which stands for the system's temporary folder, if it has not.
     """
     needed = 4 * sum(torch.Size(s.shape).numel() * 8 for s in program.states.values())
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:

@@ -286,8 +286,9 @@ class LocalRanks:
         """Wait until every rank has answered, and return the contents of the answers in the order of ranks.
 
         ``kind``: the expected answer, "ready" or "done", for the message of a timeout. ``deadline``: time of
-        ``time.monotonic()``. ``timeout``: the same as a duration in seconds, for the message. ``watch``: reads the
-        ranks' status files. Raise :class:`RankError` if a rank fails, and :class:`RankTimeout` after the deadline.
+        ``time.monotonic()``. ``timeout``: the allowed seconds from the start of the request to ``deadline``, which the
+        message names. ``watch``: reads the ranks' status files. Raise :class:`RankError` if a rank fails, and
+        :class:`RankTimeout` after the deadline.
         """
         waiting = set(range(self.num_ranks))
         results: dict[int, Any] = {}

@@ -59,8 +59,10 @@ class StepMetrics:
         step: number of batches so far, which is ``engine.steps``.
         seconds: time since the previous metrics, with everything that the training script does.
         loss: the loss that the script passed to :meth:`StepLog.step`; ``None`` if it passed none.
-        tokens_per_s: tokens per second of the batches, padded to the shapes that ran; ``samples_per_s`` likewise.
-        mfu: the model's FLOPs per second as a share of the peak of all devices.
+        tokens_per_s: tokens per second of the batches, padded to the shapes that ran; ``samples_per_s``: samples per
+            second; each ``None`` if the inputs do not tell the number.
+        mfu: the model's FLOPs per second as a share of the peak of all devices, from 0 to 1; ``None`` if the log has no
+            plan with an estimate, or if a batch did not run in the plan's first program.
         memory: peak bytes on this rank so far: allocated on the CUDA device, or resident in a process on the CPU.
         bubble: the share of the last batch's time in which ranks wait for others, from 0 to 1. It is the mean over the
             ranks on this host if these record the times of their steps in files (flight records), or else this rank's
@@ -87,11 +89,12 @@ class StepLog:
     """Measures the training steps of ``engine``. Create one on every rank, or only on the first rank.
 
     Args:
-        plan: the plan or the path of its file, whose estimate is needed for the MFU.
-        folder: folder for ``metrics.jsonl`` and TensorBoard's event files, which are continued if they exist. The file
-            has one line for each step. If a step is repeated, after a restart or a return to an earlier checkpoint, its
-            line is replaced.
-        watch: the folder of :class:`partitioner.Watch`, from which the waiting times of all ranks are read.
+        plan: the plan or the path of its file, whose estimate is needed for the MFU; ``None``: the MFU is left out.
+        folder: folder for ``metrics.jsonl`` and TensorBoard's event files, which are continued if they exist; ``None``:
+            nothing is written. The file has one line for each step. If a step is repeated, after a restart or a return
+            to an earlier checkpoint, its line is replaced.
+        watch: the folder of :class:`partitioner.Watch`, from which the waiting times of all ranks are read; ``None``:
+            only those of this rank are known.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class _Lines:
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
         """Write the entry of ``step`` (a number) to ``metrics.jsonl`` and to TensorBoard. ``content``: name of the
-        figure -> number. Entries of this and later steps are replaced.
+        metric -> number. Entries of this and later steps are replaced.
         """
         if self._file is None or step <= self._step:
             self._resume_at_step(step)
@@ -280,8 +283,8 @@ _NORMAL = 1.4826  # times the median deviation is the standard deviation, of a n
 class LossSpike:
     """A loss that is far above the recent ones.
 
-    ``usual``: the median of the recent losses. ``deviations``: how far the loss is above this median, in robust
-    standard deviations.
+    ``step``: number of the step with this loss. ``usual``: the median of the recent losses. ``deviations``: how far the
+    loss is above this median, in robust standard deviations.
     """
 
     step: int

@@ -38,8 +38,10 @@ class NonFiniteOrigin:
     """An operator that produced the first NaN, or the first infinity, on its rank.
 
     ``at``: time in seconds of the host's monotonic clock. ``index``, ``instruction``: position and printed form of the
-    instruction. ``node``, ``path``, ``source``, ``call``: graph node, its module, its source line, and the module that
-    ran. ``what``: description for the message. ``from_infinity``: an operand of the operator was infinite.
+    instruction. ``node``, ``path``, ``source``: the graph node, the path of the module that it belongs to, and its
+    source line. ``call``: path of the larger module (such as a layer) that ran as a whole. ``what``: description for
+    the message. ``is_nan``: whether the operator produced a NaN; otherwise it produced an infinity. ``from_infinity``:
+    whether an operand of the operator was infinite.
     """
 
     at: float

@@ -116,8 +116,8 @@ def _is_buffer(frame: FrameType | None, func: Any) -> bool:
 
 @contextmanager
 def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> Iterator[None]:
-    """Call ``see`` with every operator of the steps of ``engine`` inside the ``with`` block, after the operator has
-    run.
+    """Inside the ``with`` block, call ``see`` for every operator that runs in a step of ``engine``, after it has run,
+    with a description of the operator and its tensors.
     """
     executor = engine._executor
     plain = list(executor.actions)
@@ -204,9 +204,11 @@ class Difference:
     """The first operator of a rank whose recorded hashes differ between two runs of the same plan.
 
     ``step``: number of the training step, from 1. ``index``, ``instruction``: position and printed form of the
-    instruction. ``own``: whether its operands are equal in both runs, so that the operator itself produced the
-    difference; otherwise its operands differ already, because of a collective, a transfer, or a tensor from outside of
-    the step. ``instead``: the operator that ran at this point in the first run, if it is another one.
+    instruction. ``operator``: its name. ``node``, ``path``, ``source``: its graph node, the path of the module that it
+    belongs to, and its source line. ``call``: path of the larger module (such as a layer) that ran as a whole. ``own``:
+    whether its operands are equal in both runs, so that the operator itself produced the difference; otherwise its
+    operands differ already, because of a collective, a transfer, or a tensor from outside of the step. ``instead``: the
+    operator that ran at this point in the first run, if it is another one.
     """
 
     rank: int

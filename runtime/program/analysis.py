@@ -470,8 +470,11 @@ _JOINT_SHAPES = JointShapes()
 def _derive_joint_graph(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
 ) -> JointGraph:
-    """Return what :func:`_trace_joint_graph` returns for these arguments, for analysis only: it is derived from two
-    graphs that were traced for smaller and larger sizes, if there are such graphs."""
+    """Return the joint graph of the forward and backward of a block (a piece of the model) for analysis; it must not be
+    executed. If the same block was traced with smaller and with larger sizes, the graph is derived from those two,
+    which is faster; otherwise it is traced. ``nodes``: the graph's nodes as JSON text. ``name``: the block's name.
+    ``states``, ``inputs``: placeholder names. ``fused``: whether attention is traced as a fused kernel. ``needs``:
+    three tuples of flags: which inputs need a gradient, which states need one, and which outputs have one."""
     given = nodes, name, states, inputs
     return _JOINT_SHAPES.find(
         nodes,

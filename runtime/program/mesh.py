@@ -24,8 +24,9 @@ def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
     """Return the mesh of the ranks as mixture-of-experts layers use it (axis -> size): ``pp``, ``edp``, ``ep`` and
     ``etp``.
 
-    ``edp``: replicas of an expert. ``ep``: groups of ranks with different experts. ``etp``: ranks that share one
-    expert. ``mesh``: axis -> size. The argument ``etp``: number of ranks that share one expert; 0: as many as ``tp``.
+    Size of ``edp``: number of replicas of an expert. ``ep``: number of groups of ranks with different experts. ``etp``:
+    number of ranks that share one expert. ``mesh``: axis -> size. The argument ``etp``: the same number, or 0 for as
+    many as ``tp``.
     """
     ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
     room = num_ranks(mesh) // mesh.get("pp", 1)
@@ -33,13 +34,12 @@ def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
 
 
 def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dict[str, int]:
-    """Return how ``dp`` and the experts' ``edp`` split into replicas and ranks that ZeRO divides states over (axis ->
-    size).
-
-    The axes are ``dp_replicate``, ``dp_shard``, ``edp_replicate`` and ``edp_shard``. ``mesh``: axis -> size. ``etp``:
-    ranks that share one expert; 0: as many as ``tp``. ``dp_shard``: number of ``dp`` ranks that divide a state; 0: all
-    of them. ``edp_shard``: number of replicas of an expert among which ZeRO divides its states: those within one group
-    of ``dp_shard`` ranks, or 1 if one copy of all experts spans more ranks than such a group.
+    """Return the sizes of the axes into which hybrid sharding splits ``dp`` and the experts' ``edp``, as axis -> size.
+    ZeRO divides states over the ranks of ``dp_shard`` and ``edp_shard``; ``dp_replicate`` and ``edp_replicate`` have
+    the replicas of such groups of ranks. ``mesh``: axis -> size. ``etp``: ranks that share one expert; 0: as many as
+    ``tp``. ``dp_shard``: number of ``dp`` ranks that divide a state; 0: all of them. ``edp_shard``: number of replicas
+    of an expert among which ZeRO divides its states: those within one group of ``dp_shard`` ranks, or 1 if one copy of
+    all experts spans more ranks than such a group.
     """
     dp, edp = mesh.get("dp", 1), expert_mesh(mesh, etp)["edp"]
     shard = dp_shard or dp

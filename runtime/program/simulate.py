@@ -155,8 +155,8 @@ class Durations(Protocol):
         """Return the seconds of an all-gather, reduce-scatter or all-to-all over mesh axes, on the ranks of the
         pipeline stage with the index ``stage``. ``op``: kind of collective. ``axes``: the mesh axes.
 
-        ``nbytes``: the bytes of the whole tensor of an all-gather or reduce-scatter, or the bytes of all ranks of an
-        all-to-all.
+        ``nbytes``: for an all-gather or reduce-scatter, the bytes of the whole tensor; for an all-to-all, the sum of
+        the bytes of all ranks' tensors.
         """
         ...
 
@@ -287,7 +287,8 @@ def simulate(
     Args:
         durations: the cost model: seconds of each call, transfer and collective.
         extra_bytes: for each pipeline stage, bytes to add to its memory; empty for none.
-        facts: the analysis of ``program``, if it was made before; else it is made now.
+        facts: ``program`` with gradients, collectives and memory of its calls, if they were derived before; ``None``:
+            they are derived now.
         overlap_steps: whether a rank begins the next step as soon as it has ended its own part of this one. The times
             of the instructions are those of the first step.
     """
@@ -318,8 +319,8 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
     """Return the simulated seconds of one step, without simulating memory.
 
     ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one; the result is then
-    the seconds between the ends of two steps. ``facts``: the analysis of the program. ``durations``: the cost model,
-    which gives the seconds of instructions.
+    the seconds between the ends of two steps. ``facts``: the program, with gradients, collectives and memory of its
+    calls. ``durations``: the cost model, which gives the seconds of instructions.
     """
     return _find_step_time(facts, durations, *_follow_step(facts, durations), overlap_steps)
 
@@ -347,8 +348,8 @@ def _find_step_time(
     the next step as soon as it has ended its own part of this one), between the ends of two steps.
 
     ``lanes``: the simulated rank of each pipeline stage, at the end of its instructions. ``updates``: seconds of each
-    stage's optimizer update. ``facts``: the analysis of the program. ``durations``: the cost model, which gives the
-    seconds of instructions.
+    stage's optimizer update. ``facts``: the program, with gradients, collectives and memory of its calls.
+    ``durations``: the cost model, which gives the seconds of instructions.
     """
     if overlap_steps:
         return _steady_seconds(facts, durations, updates)
@@ -364,8 +365,8 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
     """Return the simulated seconds that one training step takes after several steps: the time between the ends of two
     consecutive steps.
 
-    ``facts``: the analysis of the program. ``durations``: the cost model, which gives the seconds of instructions.
-    ``updates``: seconds of the optimizer update, for each pipeline stage.
+    ``facts``: the program, with gradients, collectives and memory of its calls. ``durations``: the cost model, which
+    gives the seconds of instructions. ``updates``: seconds of the optimizer update, for each pipeline stage.
     """
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in range(len(facts.program.stages))]
     simulation = _Simulation(facts, durations, lanes)
@@ -385,7 +386,7 @@ def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tupl
     """Return the device memory of the simulated rank ``lane`` over time, as pairs (seconds, bytes), and its peak bytes.
 
     Each instruction gives two pairs: its peak at its start, and what is held at its end. ``extra``: bytes added to each
-    number. ``facts``: the analysis of the program.
+    number. ``facts``: the program, with gradients, collectives and memory of its calls.
     """
     points: list[tuple[float, int]] = []
     peak = extra
@@ -410,9 +411,14 @@ class _InstructionJob(OverlappedCollective):
 class _SimulatedRank(RankClock):
     """The simulated rank of one pipeline stage. ``instructions``: its list; ``position``: that of its next instruction.
 
-    It also has the collectives and copies in progress, by what waits for them: buckets (sets of parameters that are
-    gathered or reduced together), parameters and buffers, or calls of blocks. ``spans``: the times of its instructions
-    so far. ``background``: the times of its transfers and collectives so far.
+    It also has the collectives and copies in progress. A bucket is a set of parameters that are gathered or reduced
+    together. ``gathered``: index of a bucket -> the all-gather of its parameters, until a computation has waited for
+    it. ``scattered``: index of a bucket -> the collective of its gradients that was started last. ``summed``: the final
+    all-gather of a hierarchical reduction that was started last; ``None``: there was none. ``scattering``: the
+    reduce-scatters over ZeRO axes in progress. ``leaving``, ``coming``: the times until which copies to and from host
+    memory are in progress. ``parked``: (position of a call, microbatch) -> time at which its activations are back on
+    the device. ``fetched``: name of a parameter -> time at which its copy is on the device. ``spans``: the times of its
+    instructions so far. ``background``: the times of its transfers and collectives so far.
     """
 
     stage: int = 0
@@ -480,7 +486,8 @@ class _Simulation:
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
         """Start with no message between stages. ``lanes``: the simulated rank of each pipeline stage, in order.
-        ``facts``: the analysis of the program. ``durations``: the cost model, which gives the seconds of instructions.
+        ``facts``: the program, with gradients, collectives and memory of its calls. ``durations``: the cost model,
+        which gives the seconds of instructions.
         """
         self.facts = facts
         self.program = facts.program
@@ -504,7 +511,8 @@ class _Simulation:
             assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
 
     def run_next_instruction(self, lane: _SimulatedRank) -> bool:
-        """Run the next instruction of the rank ``lane``; return ``False`` if it must wait for another rank first."""
+        """Run the next instruction of the rank ``lane``, and return ``True``. If it must wait for another rank first,
+        run nothing and return ``False``."""
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
@@ -659,9 +667,9 @@ class _Simulation:
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
     def await_parameters(self, lane: _SimulatedRank, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
-        """Return what the computation of instruction ``i`` of the simulated rank ``lane`` waits for: the time (seconds)
-        at which its data from host memory is there, the computation's own seconds, and the all-gathers of the
-        parameters that it reads.
+        """Return three values for the computation of the instruction ``i`` of the simulated rank ``lane``: the time
+        (seconds) at which the data that it needs from host memory has arrived, the computation's own duration in
+        seconds, and the all-gathers in progress of the parameters that it reads.
         """
         there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
         if i.calls is not None and i.op in ("B", "I"):
@@ -712,7 +720,8 @@ class _Simulation:
         """Run the instruction ``i`` of the simulated rank ``lane``, in which several pipeline stages sum gradients
         (SYNC) or update buffers (UPDATE) together.
 
-        It starts on all of them when the last one has arrived. Return ``False`` if another stage has not arrived yet.
+        It starts on all of them when the last one has arrived. Return ``True`` if all have arrived; otherwise return
+        ``False``, and ``lane`` must wait.
         """
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})

@@ -12,8 +12,8 @@ from partitioner.runtime.program.program import Program, Stage, StateData, shard
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:
-    """Return the names of the parameters of the pipeline stage ``stage`` (an index) whose values are in host memory,
-    because the program offloads parameters, or because the optimizer runs on the host and updates them.
+    """Return the names of the parameters of the pipeline stage ``stage`` (an index) whose values are in host memory:
+    either the program offloads parameters, or the optimizer runs on the host and updates them there.
 
     ``program``: the program of all ranks.
     """

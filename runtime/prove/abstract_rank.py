@@ -36,7 +36,8 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
     The events are collectives, sends and receives, in order. ``stage``: index of the rank's pipeline stage.
     ``returns``: the gradients that the stage must receive, as (name of a tensor that stages send each other,
     microbatch) -> the stages that send a part of its gradient. Raise :class:`Refusal` at the first invalid instruction,
-    or at the end if a tensor or gradient was not freed. ``facts``: the analysis of the program.
+    or at the end if a tensor or gradient was not freed. ``facts``: the program, with gradients, collectives and memory
+    of its calls.
     """
     check_fields(facts.program, stage, instructions)
     machine = _StageInterpreter(facts, stage, returns)
@@ -68,7 +69,7 @@ class _StageInterpreter:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
 
         ``returns``: (value, microbatch) -> the stages that send back a gradient of the value to this stage. ``facts``:
-        the analysis of the program.
+        the program, with gradients, collectives and memory of its calls.
         """
         self.facts = facts
         self.program = facts.program

@@ -342,9 +342,9 @@ class TraceRunner:
             self.runnable.append(target)
 
     def receive_values(self, rank: int, index: int, event: ReceiveEvent) -> bool:
-        """Take the next message from the channel of ``event``, which the instruction ``index`` of ``rank`` receives.
-
-        Return ``False`` if none was sent yet. Raise :class:`Mismatch` if another message than the expected one comes.
+        """Take the next message, which the instruction ``index`` of ``rank`` receives, from the channel of ``event``,
+        and return ``True``. Return ``False`` if no message was sent yet. Raise :class:`Mismatch` if another message
+        than the expected one comes.
         """
         source = self.classes[self.find_peer_rank(rank, event.peer)]
         channel = self.find_channel(source, rank, event.direction)

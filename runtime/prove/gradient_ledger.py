@@ -21,7 +21,7 @@ def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]
     the indices of the stages that send a part of the gradient.
 
     A value is the name of a tensor that passes between calls. ``lists``: the instructions of each stage. ``facts``: the
-    analysis of the program.
+    program, with gradients, collectives and memory of its calls.
     """
     sent: dict[tuple[str, int], dict[int, list[int]]] = {}
     for s, instructions in enumerate(lists):
@@ -74,7 +74,7 @@ class ValueGradients:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
 
         ``returns``: (value, microbatch) -> the stages that send back a part of the gradient of the value. ``facts``:
-        the analysis of the program.
+        the program, with gradients, collectives and memory of its calls.
         """
         self.calls = facts.stages[stage]
         self.returns = returns
@@ -156,13 +156,14 @@ def _format_key(key: Key) -> str:
 
 
 class StateGradients:
-    """Checks that the gradient of each parameter of a pipeline stage is summed exactly once over the stages that share
-    the parameter and over the required mesh axes, after the last backward that adds to it.
+    """Checks the reductions of the gradients of a pipeline stage. The gradient of each parameter must be summed exactly
+    once over the stages that share the parameter, and exactly once over the required mesh axes. Both must follow the
+    last backward that adds to the gradient.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): no gradient is
-        reduced. ``facts``: the analysis of the program.
+        reduced. ``facts``: the program, with gradients, collectives and memory of its calls.
         """
         self.program = facts.program
         self.passes_over = facts.passes_over

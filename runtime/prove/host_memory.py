@@ -101,8 +101,8 @@ class HostStates:
 
     def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
         """Start before the first instruction of a rank, when no parameter has been copied to the device. ``stage``:
-        index of the pipeline stage. ``gradients``: tells which gradients are complete. ``facts``: the analysis of the
-        program.
+        index of the pipeline stage. ``gradients``: tells which gradients are complete. ``facts``: the program, with
+        gradients, collectives and memory of its calls.
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]
@@ -265,8 +265,8 @@ class WrittenUpdates:
 
         The collectives sum over ``dp``, or copy new values between stages that share a buffer. ``forward``: the pairs
         (position of a block call on the stage, microbatch) that have run forward. Raise :class:`Refusal` if forward
-        does not change one of the buffers, if they are not all on the same stages, or if one of them is updated twice
-        or from a sum to which a microbatch has not added yet.
+        does not change one of the buffers, if they are not all on the same stages, if one of them is updated twice, or
+        if its new value is a sum to which a microbatch has not added yet.
         """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:

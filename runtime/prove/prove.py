@@ -88,9 +88,10 @@ def prove(
     """Check, without running it, that ``program`` runs to its end on all ranks, and return the :class:`Proof`.
 
     ``rank_programs``: rank -> program, for ranks whose own instructions replace their stage's. ``memory_limits``: bytes
-    that each rank may hold (one number, or one per rank). ``extra_bytes``: further bytes per pipeline stage, such as
-    optimizer states. ``facts``: the analysis of ``program``, if it was made before; else it is made now. Raise
-    :class:`ProofError` at the first fault.
+    that each rank may hold (one number, or one per rank); ``None``: memory is not checked. ``extra_bytes``: further
+    bytes per pipeline stage, such as optimizer states. ``facts``: ``program`` with gradients, collectives and memory of
+    its calls, if they were derived before; ``None``: they are derived now. Raise :class:`ProofError` at the first
+    fault.
     """
     facts = facts or ProgramFacts(program)
     try:
@@ -115,7 +116,7 @@ def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple
     """Check the instructions of all ranks together. Return the numbers of collectives and of transfers that they start.
 
     ``own``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
-    ``facts``: the analysis of the program.
+    ``facts``: the program, with gradients, collectives and memory of its calls.
     """
     traces, lists = _run_lists(facts, own)
     try:
@@ -139,7 +140,8 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
     state (equal groups of instructions, one for each further microbatch).
 
     They are extrapolated from checks with one and two repetitions. ``None`` if the lists have no common steady state or
-    have a fault; the whole lists must be checked then. ``facts``: the analysis of the program.
+    have a fault; the whole lists must be checked then. ``facts``: the program, with gradients, collectives and memory
+    of its calls.
     """
     listings = [stage.instructions for stage in facts.program.stages]
     first = listings[0]
@@ -190,7 +192,7 @@ def _run_lists(
     rank.
 
     ``own``: rank -> instructions, for ranks with an edited list. Ranks whose whole pipeline runs the same lists share
-    one tuple of events. ``facts``: the analysis of the program.
+    one tuple of events. ``facts``: the program, with gradients, collectives and memory of its calls.
     """
     program, lists = facts.program, _select_rank_lists(facts.program, own)
     stride, num_stages = program.strides["pp"], len(program.stages)
@@ -240,7 +242,7 @@ def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instruc
     """Return the communication events of the ranks of one pipeline: for each stage, pairs (instruction index, event).
 
     ``ranks``: the rank of each stage. ``run``: the instructions of each stage. Raise :class:`ProofError` at the first
-    fault. ``facts``: the analysis of the program.
+    fault. ``facts``: the program, with gradients, collectives and memory of its calls.
     """
     returns = gradient_returns(facts, run)
     traces = []
@@ -312,8 +314,8 @@ def _check_memory(
     """Return the peak device bytes of a rank of each pipeline stage; empty if ``limits`` is ``None``.
 
     ``lists``: rank -> instructions. ``limits``: bytes that each rank may hold (one number, or one per rank).
-    ``extra_bytes``: bytes to add per stage. Raise :class:`ProofError` if a rank needs more. ``facts``: the analysis of
-    the program.
+    ``extra_bytes``: bytes to add per stage. Raise :class:`ProofError` if a rank needs more. ``facts``: the program,
+    with gradients, collectives and memory of its calls.
     """
     if limits is None:
         return ()

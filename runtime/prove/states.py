@@ -32,7 +32,8 @@ from partitioner.runtime.prove.errors import FaultLocation, Refusal, use_text
 
 def check_state(facts: ProgramFacts, name: str) -> None:
     """Raise :class:`Refusal` unless the layouts, pipeline stages and ZeRO axes of the parameter, buffer or constant
-    ``name`` are valid, and its gradient is summed over the right mesh axes. ``facts``: the analysis of the program.
+    ``name`` are valid, and its gradient is summed over the right mesh axes. ``facts``: the program, with gradients,
+    collectives and memory of its calls.
     """
     problem = _state_problem(facts, name)
     if problem:
@@ -44,7 +45,7 @@ def check_state(facts: ProgramFacts, name: str) -> None:
 
 def _state_problem(facts: ProgramFacts, name: str) -> str:
     """Return why the description of the parameter, buffer or constant ``name`` is not valid, as the end of an error
-    message; an empty string if it is. ``facts``: the analysis of the program.
+    message; an empty string if it is. ``facts``: the program, with gradients, collectives and memory of its calls.
     """
     program, state = facts.program, facts.program.states[name]
     tp = program.mesh.get("tp", 1)
@@ -86,8 +87,8 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
     """Return why ZeRO cannot divide the parameter ``name`` as the program says, as the end of an error message; an
     empty string if it can.
 
-    Ranks that divide it must hold the same shard of it and sum its gradient over their axes. ``facts``: the analysis of
-    the program.
+    Ranks that divide it must hold the same shard of it and sum its gradient over their axes. ``facts``: the program,
+    with gradients, collectives and memory of its calls.
     """
     program, state = facts.program, facts.program.states[name]
     if not state.zero_axes:
@@ -144,7 +145,8 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
     A bucket is a set of parameters whose gradients are reduced together. Each gradient that is a partial sum over mesh
     axes must be in exactly one bucket, with those axes. Each parameter that ZeRO shards must be in exactly one bucket,
-    together with parameters that are sharded over the same axes. ``facts``: the analysis of the program.
+    together with parameters that are sharded over the same axes. ``facts``: the program, with gradients, collectives
+    and memory of its calls.
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
@@ -213,7 +215,7 @@ class Parameters:
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): nothing is gathered.
-        ``facts``: the analysis of the program.
+        ``facts``: the program, with gradients, collectives and memory of its calls.
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]
@@ -264,7 +266,7 @@ class Parameters:
         """Record that the instruction at position ``index`` frees the gathered parameters of bucket ``number``.
 
         A bucket is a set of parameters that are gathered together. Return the key of the all-gather that must end
-        first, or ``None``. Raise :class:`Refusal` if they are not gathered.
+        first; ``None`` if it was waited for before. Raise :class:`Refusal` if they are not gathered.
         """
         if number not in self.shared or self.program.zero < 3:
             raise Refusal("fields", f"bucket {number} is not sharded: it must not be freed")

@@ -127,7 +127,8 @@ DATA = "data"  # what graphs call the axis along which the batch is split: ranks
 
 def check_structure(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` at the first contradiction in the data of a program: names, shapes, types, layouts,
-    graphs, or the groups in which gradients are reduced. ``facts``: the analysis of the program.
+    graphs, or the groups in which gradients are reduced. ``facts``: the program, with gradients, collectives and memory
+    of its calls.
     """
     program = facts.program
     _check_mesh(program)
@@ -230,7 +231,8 @@ def _check_blocks(program: Program) -> None:
 
 def _check_calls(facts: ProgramFacts, stage: int) -> None:
     """Raise :class:`Refusal` unless the calls (executions of blocks) of the pipeline stage ``stage`` (an index) name
-    existing tensors of the right shapes, and compute each value once. ``facts``: the analysis of the program.
+    existing tensors of the right shapes, and compute each value once. ``facts``: the program, with gradients,
+    collectives and memory of its calls.
     """
     made: dict[str, int] = {}
     for position, call in enumerate(facts.program.stages[stage].calls):
@@ -269,8 +271,8 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
     """Raise :class:`Refusal` unless the tensors that ``call`` (an execution of a block) reads and computes have the
     shapes and types of its graph.
 
-    ``position``: the call's position on the pipeline stage ``stage`` (an index). ``facts``: the analysis of the
-    program.
+    ``position``: the call's position on the pipeline stage ``stage`` (an index). ``facts``: the program, with
+    gradients, collectives and memory of its calls.
     """
     program, block = facts.program, facts.blocks[call.block]
     for kind, have, want in (
@@ -318,7 +320,8 @@ def _state_spec(program: Program, name: str) -> TensorSpec | None:
 
 def _check_call_order(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if a tensor that a call (an execution of a block, such as a layer) reads is never
-    computed, or if calls depend on each other in a cycle. ``facts``: the analysis of the program.
+    computed, or if calls depend on each other in a cycle. ``facts``: the program, with gradients, collectives and
+    memory of its calls.
     """
     placed = set(facts.order)
     for s, stage in enumerate(facts.program.stages):

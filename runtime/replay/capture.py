@@ -28,9 +28,10 @@ Replay = Callable[[], object]
 
 
 class Capture(Protocol):
-    """Interface of what records the operators that run on one thread, so that they can be repeated. A recording
-    consists of segments: what runs between :meth:`begin` and :meth:`end`. ``kind``: a name for reports.
-    ``collectives``: whether a segment may contain collectives, which the device then runs by itself.
+    """Interface of an object that records the operators that run on one thread, so that they can be repeated. A
+    recording consists of segments: what runs between :meth:`begin` and :meth:`end`. ``kind``: a name for this way of
+    recording, such as ``"CUDA graphs"``, for reports. ``collectives``: whether a segment may contain collectives, which
+    the device then runs by itself.
     """
 
     kind: str

@@ -47,7 +47,7 @@ class BufferUpdates:
         """Set the buffers ``names`` to their new values at the end of a step.
 
         ``values``: the new values that this pipeline stage computed, by the name of the value in the program. If
-        several stages share a buffer, one of them computes it, and all ranks of these stages receive it.
+        several stages share a buffer, one of them computes the new value, and all ranks of these stages receive it.
         """
         if self.keep:
             self._before |= {name: self._held[name].clone() for name in names}

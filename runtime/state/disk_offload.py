@@ -61,7 +61,8 @@ def release_pages(tensor: Tensor) -> None:
 
 
 def view_own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor on the memory of ``tensor``, with a storage of exactly its bytes.
+    """Return a tensor that shares the memory of ``tensor`` and whose storage has exactly the bytes of ``tensor``, so
+    that code which saves whole storages saves no more than that.
 
     It is valid only while ``tensor`` exists.
     """
@@ -77,8 +78,8 @@ def trim() -> None:
 
 @dataclass
 class _File:
-    """A file that is mapped into memory. ``handle``: its open descriptor. ``used``: number of bytes in use, from the
-    start.
+    """A file that is mapped into memory. ``handle``: its open descriptor. ``storage``: the mapped memory. ``used``:
+    number of bytes in use, from the start.
     """
 
     handle: int
@@ -359,8 +360,8 @@ class StepHook:
     def add(self, engine: object, check: _Check) -> None:
         """Call ``check`` before every step of any optimizer, as long as ``engine`` exists.
 
-        Its arguments are the optimizer, and the positional and keyword arguments of the step. ``check`` must not refer
-        to ``engine``.
+        ``check`` is called with the optimizer, and with the positional and keyword arguments of its step. ``check``
+        must not refer to ``engine``.
         """
         with self._changing:
             self._checks.setdefault(engine, []).append(check)
@@ -404,10 +405,11 @@ class DiskOptimizerStates:
         return slot
 
     def step(self, closure: Callable[[], Any] | None, more: dict[str, Any]) -> Any:
-        """Run the optimizer's step window by window (some parameters at a time), and return the loss of ``closure``.
+        """Run the optimizer's step window by window (some parameters at a time), and return the loss.
 
-        ``more``: further arguments of the step. Raise :class:`OffloadError` if the step does not update each parameter
-        by itself, and ``OSError`` if the disk fails.
+        ``closure``: computes the loss and the gradients, and is called once before the windows; ``None``: it is not
+        needed, and ``None`` is returned. ``more``: further keyword arguments of the step. Raise :class:`OffloadError`
+        if the step does not update each parameter by itself, and ``OSError`` if the disk fails.
         """
         optimizer, loss = self._optimizer, None
         self._ready()
@@ -485,9 +487,9 @@ class DiskOptimizerStates:
         """Raise :class:`OffloadError` if a step of the optimizer with some of its parameters changed something that
         does not belong to a single parameter, so that steps with the other parameters would see the change.
 
-        That is an option of a group, a number attribute of the optimizer, or a state whose key is not a parameter.
-        ``parts``: the parameter groups, reduced to some parameters, with which the step ran. ``groups``: the original
-        groups. ``before``: number attributes before the step, name -> value.
+        Such a thing is an option of a group, a number attribute of the optimizer, or a state whose key is not a
+        parameter. ``parts``: the parameter groups, reduced to some parameters, with which the step ran. ``groups``: the
+        original groups. ``before``: number attributes before the step, name -> value.
         """
         for part, group in zip(parts, groups, strict=True):
             changed = [

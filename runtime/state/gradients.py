@@ -49,7 +49,8 @@ class Sink:
         self.fresh = True
 
     def add(self, gradient: Tensor) -> None:
-        """Add ``gradient`` to the accumulated gradient of one parameter; the first addition of a step replaces it."""
+        """Add ``gradient`` to the accumulated gradient of one parameter. The first addition of a step overwrites the
+        gradient of the last step."""
         if self.fresh:
             self.view.copy_(gradient)
             self.fresh = False
@@ -57,15 +58,15 @@ class Sink:
             self.view.add_(gradient)
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
-        """Add the matrix product of ``a`` and ``b`` to the accumulated gradient of one parameter; the first addition of
-        a step replaces it.
+        """Add the matrix product of ``a`` and ``b`` to the accumulated gradient of one parameter. The first addition of
+        a step overwrites the gradient of the last step.
         """
         multiply_into(self.view, a, b, self.fresh)
         self.fresh = False
 
     def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
-        """Add the sum of ``x`` over ``dims`` to the accumulated gradient of one parameter; the first addition of a step
-        replaces it.
+        """Add the sum of ``x`` over ``dims`` to the accumulated gradient of one parameter. The first addition of a step
+        overwrites the gradient of the last step.
         """
         if self.fresh:
             torch.sum(x, dims, out=self.view)
@@ -439,8 +440,8 @@ class RankGradients:
     def reduce(self, bucket: int) -> None:
         """Start to all-reduce the gradients of the bucket (parameters that are reduced together) with index ``bucket``.
 
-        The collective runs over the ranks over which nothing was reduce-scattered; after a reduce-scatter, it sums the
-        part of the gradients that this rank has.
+        Without a reduce-scatter, the all-reduce sums the whole gradients over all ranks of the bucket's reduction.
+        After a reduce-scatter, it sums the shard that this rank has, over the ranks that have the same shard.
         """
         self._settle_bucket(bucket)
         if bucket in self._levelled:
@@ -451,8 +452,8 @@ class RankGradients:
             self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
 
     def gather(self, bucket: int, last: bool) -> None:
-        """Start to all-gather summed gradients over the ranks that scattered them last, as a step of a hierarchical
-        reduction.
+        """Start the next all-gather of the hierarchical reduction of a set of gradients. It undoes the last
+        reduce-scatter that is not undone yet: it gathers the summed shards over the same ranks.
 
         ``bucket``: index of a set of parameters that are reduced together. ``last``: no other step of the reduction
         remains to be gathered.
@@ -549,8 +550,9 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 
 def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
-    """Return two alignments on this rank, ``rank``, in elements: of each parameter in the flat gradient buffer of
-    ``bucket``, and of the buffer's length.
+    """Return two alignments, in elements, for the flat gradient buffer of ``bucket`` on this rank: the start of each
+    parameter in the buffer is a multiple of the first, and the buffer's length a multiple of the second. ``rank``: the
+    program of this rank.
 
     ``bucket``: the parameters whose gradients are reduced together. Compression scales chunks of gradients. A chunk
     must not contain parts of two parameters: ranks along ``tp`` may hold the same shard of one and different shards of

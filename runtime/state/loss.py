@@ -175,7 +175,7 @@ class StepLoss(Tensor):
         return str(self.as_subclass(Tensor).__format__(spec))  # torch formats numbers of its own class alone
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the loss as a plain ``torch.Tensor``. ``protocol``: number of the pickle protocol."""
+        """Return how to pickle the loss: as a plain ``torch.Tensor``. ``protocol``: number of the pickle protocol."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:

@@ -211,7 +211,8 @@ def load_states(
     Args:
         weights: where the values are read; ``None``: small random values, equal on all ranks that hold the same shard.
         dtypes: name -> type, if it is not the program's.
-        placed: called with the name and tensor of each, one at a time; returns the tensor to use.
+        placed: called with the name and tensor of each, one at a time; returns the tensor to use instead, such as a
+            copy in host memory.
 
     Raise :class:`WeightsError` before anything is read if ``weights`` are not the weights of the program.
     """
@@ -290,8 +291,8 @@ def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
     """Return a rank's shard of the tensor ``name`` in ``weights``.
 
     ``shards``: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
-    ranks, and which of them this rank is. They are applied one after the other. Only the part that the first one leaves
-    is read.
+    ranks, and which of them this rank is. They are applied one after the other. Only the part that the first division
+    leaves is read from the file.
     """
     first, *rest = shards or (Shard(REPLICATED, 1, 0),)
     return take_shards(weights.read(name, *first), rest)

@@ -153,11 +153,11 @@ def own_addresses() -> list[str]:
 
 
 def ranks_named(error: str, addresses: Mapping[int, Sequence[str]], own: Sequence[str] = ()) -> tuple[int, ...]:
-    """Return the ranks one of whose ``addresses`` (rank -> texts such as ``10.0.0.1:4000``) occurs in the text
-    ``error``.
+    """Return the ranks that the error text ``error`` names by a network address. ``addresses``: rank -> its addresses,
+    such as ``10.0.0.1:4000``. ``own``: the addresses of this rank; if empty, only exact addresses are searched.
 
-    If none does, return all ranks on the hosts in the text, except those on the host of this rank's addresses ``own``:
-    connections that were opened later are not in ``addresses``.
+    If the text has none of these addresses, return all ranks whose host it names, except the ranks on this rank's host.
+    This is needed because ``addresses`` lacks connections that were opened later.
     """
     found = [(host, int(port)) for host, port in _ADDRESS.findall(error)]
     # Gloo prints ports in network byte order (torch 2.13).

@@ -37,7 +37,7 @@ class RankState:
         here: whether it runs on this host.
         alive: whether its process runs; true if it is on another host.
         stopped: whether a signal has stopped its process.
-        place: the position in the model that it has reported, if it is still current.
+        place: the position in the model that it has reported; ``None`` if it has reported none, or has moved on since.
         failure: the failure that it has reported; ``None`` if there is none.
         failed_at: the time of this failure, in seconds of the time of day.
         lost: the ranks to which it lost the connection when it failed.

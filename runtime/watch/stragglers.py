@@ -63,8 +63,8 @@ class SlowRanks:
     """Finds ranks that have become slow, from the times of instructions that every rank records for its last step.
 
     ``board``: reads the folder in which ranks record them. ``factor``: a rank is slow if its computation in a step
-    takes more than ``factor`` times as long as that of ranks with the same work or, if there are none, as its own
-    computation before.
+    takes more than ``factor`` times the expected time. That is the time of ranks with the same work or, if there are
+    none, the rank's own earlier time.
     """
 
     def __init__(self, board: Board, factor: float = 1.5) -> None:

@@ -125,8 +125,8 @@ class Watch:
             )
 
     def _begin_watching(self) -> Self:
-        """Create the files in which this rank writes what it does, and start the thread that sends heartbeats. All
-        ranks call this."""
+        """Create the files in which this rank writes what it does, start the thread that sends heartbeats, and return
+        this watch. All ranks call this."""
         if self.leave:
             if self._mirror is not None or self._is_first():
                 shutil.rmtree(self.folder, ignore_errors=True)  # files of an earlier run

@@ -114,9 +114,9 @@ _MOST_OBJECTS = 100_000  # that are searched for tensors
 def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
     """Return a context in which assignments of forward to buffers, frozen parameters and ``.data`` can be traced.
 
-    Inside it, the forward of ``model`` copies the assigned values into the model's own tensors at its end. It raises
-    :class:`UnsupportedError` for changes that a plan cannot keep: other shapes or dtypes, parameters or buffers that
-    are added or removed, and those that share memory afterwards.
+    Inside it, the forward of ``model`` copies the assigned values into the model's own tensors before it returns. It
+    raises :class:`UnsupportedError` for changes that a plan cannot keep: another shape or dtype, a parameter or buffer
+    that is added or removed, and parameters or buffers that share memory because of an assignment.
 
     Args:
         double: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype from
@@ -293,14 +293,15 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """Undo forward's assignments of new tensors to buffers and frozen parameters, and yield for each what replaces
-        it: a copy of the new value into the old tensor, which the caller adds at the end of forward.
+        """Put the original tensors back where forward assigned new tensors to buffers and frozen parameters. Yield a
+        write for each: a copy of the assigned value into the original tensor. The caller executes the writes at the end
+        of forward.
 
         Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a parameter
         that is trained.
 
         Args:
-            data: the record of forward's accesses to ``.data``.
+            data: has a record of forward's reads and assignments of ``x.data``.
         """
         for (module, key), plain in self.plain.items():
             if id(plain) in data.read and vars(module).get(key) is not plain:
@@ -352,11 +353,12 @@ class _HeldStates:
 
 
 class _DataAccess(TorchFunctionMode):
-    """Function mode that replaces reads and writes of ``x.data`` during a trace. ``values``: for each tensor to whose
-    ``.data`` forward assigned, by its ``id``: (that tensor, the tensor that replaces it). ``read``: the ids of plain
-    tensor attributes of modules (neither parameters nor buffers) that forward read. ``held``: the model's tensors at
-    the start of forward. ``inputs``: tensors among forward's arguments. ``double``: whether the model is traced in
-    float64; an assigned floating-point tensor may then differ in dtype from the tensor that it replaces.
+    """Function mode that makes assignments to ``x.data`` traceable: after one, functions that read ``x`` get the
+    assigned tensor instead. ``values``: for each tensor to whose ``.data`` forward assigned, by its ``id``: (that
+    tensor, the tensor that replaces it). ``read``: the ids of plain tensor attributes of modules (neither parameters
+    nor buffers) that forward read. ``held``: the model's tensors at the start of forward. ``inputs``: tensors among
+    forward's arguments. ``double``: whether the model is traced in float64; an assigned floating-point tensor may then
+    differ in dtype from the tensor that it replaces.
     """
 
     def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
@@ -387,12 +389,13 @@ class _DataAccess(TorchFunctionMode):
         return args[0].detach() if func == _DATA_GET else func(*args, **kwargs)
 
     def now(self, value: Any, *, alone: bool = True) -> Any:
-        """Return the tensor that has the present value of ``value``: the one that forward assigned to ``value.data``
-        during the trace; ``value`` itself if there was no such assignment.
+        """Return the tensor that has the present value of ``value``, an operand: the tensor that forward assigned to
+        ``value.data`` during the trace, or ``value`` itself if it assigned none.
 
         Args:
-            alone: true if the caller needs only the numbers of the value. If false, an operator takes part in gradients
-                with it, and :class:`UnsupportedError` is raised for a tensor that requires a gradient and was replaced.
+            alone: whether the operand is read without gradients, as in ``detach``. If false, raise
+                :class:`UnsupportedError` if forward assigned to ``value.data`` and ``value`` requires a gradient,
+                because the gradient would be wrong.
         """
         if not isinstance(value, Tensor) or id(value) not in self.values:
             return value

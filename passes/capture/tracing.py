@@ -56,9 +56,9 @@ class Trace:
     """Result of one trace of ``twin``, a copy of the model with fake tensors.
 
     ``captured``: the model's graph with the names of its states, inputs and outputs. ``left``: the attributes of the
-    twin's modules after forward: (module path, attribute name) -> (comparison key, value). ``arguments``: (positional
-    arguments, keyword arguments) of forward. ``uses``: for each input that is a Python number and fixed in the plan:
-    path -> what forward uses it for, as text.
+    twin's modules after forward: (module path, attribute name) -> (comparison key, value), where equal keys mean that
+    an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of forward. ``uses``: for
+    each input that is a Python number and fixed in the plan: path -> what forward uses it for, as text.
     """
 
     captured: Captured
@@ -123,12 +123,14 @@ class Tracer:
         """Trace ``twin``, a copy of the model with fake tensors, and return the captured graph with a record of the
         trace.
 
-        A loop of forward over the experts that some row chose is traced as a loop over all experts. To prove that this
-        is exact, forward is then also traced without even and without odd experts.
+        If forward loops over the experts that some row (token) chose, the loop is traced over all experts. Forward is
+        then traced twice more, without the iterations of even and without those of odd experts. These traces serve to
+        prove that an iteration without rows has no effect; they are stored in ``captured.turns`` of the result.
 
         Args:
             arguments: (positional arguments, keyword arguments) of forward.
-            uses: for each fixed number of the inputs, by path, what forward uses it for.
+            uses: for each input that is a Python number and fixed in the plan: path -> what forward uses it for, as
+                text. It is stored in the result.
         """
         left: Attributes = {}
         captured, traced = self._trace_module(twin, arguments, left)
@@ -141,8 +143,8 @@ class Tracer:
         return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
 
     def renew(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, with the options of ``twin``, whose forward has not been
-        traced.
+        """Return a new copy of the model with fake tensors, ready for another trace, with the options of ``twin``, an
+        earlier copy.
 
         Args:
             changes: name of a field of the twin -> its new value. The extra key ``flipped`` has conditions on lifted
@@ -367,8 +369,9 @@ def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterato
 
 
 def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
-    """Return the captured graph ``captured`` with the buffers of ``counters`` (Python numbers that forward changes)
-    under the names of these numbers. Their values before the first call are added as constants."""
+    """Return ``captured`` with changes to the buffers that stand for ``counters``, the Python numbers that forward
+    changes, such as a count of calls. Each buffer keeps only the name of its number, such as ``layers.0.calls``, and
+    the number's value before the first call is added to ``constants`` under this name."""
     states, constants = dict(captured.states), dict(captured.constants)
     for counter in counters:
         if counter.full_name in states:
@@ -387,8 +390,9 @@ class _Settling:
     """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
     trace.
 
-    ``before``: the state before forward. ``first``: the trace that changed it. ``tracer``: makes further traces. A
-    change without effect is ignored with a note, a number can become a buffer, and anything else is refused.
+    ``before``: the state before forward. ``first``: the trace in which forward changed it. ``tracer``: makes further
+    traces. A change without effect on results is ignored, with a note for the user. A number that forward changes can
+    become a buffer of the plan. Any other change raises :class:`UnsupportedError`.
     """
 
     tracer: Tracer
@@ -415,8 +419,8 @@ class _Settling:
         """Yield a note for each random generator of Python or NumPy that forward drew from without effect on what it
         computes.
 
-        Raise :class:`UnsupportedError` if traces with other draws compute something else. ``changes``: the generators
-        that forward advanced.
+        Raise :class:`UnsupportedError` if traces with other random numbers compute something else. ``changes``: the
+        generators that forward advanced.
         """
         for below in (True, False) if changes else ():
             self.before.restore()
@@ -460,9 +464,10 @@ class _Settling:
     # -- attributes, globals, closures
 
     def _settle_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
-        """Decide on attributes, globals and closure variables that forward changed. Return the trace to use, and a list
-        of notes for the user. Raise :class:`UnsupportedError` if a change has an effect on the next call of forward and
-        cannot be a buffer. ``changes``: what the first trace changed."""
+        """Find out whether the attributes, globals and closure variables that forward changed have an effect on later
+        calls of forward. Return the trace to use (the first one, or one in which changed numbers are buffers), and a
+        list of notes for the user. Raise :class:`UnsupportedError` if a change has an effect on the next call of
+        forward and cannot be a buffer. ``changes``: what the first trace changed."""
         second, changed_again = self._trace_after(self.first)
         same = second is not None and same_computation(self.first.captured, second.captured)
         if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
@@ -537,8 +542,8 @@ class _Settling:
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
         """Trace a second call of forward, from the Python state that the first call left.
 
-        Return that trace (``None`` if it fails), and the changes of state, except random generators, that the second
-        call makes. ``trace``: the trace of the first call.
+        Return that trace (``None`` if it fails), and a list of the changes that the second call makes to Python state
+        except random generators (empty if the trace fails). ``trace``: the trace of the first call.
         """
         try:
             twin = self.tracer.renew(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))

@@ -213,8 +213,8 @@ def _format_node_location(node: fx.Node) -> str:
 
 
 def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata of a copy of ``node``: its result as meta tensors (``val``), its module, source line and
-    module calls.
+    """Return the metadata of a copy of ``node``: its result as meta tensors (``val``), its module, its source line and
+    the module calls that enclose it.
 
     ``classes``: receives the class names of the modules, by module path.
     """

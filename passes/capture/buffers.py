@@ -74,9 +74,10 @@ def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace ``node`` in ``graph``, an instance norm that updates running statistics, by operators around a batch
-    norm, in place, as torch defines it. The samples become channels of the batch norm, so each sample is normalised by
-    itself and updates its own copy of the running statistics; the mean of the copies is written back."""
+    """Replace ``node`` in ``graph``, an instance norm that updates running statistics, by a batch norm with reshapes
+    around it, in place; the results are those of the instance norm. The samples become channels of the batch norm, so
+    each sample is normalised by itself and updates its own copy of the running statistics. The mean of these copies is
+    written to the module's running statistics."""
     x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node), node
     samples, channels, *rest = x.meta["val"].shape
@@ -116,7 +117,8 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
     Inside it, the forward of ``model`` copies the assigned values into the model's own tensors before it returns. It
     raises :class:`UnsupportedError` for changes that a plan cannot keep: another shape or dtype, a parameter or buffer
-    that is added or removed, and parameters or buffers that share memory because of an assignment.
+    that is added or removed, and parameters or buffers that share memory because of an assignment, if one of them is
+    trained or changed in place.
 
     Args:
         double: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype from
@@ -503,8 +505,8 @@ def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None
     """Raise :class:`UnsupportedError` unless ``value``, which forward assigns to ``tensor``, has the shape and dtype of
     ``tensor``.
 
-    ``what``: words for what forward does, for the message. ``double``: whether the model is traced in float64, so that
-    two floating-point dtypes may differ.
+    ``what``: words for what forward does, such as ``sets the buffer 'mean'``, for the message. ``double``: whether the
+    model is traced in float64, so that two floating-point dtypes may differ.
     """
     both_float = double and tensor.dtype.is_floating_point and value.dtype.is_floating_point
     if tensor.shape == value.shape and (tensor.dtype == value.dtype or both_float):
@@ -565,9 +567,9 @@ _PLACE = ("path", "source", "stack")
 
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
-    """Add an operator to the graph of ``captured`` for each parameter or buffer that forward changes, in place. Return
-    a dict from the name of the parameter or buffer to the new node, whose result becomes the tensor's value at the end
-    of a step.
+    """Append an operator to the graph of ``captured`` for each parameter or buffer that forward changes: it gives the
+    new value in the dtype of the tensor, without a gradient and in memory of its own. Return a dict from the name of
+    the parameter or buffer to this operator's node. A step stores its result in the tensor at the end.
 
     The graph outputs these nodes after its other results. Raises :class:`UnsupportedError` if forward changes a
     parameter that is trained.

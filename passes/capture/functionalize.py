@@ -224,7 +224,7 @@ def _written_nodes(node: fx.Node) -> list[fx.Node]:
 def _is_in_place(target: Any) -> bool:
     """Return whether ``target``, the operator that a graph node calls, is one of torch's in-place operators, such as
     ``add_``: its name ends in ``_``. Such an operator returns its first operand, and autograd follows the write. A
-    batch norm also writes, to its running statistics, but is not meant here.
+    batch norm, which writes to its running statistics, does not count.
     """
     return isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_")
 

@@ -335,7 +335,8 @@ def make_hookless_twin(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """Return a twin of ``model``, which is a copy with fake tensors, without the hooks that only observe.
+    """Return a twin of ``model``, which is a copy with fake tensors, without the hooks that only observe: they return
+    ``None`` and change nothing.
 
     Forward hooks of the outermost module become part of its forward.
 
@@ -485,8 +486,8 @@ class _Settling:
         to use and a list of notes for the user. The trace is ``counted``, or the first trace if no result depends on
         these numbers.
 
-        Raises :class:`UnsupportedError` if forward branches on such a number with an effect, or if another change has
-        an effect.
+        Raises :class:`UnsupportedError` if the other branch of a condition on such a number would compute something
+        else, or if another change has an effect on the next call of forward.
 
         Args:
             counted: the trace with buffers in place of the numbers.
@@ -649,8 +650,8 @@ def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> b
 
 
 def _own_tensors(model: nn.Module) -> dict[int, str]:
-    """Return a dict from the memory address of its data to the name of each parameter and buffer of ``model`` that has
-    values."""
+    """Return a dict with the name of each parameter and buffer of ``model`` that has values. The key is the memory
+    address of the tensor's data."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
     return {t.data_ptr(): name for name, t in known if t.numel()}

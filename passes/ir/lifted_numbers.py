@@ -296,8 +296,8 @@ class LiftedNumber:
         return bool(self._decide_comparison("ne", 0))
 
     def is_integer(self) -> bool:
-        """Return whether this number is whole, like :meth:`float.is_integer`. The answer becomes a condition of the
-        plan."""
+        """Return whether this number is whole, like :meth:`float.is_integer`. The plan is valid only for inputs with
+        the same answer."""
         return bool(apply_number_operator("mod", self, 1) == 0)
 
     def _refuse_number_use(self, use: str) -> Any:
@@ -363,8 +363,8 @@ class LiftedNumber:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply the operator that equals the NumPy function ``ufunc`` to this number and the other ``inputs``, and
-        return the result. A NumPy function that has no such operator, a ``method`` other than ``"__call__"``, and
-        keyword arguments are refused with :class:`NotLiftable`. ``method``: how NumPy calls the function.
+        return the result. Raise :class:`NotLiftable` for a NumPy function without such an operator, a ``method`` other
+        than ``"__call__"``, or keyword arguments. ``method``: how NumPy calls the function.
         """
         name = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or kwargs or name is None or not all(map(_is_number, inputs)):

@@ -195,7 +195,8 @@ class FoldedModel:
     ``states`` and ``constants`` (values of constants) are keyed by state name. ``tree``: the structure of the model's
     result, as text. ``notes``: messages for the user. ``updates``: buffer -> name of the value that it has after a
     step. ``keeps``: buffer -> ``f``, for buffers whose new value is ``f`` times the old one plus terms that are summed
-    over microbatches. ``initial``: buffer -> its value before the first step.
+    over microbatches. ``initial``: buffer -> its value before the first step, as a number if all elements are equal,
+    else as nested lists.
     """
 
     blocks: dict[str, Block]
@@ -231,8 +232,9 @@ class Captured:
     of the constants, by state name. ``tree``: the structure of the model's result, as text. ``notes``: messages for the
     user. ``classes``: module path -> class name. ``keeps``: buffer -> ``f``, for buffers whose new value is ``f`` times
     the old one plus terms that are summed over microbatches. ``signature``: the arguments of forward. ``turns``:
-    further captures of the same model, in pairs: with empty masks for every second expert, and without the loop
-    iterations of these experts. If both are equal, loops over experts may run over all experts.
+    further captures of the same model, in pairs. In the first of a pair, the row masks of every second expert are
+    zeros, as if no row (token) had chosen it. In the second, the loop iterations of these experts are left out. If both
+    compute the same, a loop over the chosen experts may run over all experts.
     """
 
     graph: fx.Graph

@@ -348,11 +348,13 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
 
 
 def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
-    """Return whether the number of rows of ``node`` differs between the ranks of a mesh axis, because they send rows to
-    experts by different expert numbers.
+    """Return whether the ranks of a mesh axis have different numbers of rows in ``node``, because each rank has sent
+    rows (tokens) to experts by its own expert numbers.
 
     Args:
-        known: name of a node -> whether its value is "alike" on all ranks, "different" or "unknown".
+        known: name of a node -> how its value compares between the ranks of the axis: "alike" if it is equal and whole
+            on every rank, "different" if it may differ, "unknown" if it is equal but may be meant as a shard or an
+            addend.
     """
     rows = node.meta["val"].shape[:1]
     seen, stack = set(), [node]
@@ -377,7 +379,9 @@ def find_difference_origin(node: fx.Node, known: Mapping[str, Sameness]) -> fx.N
     values back from ``node``.
 
     Args:
-        known: name of a node -> whether its value is "alike" on all ranks, "different" or "unknown".
+        known: name of a node -> how its value compares between the ranks of a mesh axis: "alike" if it is equal and
+            whole on every rank, "different" if it may differ, "unknown" if it is equal but may be meant as a shard or
+            an addend.
     """
     while True:
         before = [n for n in node.all_input_nodes if n.op == "call_function" and known[n.name] == "different"]

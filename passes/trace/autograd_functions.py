@@ -729,9 +729,9 @@ _NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, typ
 
 @contextlib.contextmanager
 def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Return a context at whose end everything outside of the model that the forward hooks of ``model`` have changed in
-    the meantime, such as a list to which they append, is restored. ``notes``: a list to which a text for the user is
-    added for each hook that had changed something."""
+    """Return a context that undoes at its end what the forward hooks of ``model`` have changed outside of the model,
+    such as a list to which they append. ``notes``: a list to which a text for the user is added for each hook that had
+    changed something."""
     before = [
         (hook, name, _HookState.of(hook))
         for name, module in model.named_modules()
@@ -869,7 +869,7 @@ def _insert_call_like(
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the set of those nodes of ``graph`` that are in ``marks`` or depend on a node in ``marks``, and to which
-    gradients flow from ``loss`` in backward, even if they are zero. ``loss`` is always in the set. ``marks``: nodes
+    gradients (of any value, also zero) flow from ``loss`` in backward. ``loss`` is always in the set. ``marks``: nodes
     that mark results of users' ``torch.autograd.Function`` classes."""
     behind = set(marks)
     for node in graph.nodes:

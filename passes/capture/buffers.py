@@ -267,11 +267,12 @@ class _Write:
 
 @dataclass
 class _HeldStates:
-    """The model's parameters and buffers at the start of forward, to find out what forward assigns to.
+    """The parameters and buffers of ``model`` at the start of forward, to find out which of them forward assigns to.
 
     ``states``: the tensors, by (module, name of the module's table, key in the table); the tables are ``_parameters``
-    and ``_buffers``. ``names``: the full name of each tensor, by the tensor's ``id``. ``plain``: tensors that are
-    ordinary attributes of a module, by (module, attribute name).
+    and ``_buffers``. A value is ``None`` if the module has the name without a tensor. ``names``: the full name of each
+    tensor, by the tensor's ``id``. ``plain``: tensors that are ordinary attributes of a module, by (module, attribute
+    name).
     """
 
     model: nn.Module
@@ -374,8 +375,9 @@ class _DataAccess(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. Each operand to whose ``.data`` forward assigned a
-        tensor is replaced by the assigned tensor, and reads and writes of ``.data`` are recorded. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. Each operand to whose
+        ``.data`` forward assigned a tensor is replaced by the assigned tensor, and reads and writes of ``.data`` are
+        recorded. ``types``: unused.
         """
         kwargs = kwargs or {}
         if self._plain:

@@ -124,8 +124,9 @@ class PythonState:
 
     @classmethod
     def of(cls, module: nn.Module, *functions: Any) -> PythonState:
-        """Record the attributes of ``module``, a copy of the model, and the variables that its code and ``functions``
-        can change.
+        """Record the Python state that forward can change: the attributes of ``module``, a copy of the model, and the
+        variables, such as globals, that its code can change. ``functions``: further code that forward runs, such as the
+        loss, whose variables are recorded too.
 
         Return the snapshot, with which later values can be compared.
         """

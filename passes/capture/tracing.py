@@ -683,8 +683,8 @@ def _restore_shared_layers(
 
 
 def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
-    """Return a dict from the number of each module whose parameters were removed for the trace to its states
-    (parameters, as :class:`ModelState`) in order, with ``None`` in place of a state that was not removed.
+    """Return, for each module whose parameters were removed for the trace, its states in order: number of the module ->
+    a list with a :class:`ModelState` for each removed parameter, and ``None`` in place of a state that was not removed.
 
     ``away``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for it.
     """

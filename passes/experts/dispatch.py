@@ -191,8 +191,9 @@ class _Spreader:
         return self.sent[key]
 
     def _route_rows(self, region: ExpertRegion, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """Return the nodes (order of the rows (tokens) by expert, counts of rows per rank, expert of each received row)
-        for ``region``.
+        """Return three nodes for ``region``, a part of the graph that computes by expert: the order of this rank's rows
+        (tokens) by expert, the counts of rows sent to and received from each rank, and the expert number of each
+        received row.
 
         The operator that computes the three is appended at the first call for a node of expert numbers
         (``region.keys``); later calls return the same nodes. ``like``: a node whose metadata is copied.

@@ -331,9 +331,9 @@ class ExpertMask:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """One node that replaces the corresponding nodes of all experts in a loop over experts. Its value has each row,
-    along the dim ``dim``, computed by the expert that the row chose. ``zeroed``: whether each expert's own value was
-    zero in the rows (tokens) of other experts.
+    """The node ``node``, which replaces the corresponding nodes of all experts in a loop over experts. Its value has
+    each row, along the dim ``dim``, computed by the expert that the row chose. ``zeroed``: whether each expert's own
+    value was zero in the rows (tokens) of other experts.
     """
 
     node: fx.Node
@@ -363,9 +363,9 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """A node of a loop over experts whose value has each row computed by the expert that the row chose, after a reshape
-    that split the row dim into several dims. ``where``: the shape of the value, with the size 1 in every dim except
-    those of the rows (tokens).
+    """The node ``node`` of a loop over experts, whose value has each row computed by the expert that the row chose,
+    after a reshape that split the row dim into several dims. ``where``: the shape of the value, with the size 1 in
+    every dim except those of the rows (tokens).
     """
 
     node: fx.Node

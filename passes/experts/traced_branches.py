@@ -158,9 +158,10 @@ class _BranchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. If it lists the rows (tokens) in which an expert's
-        mask is true, it reads the mask through a marker operator, by which the mask is found in the graph later. If it
-        tests whether an expert has rows, the answer is a fixed Python boolean. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it lists the rows
+        (tokens) in which an expert's mask is true, it reads the mask through a marker operator, by which the mask is
+        found in the graph later. If it tests whether an expert has rows, the answer is a fixed Python boolean.
+        ``types``: unused.
         """
         kwargs = kwargs or {}
         if get_proxy_mode() is None:

@@ -167,8 +167,8 @@ class _LoopIndexMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. An index by a tensor that forward got as loop index
-        becomes an index by the number of its expert. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. An index by a tensor
+        that forward got as loop index becomes an index by the number of its expert. ``types``: unused.
         """
         if func is Tensor.__getitem__ and self.hits.turns:
             of, index = args

@@ -356,8 +356,8 @@ class LiftedNumber:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` with 0-dimensional tensors in place of lifted numbers (Python numbers that
-        are traced as tensors), and return its result. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs``, in which lifted numbers (Python numbers that
+        are traced as tensors) are replaced by their 0-dimensional tensors, and return its result. ``types``: unused.
         """
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
@@ -435,7 +435,8 @@ def apply_number_operator(name: str, *operands: Any) -> Any:
     """Apply an operator such as ``add`` or ``sqrt`` to ``operands``, Python numbers of which at least one is lifted
     (traced as a tensor). Return a lifted number.
 
-    ``name``: a key of ``OPERATORS``. Raises :class:`NotLiftable` if the result cannot be represented by a tensor.
+    ``name``: the operator's name, such as ``add`` for ``+``. Raises :class:`NotLiftable` if the result cannot be
+    represented by a tensor.
     """
     scope = next(o.scope for o in operands if is_lifted(o))
     if name in _DOMAINS:
@@ -524,8 +525,9 @@ class _Constructors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. If a lifted number (a Python number that is traced as
-        a tensor) is among the arguments, a form that accepts it is used. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If a lifted number (a
+        Python number that is traced as a tensor) is among the arguments, an equivalent function that accepts it is
+        called. ``types``: unused.
         """
         kwargs = dict(kwargs or {})
         if func in _MAKERS and any(map(is_lifted, (*args, *kwargs.values()))):

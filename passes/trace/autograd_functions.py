@@ -475,7 +475,7 @@ def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[
 
 
 def forward_hooks_of(model: nn.Module) -> list[Any]:
-    """Return a list of all forward hooks and forward pre-hooks of the model and its submodules."""
+    """Return a list of all forward hooks and forward pre-hooks of ``model`` and its submodules."""
     return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
 
 

@@ -169,8 +169,8 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
     """Return a hashable value that describes ``module``: its submodules, attributes, and shapes and flags of its
     parameters and buffers.
 
-    ``texts``: if given, integer and text attributes are stored in it, (submodule path, attribute name) -> value, and
-    only their types are part of the returned value.
+    ``texts``: a dict that receives the integer and text attributes, (submodule path, attribute name) -> value; only
+    their types are then part of the returned value. With ``None``, their values are part of it.
     """
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names

@@ -224,7 +224,8 @@ class _CallMemo:
     the torch functions that the first call used. ``alone``: whether every call must be traced, because the first has an
     effect or a result, such as a write to an argument or a view of one, that one operator cannot represent. ``leaves``:
     for each value in the result, ("made", index of a new tensor), ("operand", index of an operand that is returned
-    unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result.
+    unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result. ``journal`` and ``tree`` are
+    ``None`` before the first call.
     """
 
     number: int
@@ -556,12 +557,14 @@ def _read_module_state(module: nn.Module) -> Any:
 
 
 def _list_module_buffers(module: nn.Module) -> list[Tensor | None]:
-    """Return all buffers of ``module`` and its submodules, in order."""
+    """Return all buffers of ``module`` and its submodules, in order; ``None`` for a buffer that is registered without a
+    tensor."""
     return [buffer for m in module.modules() for buffer in m._buffers.values()]
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """Return an integer that is equal for tensors that share their memory, and differs for others."""
+    """Return an integer that is equal for tensors that share their memory, and differs for others. ``tensor``: the
+    tensor to identify."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -123,9 +123,10 @@ class Tracer:
         """Trace ``twin``, a copy of the model with fake tensors, and return the captured graph with a record of the
         trace.
 
-        If forward loops over the experts that some row (token) chose, the loop is traced over all experts. Forward is
-        then traced twice more, without the iterations of even and without those of odd experts. These traces serve to
-        prove that an iteration without rows has no effect; they are stored in ``captured.turns`` of the result.
+        If forward loops over the experts that some row (token) chose, the loop is traced over all experts. If it
+        branches on whether an expert has rows, this is traced as if it had. In both cases forward is traced twice more,
+        as if even experts had no rows, and as if odd ones had none. These traces serve to prove that an expert without
+        rows has no effect; they are stored in ``captured.turns`` of the result.
 
         Args:
             arguments: (positional arguments, keyword arguments) of forward.
@@ -232,13 +233,15 @@ class Tracer:
         def made(
             twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return ``twin``, the traced copy of the model, and the captured graph of ``program``, the exported
-            program that the trace has given; the graph comes first.
+            """Return two values: the captured graph of ``program``, and ``twin``. ``program``: what torch.export made
+            of ``twin``, a copy of the model.
 
-            A loop of forward over the experts that some row (token) chose was traced as a loop over all experts. If
-            there is one, the field ``turns`` of the captured graph gets two more captures of the same program: one in
-            which the masks of the rows that chose an even expert are empty, and one in which those of odd experts are.
-            The caller uses them to prove that an iteration for an expert without rows changes nothing.
+            A loop of forward over the experts that some row (token) chose was traced as a loop over all experts, and a
+            branch on whether an expert has rows as if it had. If there are any, the field ``turns`` of the captured
+            graph gets two more captures of the same program. In the first, the masks of the rows that chose an even
+            expert are zeros; in the second, those of odd experts. The caller uses them to prove that an expert without
+            rows changes nothing. Raise :class:`UnsupportedError` if a loop was left early, or if such masks were
+            written in place.
 
             ``finish``: function that rewrites the captured graph at the end.
             """
@@ -246,8 +249,9 @@ class Tracer:
             hits.check()
 
             def captured(parity: int | None) -> Captured:
-                """Return the captured graph in which the row masks of even (``parity`` 0) or odd (1) experts are
-                replaced by empty ones; ``None`` leaves all masks unchanged."""
+                """Return the captured graph of the traced program. The masks of the rows that chose an expert with an
+                even (``parity`` 0) or odd (1) number are replaced by masks of zeros; ``None`` leaves all masks
+                unchanged."""
                 decided = hits.guards.decided if hits.guards is not None else ()
                 with_loss, numbers = self.loss is not None, twin.numbers
                 found = assemble_program_graph(
@@ -675,7 +679,7 @@ def _restore_shared_layers(
     """Return ``captured`` with the operators of all layers, if only the first of several equal layers was traced: the
     operator that stands for a call of an equal layer is replaced by copies of the traced layer's operators.
 
-    ``states``: number of a module whose parameters were removed for the trace -> its states in order, or ``None`` in
+    ``states``: number of a module whose parameters were removed for the trace -> its states in order, with ``None`` in
     place of a state that was not removed. ``canonical``: maps each name of a state (parameter or buffer) to the name
     that is used for it, in the order of the model.
     """

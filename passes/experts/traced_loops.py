@@ -281,7 +281,7 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
     loop over all experts computes the same.
 
     Args:
-        empty: graph of a trace with empty row masks for some experts.
+        empty: graph of a trace in which the row masks of some experts are zeros.
         left_out: graph of a trace without the iterations of these experts.
     """
     alike: dict[tuple[str, str, str], int] = {}

@@ -583,8 +583,8 @@ _MAKERS: dict[Any, Callable[..., Any]] = {
 # --- while the forward is traced --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def numbers_followed() -> Iterator[None]:
-    """Return a context in which ``min``, ``max``, functions of ``math`` and constructors of torch accept lifted
-    numbers.
+    """Return a context in which ``min``, ``max``, functions of ``math``, and functions of torch such as ``torch.full``
+    accept lifted numbers.
 
     A lifted number replaces a Python number during a trace and computes with a 0-dimensional tensor.
     """

@@ -229,10 +229,11 @@ def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> No
 
 
 def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:
-    """Raise :class:`GraphError` unless ``spec``, the shape and dtype of a value in the model, is that of ``node``, the
-    input or output of a block (a graph) for which a call uses the value.
+    """Raise :class:`GraphError` unless ``spec``, the shape and dtype of a value in the model, equals the shape and
+    dtype of ``node``. The node is the input or output of a block (a graph) that a call of this block connects with the
+    value.
 
-    ``where``: the call, for the message. ``value``: the value's name.
+    ``where``: words for the call, for the message. ``value``: the value's name.
     """
     if spec != TensorSpec.of(node.meta["val"]):
         have = format_meta_value(spec.meta())

@@ -276,7 +276,8 @@ def _transpose_custom_backward(
 
     def backward(*grads: Tensor | None) -> list[Tensor | None]:
         """Run ``backward`` of a user's ``torch.autograd.Function``. ``grads``: the gradients of those results that can
-        have one. Return the gradients of those arguments that need one, in order; ``None`` for a gradient of zero."""
+        have one. Return the gradients of those arguments that need one, in order. In both, ``None`` is a gradient of
+        zero."""
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
         with torch.no_grad(), _side_effects_refused(cls):
@@ -541,9 +542,9 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         ``what``: the word for what the hook is registered on, such as "tensor", for messages."""
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
-            """Ignore the hook ``hook``, which a model's forward wants to register on ``owner``, if it only observes;
-            otherwise raise :class:`UnsupportedError`. For an ignored hook, add a text for the user to the notes and
-            return an empty handle."""
+            """Ignore the hook ``hook``, which a model's forward wants to register on ``owner``, if it only observes
+            (returns ``None`` and changes nothing); otherwise raise :class:`UnsupportedError`. For an ignored hook, add
+            a text for the user to the list ``notes`` of the enclosing function and return an empty handle."""
             reason = what_it_does(hook, given)
             if reason is not None:
                 raise UnsupportedError(

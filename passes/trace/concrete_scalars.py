@@ -242,13 +242,13 @@ def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Nod
 @contextmanager
 def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward can call ``module.to``, ``module.float`` and
-    similar methods if they change neither dtype nor device. A call that would change those of a parameter or buffer
-    raises :class:`UnsupportedError`.
+    similar methods if they change neither dtype nor device. A call that would change the dtype or device of a parameter
+    or buffer raises :class:`UnsupportedError`.
 
     Args:
         model: the model.
-        double: whether the model was converted to float64 for the trace, so that a conversion to another
-            floating-point dtype is ignored.
+        double: whether the model was converted to float64 for the trace, so that a conversion to another floating-point
+            dtype is ignored.
     """
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -306,6 +306,6 @@ def _is_in_place_function(func: Callable[..., Any]) -> bool:
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """Return an integer that is equal for tensors that share their memory, and differs for others. ``tensor``: the
-    tensor to identify."""
+    """Return an integer that identifies the memory of ``tensor``: it is equal for tensors that share their memory, and
+    different for others."""
     return int(tensor.untyped_storage()._cdata)

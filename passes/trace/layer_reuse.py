@@ -152,7 +152,7 @@ class Journal(TorchFunctionMode):
 @contextlib.contextmanager
 def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
     """Return a context inside of a trace, in which operators are computed on fake tensors but are not recorded in the
-    graph. ``operands``: fake tensors of the trace."""
+    graph. ``operands``: fake tensors of the trace, from which the fake tensor mode is found."""
     with contextlib.ExitStack() as stack:
         for _ in torch.overrides._get_current_function_mode_stack():
             stack.enter_context(torch.overrides._pop_mode_temporarily())
@@ -282,8 +282,9 @@ class Repeats:
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Add one of the groups of equal modules to :attr:`refused`, so that every call of its modules is traced in the
-        next trace. ``number``: a number that identifies equal calls; the group to add is that of the called modules.
+        """Add a group of equal modules to :attr:`refused`, so that every call of its modules is traced in the next
+        trace. ``number``: the number of a group of equal calls; the modules that these calls run are in the group that
+        is added.
         """
         for (group, _), memo in self.memos.items():
             if memo.number == number:
@@ -563,8 +564,8 @@ def _list_module_buffers(module: nn.Module) -> list[Tensor | None]:
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """Return an integer that is equal for tensors that share their memory, and differs for others. ``tensor``: the
-    tensor to identify."""
+    """Return an integer that identifies the memory of ``tensor``: it is equal for tensors that share their memory, and
+    different for others."""
     return int(tensor.untyped_storage()._cdata)
 
 

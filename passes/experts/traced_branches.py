@@ -335,13 +335,13 @@ def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
     """Return those of ``nodes``, in an exported graph, that are masks of the rows (tokens) of experts with even or odd
-    numbers. The caller replaces them by empty masks, as if no row had chosen these experts. A mask that is computed
+    numbers. The caller replaces them by masks of zeros, as if no row had chosen these experts. A mask that is computed
     from another such mask is left out.
 
     Args:
         parity: 0 for the experts with even numbers, 1 for those with odd numbers.
-        decided: numbers of the places in the trace where forward listed an expert's rows and branched on whether there
-            are any. Only masks of experts whose rows were listed at one of these places are returned.
+        decided: places in the trace, numbered from 1, where forward listed an expert's rows and branched on whether
+            there are any. Only masks of experts whose rows were listed at one of these places are returned.
     """
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:

@@ -68,8 +68,8 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
 
 def without_shape_reads(graph: fx.Graph) -> None:
     """Replace operators of ``graph`` that read only the shape and dtype of an operand, such as ``zeros_like``, by
-    operators that make the same tensor without this operand. The graph is changed in place. Its values then do not seem
-    to depend on the operand.
+    operators that make the same tensor without this operand. The graph is changed in place. A search for the values
+    that depend on the operand then leaves these tensors out.
     """
     for node in list(graph.nodes):
         name = _read_operator_name(node.target)

@@ -392,8 +392,8 @@ class _SettingGrad(TorchFunctionMode):
         self.cls = cls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the torch function ``func`` and return its result. Raise :class:`UnsupportedError` if it assigns
-        ``tensor.grad``."""
+        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. Raise
+        :class:`UnsupportedError` if it assigns ``tensor.grad``. ``types`` is not used."""
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.grad:
             raise UnsupportedError(
                 f"{_format_class_name(self.cls)}.backward sets the gradient of a tensor as a side effect, which a plan "

@@ -254,8 +254,8 @@ class _TensorNamingMode(TorchFunctionMode):
 
     def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
         """Return a fake copy (without values) of ``tensor``, which takes its place in all later calls. It is needed
-        before a call writes values that are not known to ``tensor``. ``asked``: a key of this call, which enters the
-        new identifiers of the copy and of other views of the memory."""
+        before a call of a torch function writes unknown values into ``tensor``. ``asked``: a key of this call, which
+        enters the new identifiers of the copy and of other views of the memory."""
         fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
         self._by_id[id(fake)] = self.of(tensor)

@@ -349,8 +349,8 @@ def _as_input(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Wrong(Exception):
-    """Raised if the ``backward`` of a user's ``torch.autograd.Function`` has an error of its own, or returns what
-    autograd would refuse."""
+    """Raised if the ``backward`` of a user's ``torch.autograd.Function`` has an error of its own, or returns gradients
+    for which autograd would raise an error."""
 
 
 class _Untraced(Exception):

@@ -293,7 +293,7 @@ class _Frozen:
 
 def _read_stored_field(value: Any, name: str) -> Any:
     """Return the value of the field ``name`` of the dataclass instance ``value``. It is read from the instance's
-    ``__dict__`` if it is there, because a descriptor may refuse to be read."""
+    ``__dict__`` if it is there, because reading it through a descriptor may raise an error."""
     held = getattr(value, "__dict__", {})
     return held[name] if name in held else getattr(value, name)
 

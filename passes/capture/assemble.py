@@ -59,19 +59,20 @@ def assemble_program_graph(
     decided: Collection[int] = (),
     numbers: Mapping[str, int | float] | None = None,
 ) -> Captured:
-    """Return an exported program as a :class:`Captured`: one FX graph and the names of its states, inputs, outputs and
-    loss.
+    """Return an exported program as a :class:`Captured`: one FX graph, with the names of the model's states
+    (parameters, buffers, constants), inputs, outputs and loss.
 
     Args:
-        program: a program whose graph is flat and functional.
-        canonical: maps every name of a state (parameter, buffer or constant) to the name that is used for it.
+        program: a program whose graph has no sub-graphs and no operators that write in place.
+        canonical: maps every name of a state to the one name that is used for it; tied weights have several names.
         with_loss: whether the last result of the program is the loss.
-        empty_turns: 0 or 1 to replace the masks of the rows (tokens) that chose an expert with an even (0) or odd (1)
-            number by empty masks, as if no row had chosen these experts. Only masks that a traced loop over experts
-            reads, or that belong to ``decided``, are replaced. ``None`` changes no masks.
-        decided: numbers of the places in the trace where forward listed an expert's rows and branched on whether there
-            are any.
-        numbers: inputs that are Python numbers and that the graph reads as tensors: path -> value.
+        empty_turns: 0 or 1 to build the graph as if no row (token) had chosen an expert with an even (0) or odd (1)
+            number: the masks of these experts' rows become masks of zeros. This is done for masks that a loop over
+            experts reads, and for masks that were listed at one of the places ``decided``. ``None`` keeps all masks.
+        decided: places in the trace, numbered from 1, where forward listed an expert's rows and branched on whether
+            there are any.
+        numbers: path -> value, for the inputs that are Python numbers and that the graph reads as 0-dimensional
+            tensors; ``None`` if there are none.
     """
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
@@ -133,8 +134,8 @@ def assemble_program_graph(
 
 
 def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
-    """Return ``"int"`` or ``"float"``, the type of the input ``value`` that is a Python number; ``None`` if ``value``
-    is ``None``, which stands for an input that is a tensor."""
+    """Return the name of the Python type of ``value``, an input of the model: ``"int"`` or ``"float"``. Return ``None``
+    if ``value`` is ``None``, which stands for an input that is a tensor."""
     if value is None:
         return None
     return "float" if isinstance(value, float) else "int"
@@ -143,12 +144,14 @@ def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
 def _copy_selected_rows(
     selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]
 ) -> Any:
-    """Copy ``node``, an operator on the rows that a boolean mask selects, to the new graph, and return the copy.
+    """Copy ``node``, an operator whose operands have only the rows that a boolean mask selects (``x[mask]``), to the
+    new graph, and return the copy.
 
-    The number of selected rows depends on the data, so the copy works on all rows, selected or not. ``selected``
-    records which mask selects the rows that the original model works on. Raise :class:`UnsupportedError` if the
-    operator has no such form. ``selected``: rewrites operators in this way. ``env``: maps nodes of the program to nodes
-    of the new graph. ``classes``: receives the class names of the node's modules, by module path.
+    The number of selected rows depends on the data, so the copy works on all rows, selected or not. Raise
+    :class:`UnsupportedError` if this is not possible for the operator.
+
+    ``selected``: makes the copy, and stores which mask belongs to it. ``env``: maps nodes of the program to nodes of
+    the new graph. ``classes``: receives the class names of the node's modules, by module path.
     """
     try:
         return selected.copy_node(node, env, _find_model_location(node, classes))
@@ -210,8 +213,8 @@ def _format_node_location(node: fx.Node) -> str:
 
 
 def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata of a copy of ``node``: its result as meta tensors (``val``), its module, source line and
-    module calls.
+    """Return the metadata of a copy of ``node``: its result as meta tensors (``val``), its module, its source line and
+    the module calls that enclose it.
 
     ``classes``: receives the class names of the modules, by module path.
     """

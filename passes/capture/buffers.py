@@ -74,9 +74,10 @@ def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace ``node`` in ``graph``, an instance norm that updates running statistics, by operators around a batch
-    norm, in place, as torch defines it. The samples become channels of the batch norm, so each sample is normalised by
-    itself and updates its own copy of the running statistics; the mean of the copies is written back."""
+    """Replace ``node`` in ``graph``, an instance norm that updates running statistics, by a batch norm with reshapes
+    around it, in place; the results are those of the instance norm. The samples become channels of the batch norm, so
+    each sample is normalised by itself and updates its own copy of the running statistics. The mean of these copies is
+    written to the module's running statistics."""
     x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node), node
     samples, channels, *rest = x.meta["val"].shape
@@ -114,9 +115,10 @@ _MOST_OBJECTS = 100_000  # that are searched for tensors
 def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
     """Return a context in which assignments of forward to buffers, frozen parameters and ``.data`` can be traced.
 
-    Inside it, the forward of ``model`` copies the assigned values into the model's own tensors at its end. It raises
-    :class:`UnsupportedError` for changes that a plan cannot keep: other shapes or dtypes, parameters or buffers that
-    are added or removed, and those that share memory afterwards.
+    Inside it, the forward of ``model`` copies the assigned values into the model's own tensors before it returns. It
+    raises :class:`UnsupportedError` for changes that a plan cannot keep: another shape or dtype, a parameter or buffer
+    that is added or removed, and parameters or buffers that share memory because of an assignment, if one of them is
+    trained or changed in place.
 
     Args:
         double: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype from
@@ -265,11 +267,12 @@ class _Write:
 
 @dataclass
 class _HeldStates:
-    """The model's parameters and buffers at the start of forward, to find out what forward assigns to.
+    """The parameters and buffers of ``model`` at the start of forward, to find out which of them forward assigns to.
 
     ``states``: the tensors, by (module, name of the module's table, key in the table); the tables are ``_parameters``
-    and ``_buffers``. ``names``: the full name of each tensor, by the tensor's ``id``. ``plain``: tensors that are
-    ordinary attributes of a module, by (module, attribute name).
+    and ``_buffers``. A value is ``None`` if the module has the name without a tensor. ``names``: the full name of each
+    tensor, by the tensor's ``id``. ``plain``: tensors that are ordinary attributes of a module, by (module, attribute
+    name).
     """
 
     model: nn.Module
@@ -293,14 +296,15 @@ class _HeldStates:
         return held
 
     def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
-        """Undo forward's assignments of new tensors to buffers and frozen parameters, and yield for each what replaces
-        it: a copy of the new value into the old tensor, which the caller adds at the end of forward.
+        """Put the original tensors back where forward assigned new tensors to buffers and frozen parameters. Yield a
+        write for each: a copy of the assigned value into the original tensor. The caller executes the writes at the end
+        of forward.
 
         Raises :class:`UnsupportedError` for assignments that a plan cannot keep, such as another shape or a parameter
         that is trained.
 
         Args:
-            data: the record of forward's accesses to ``.data``.
+            data: has a record of forward's reads and assignments of ``x.data``.
         """
         for (module, key), plain in self.plain.items():
             if id(plain) in data.read and vars(module).get(key) is not plain:
@@ -352,11 +356,12 @@ class _HeldStates:
 
 
 class _DataAccess(TorchFunctionMode):
-    """Function mode that replaces reads and writes of ``x.data`` during a trace. ``values``: for each tensor to whose
-    ``.data`` forward assigned, by its ``id``: (that tensor, the tensor that replaces it). ``read``: the ids of plain
-    tensor attributes of modules (neither parameters nor buffers) that forward read. ``held``: the model's tensors at
-    the start of forward. ``inputs``: tensors among forward's arguments. ``double``: whether the model is traced in
-    float64; an assigned floating-point tensor may then differ in dtype from the tensor that it replaces.
+    """Function mode that makes assignments to ``x.data`` traceable: after one, functions that read ``x`` get the
+    assigned tensor instead. ``values``: for each tensor to whose ``.data`` forward assigned, by its ``id``: (that
+    tensor, the tensor that replaces it). ``read``: the ids of plain tensor attributes of modules (neither parameters
+    nor buffers) that forward read. ``held``: the model's tensors at the start of forward. ``inputs``: tensors among
+    forward's arguments. ``double``: whether the model is traced in float64; an assigned floating-point tensor may then
+    differ in dtype from the tensor that it replaces.
     """
 
     def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
@@ -370,8 +375,9 @@ class _DataAccess(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. Each operand to whose ``.data`` forward assigned a
-        tensor is replaced by the assigned tensor, and reads and writes of ``.data`` are recorded. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. Each operand to whose
+        ``.data`` forward assigned a tensor is replaced by the assigned tensor, and reads and writes of ``.data`` are
+        recorded. ``types``: unused.
         """
         kwargs = kwargs or {}
         if self._plain:
@@ -387,12 +393,13 @@ class _DataAccess(TorchFunctionMode):
         return args[0].detach() if func == _DATA_GET else func(*args, **kwargs)
 
     def now(self, value: Any, *, alone: bool = True) -> Any:
-        """Return the tensor that has the present value of ``value``: the one that forward assigned to ``value.data``
-        during the trace; ``value`` itself if there was no such assignment.
+        """Return the tensor that has the present value of ``value``, an operand: the tensor that forward assigned to
+        ``value.data`` during the trace, or ``value`` itself if it assigned none.
 
         Args:
-            alone: true if the caller needs only the numbers of the value. If false, an operator takes part in gradients
-                with it, and :class:`UnsupportedError` is raised for a tensor that requires a gradient and was replaced.
+            alone: whether the operand is read without gradients, as in ``detach``. If false, raise
+                :class:`UnsupportedError` if forward assigned to ``value.data`` and ``value`` requires a gradient,
+                because the gradient would be wrong.
         """
         if not isinstance(value, Tensor) or id(value) not in self.values:
             return value
@@ -500,8 +507,8 @@ def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None
     """Raise :class:`UnsupportedError` unless ``value``, which forward assigns to ``tensor``, has the shape and dtype of
     ``tensor``.
 
-    ``what``: words for what forward does, for the message. ``double``: whether the model is traced in float64, so that
-    two floating-point dtypes may differ.
+    ``what``: words for what forward does, such as ``sets the buffer 'mean'``, for the message. ``double``: whether the
+    model is traced in float64, so that two floating-point dtypes may differ.
     """
     both_float = double and tensor.dtype.is_floating_point and value.dtype.is_floating_point
     if tensor.shape == value.shape and (tensor.dtype == value.dtype or both_float):
@@ -562,9 +569,9 @@ _PLACE = ("path", "source", "stack")
 
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
-    """Add an operator to the graph of ``captured`` for each parameter or buffer that forward changes, in place. Return
-    a dict from the name of the parameter or buffer to the new node, whose result becomes the tensor's value at the end
-    of a step.
+    """Append an operator to the graph of ``captured`` for each parameter or buffer that forward changes: it gives the
+    new value in the dtype of the tensor, without a gradient and in memory of its own. Return a dict from the name of
+    the parameter or buffer to this operator's node. A step stores its result in the tensor at the end.
 
     The graph outputs these nodes after its other results. Raises :class:`UnsupportedError` if forward changes a
     parameter that is trained.

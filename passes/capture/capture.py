@@ -208,8 +208,8 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
 
 
 def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
-    """Return a note, in a tuple, if the model ``captured`` returns a loss of its own that the function ``loss``
-    replaces; otherwise an empty tuple."""
+    """Return a note for the user, as a tuple of one text, if the output of the model ``captured`` has a loss of its own
+    that the function ``loss`` replaces. Return an empty tuple if it has none, or if ``loss`` is ``None``."""
     returned = [output.value for output in captured.outputs if output.path == "loss"]
     if loss is None or not set(returned) - {None, captured.loss}:
         return ()

@@ -178,7 +178,7 @@ def export_parameterless_copy(
         args: positional arguments of forward.
         kwargs: keyword arguments of forward.
         train: trace the ``backward`` of user-defined ``torch.autograd.Function`` classes too.
-        diagnose: raise these errors; if false, the original exception is raised.
+        diagnose: whether failures are explained by these errors; if false, the original exception is raised.
     """
     drawn: list[str] = []
     try:
@@ -289,12 +289,12 @@ def _return_results_in_containers(model: nn.Module, bare: bool) -> Iterator[None
 
 @contextlib.contextmanager
 def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
-    """Return a context in which the forward of a twin computes with :class:`LiftedNumber` objects in place of Python
-    numbers.
+    """Return a context in which the forward of ``twin``, a copy of the model with fake tensors, computes with
+    :class:`LiftedNumber` objects in place of Python numbers. A lifted number computes with a 0-dimensional tensor of
+    the graph.
 
-    A twin is a copy of the model with fake tensors; a lifted number computes with a 0-dimensional tensor of the graph.
-    This holds for the inputs in ``twin.numbers`` and the attributes in ``twin.counters``. At the end, the value of each
-    counter is written to its buffer.
+    The replaced numbers are the inputs in ``twin.numbers`` and the attributes of modules in ``twin.counters``. When
+    forward ends, the value of each of these attributes is written to the buffer that stands for it.
     """
     if not twin.numbers and not twin.counters:
         yield
@@ -333,7 +333,7 @@ def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScop
     Raise :class:`NotLiftable` if ``value`` is no number, or if it is a float and the number before forward was an int.
 
     ``counter``: the attribute, with its name and its value before forward. ``scope``: records how forward uses such
-    numbers; the refused use is recorded there, too.
+    numbers; a use for which this function raises is recorded there, too.
     """
     with torch.no_grad():
         if is_lifted(value):
@@ -483,8 +483,8 @@ def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str])
 
     Args:
         error: the exception that torch.export raised.
-        drawn: names of the random operators from whose results the last number was computed that forward tried to read
-            out of a tensor; empty if there were none. They decide which advice is given.
+        drawn: if forward tried to read a tensor as a Python number and random operators compute this tensor, the names
+            of these operators; otherwise empty. The advice in the message depends on it.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = place_of(error), f"{type(error).__name__}: {error}"

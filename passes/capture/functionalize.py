@@ -91,8 +91,7 @@ class StorageTracker:
     """Tracks which nodes of a graph share memory, which require a gradient, and which are written to. It finds in-place
     writes that a graph without such writes could not represent exactly.
 
-    Call :meth:`follows` for each node that is appended to the graph, in order. All dicts of this object have nodes as
-    keys.
+    Call :meth:`follows` for each node that is appended to the graph, in order.
     """
 
     def __init__(self) -> None:
@@ -154,7 +153,7 @@ class StorageTracker:
         """Record an error if ``made`` writes, by ``.data`` or ``detach()``, to values that an earlier operator's
         gradient needs.
 
-        The error is raised when the whole graph has been read.
+        :meth:`finish` raises the error when the whole graph has been read.
 
         Args:
             written: the operand whose memory ``made`` writes to.
@@ -223,11 +222,9 @@ def _written_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_in_place(target: Any) -> bool:
-    """Return whether an operator's name ends in ``_``, so that its result is its first operand and takes part in
-    gradients.
-
-    ``target``: the target of a graph node. Running statistics that a norm updates are written too, but take no part in
-    gradients.
+    """Return whether ``target``, the operator that a graph node calls, is one of torch's in-place operators, such as
+    ``add_``: its name ends in ``_``. Such an operator returns its first operand, and autograd follows the write. A
+    batch norm, which writes to its running statistics, does not count.
     """
     return isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_")
 
@@ -247,7 +244,7 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
     """Return the exported program ``program`` as one flat graph of operators that write to none of their operands. The
     given program is not changed.
 
-    Raises :class:`UnsupportedError` for a region or an operator that cannot be converted exactly, or if the program
+    Raises :class:`UnsupportedError` for a sub-graph or an operator that cannot be converted exactly, or if the program
     reads a tensor of ``own``.
 
     Args:
@@ -558,8 +555,9 @@ def _line_of(node: fx.Node, args: list[Any]) -> str:
 
 
 def _own_function(args: list[Any]) -> Callable[..., Any] | None:
-    """Return the Python function that a node calls without a trace of it in the graph, if the function applies a
-    ``torch.autograd.Function``; ``None`` for any other function. torch.export leaves such calls in its graphs.
+    """Return the Python function that a graph node calls without its operators being in the graph, if this function
+    applies a ``torch.autograd.Function``. torch.export leaves such calls in its graphs. Return ``None`` if the node
+    calls anything else.
 
     Args:
         args: the arguments of the node; the first is a pytree spec that contains the function.

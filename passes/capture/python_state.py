@@ -124,8 +124,9 @@ class PythonState:
 
     @classmethod
     def of(cls, module: nn.Module, *functions: Any) -> PythonState:
-        """Record the attributes of ``module``, a copy of the model, and the variables that its code and ``functions``
-        can change.
+        """Record the Python state that forward can change: the attributes of ``module``, a copy of the model, and the
+        variables, such as globals, that its code can change. ``functions``: further code that forward runs, such as the
+        loss, whose variables are recorded too.
 
         Return the snapshot, with which later values can be compared.
         """
@@ -327,10 +328,8 @@ def _has_attributes(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _has_code_of_users(module: str) -> bool:
-    """Return whether the Python module with the name ``module`` is the user's.
-
-    It is if it is a notebook, a script, or a file that belongs to neither Python, this project nor a library that this
-    project calls.
+    """Return whether the Python module with the name ``module`` is the user's code: a notebook, a script, or a file
+    that belongs to neither Python, this project nor a library that this project calls.
     """
     if module.split(".")[0] in ("torch", "builtins", "numpy", "functools", "collections", "typing", "pytest", "abc"):
         return False
@@ -392,7 +391,7 @@ def _get_plain_number(value: Any) -> int | float | None:
 
 # --- generators -------------------------------------------------------------------------------------------------------
 def _generator_state(generator: Any) -> Any:
-    """Return the state of a random generator of Python or NumPy; ``None`` if ``generator`` is none."""
+    """Return the state of a random generator of Python or NumPy; ``None`` if ``generator`` is no random generator."""
     if generator is random or (isinstance(generator, random.Random) and type(generator) is not random.SystemRandom):
         return generator.getstate()
     if generator is np.random:
@@ -483,8 +482,8 @@ def find_draw(run: Callable[[], Any]) -> str:
 class Clock:
     """Observes whether traced code reads the clock, and shifts the time that it reads by ``shift_s`` seconds.
 
-    ``asked_at``: the first line of the user's code that reads the clock, as `` at file:line (code)``; empty if none
-    did.
+    ``asked_at``: the first line of the user's code that reads the clock, as `` at file:line (code)``; empty if no line
+    has read it.
     """
 
     shift_s: int = 0

@@ -56,9 +56,9 @@ class Trace:
     """Result of one trace of ``twin``, a copy of the model with fake tensors.
 
     ``captured``: the model's graph with the names of its states, inputs and outputs. ``left``: the attributes of the
-    twin's modules after forward: (module path, attribute name) -> (comparison key, value). ``arguments``: (positional
-    arguments, keyword arguments) of forward. ``uses``: for each input that is a Python number and fixed in the plan:
-    path -> what forward uses it for, as text.
+    twin's modules after forward: (module path, attribute name) -> (comparison key, value), where equal keys mean that
+    an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of forward. ``uses``: for
+    each input that is a Python number and fixed in the plan: path -> what forward uses it for, as text.
     """
 
     captured: Captured
@@ -123,12 +123,15 @@ class Tracer:
         """Trace ``twin``, a copy of the model with fake tensors, and return the captured graph with a record of the
         trace.
 
-        A loop of forward over the experts that some row chose is traced as a loop over all experts. To prove that this
-        is exact, forward is then also traced without even and without odd experts.
+        If forward loops over the experts that some row (token) chose, the loop is traced over all experts. If it
+        branches on whether an expert has rows, this is traced as if it had. In both cases forward is traced twice more,
+        as if even experts had no rows, and as if odd ones had none. These traces serve to prove that an expert without
+        rows has no effect; they are stored in ``captured.turns`` of the result.
 
         Args:
             arguments: (positional arguments, keyword arguments) of forward.
-            uses: for each fixed number of the inputs, by path, what forward uses it for.
+            uses: for each input that is a Python number and fixed in the plan: path -> what forward uses it for, as
+                text. It is stored in the result.
         """
         left: Attributes = {}
         captured, traced = self._trace_module(twin, arguments, left)
@@ -141,8 +144,8 @@ class Tracer:
         return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
 
     def renew(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, with the options of ``twin``, whose forward has not been
-        traced.
+        """Return a new copy of the model with fake tensors, ready for another trace, with the options of ``twin``, an
+        earlier copy.
 
         Args:
             changes: name of a field of the twin -> its new value. The extra key ``flipped`` has conditions on lifted
@@ -230,13 +233,15 @@ class Tracer:
         def made(
             twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return ``twin``, the traced copy of the model, and the captured graph of ``program``, the exported
-            program that the trace has given; the graph comes first.
+            """Return two values: the captured graph of ``program``, and ``twin``. ``program``: what torch.export made
+            of ``twin``, a copy of the model.
 
-            A loop of forward over the experts that some row (token) chose was traced as a loop over all experts. If
-            there is one, the field ``turns`` of the captured graph gets two more captures of the same program: one in
-            which the masks of the rows that chose an even expert are empty, and one in which those of odd experts are.
-            The caller uses them to prove that an iteration for an expert without rows changes nothing.
+            A loop of forward over the experts that some row (token) chose was traced as a loop over all experts, and a
+            branch on whether an expert has rows as if it had. If there are any, the field ``turns`` of the captured
+            graph gets two more captures of the same program. In the first, the masks of the rows that chose an even
+            expert are zeros; in the second, those of odd experts. The caller uses them to prove that an expert without
+            rows changes nothing. Raise :class:`UnsupportedError` if a loop was left early, or if such masks were
+            written in place.
 
             ``finish``: function that rewrites the captured graph at the end.
             """
@@ -244,8 +249,9 @@ class Tracer:
             hits.check()
 
             def captured(parity: int | None) -> Captured:
-                """Return the captured graph in which the row masks of even (``parity`` 0) or odd (1) experts are
-                replaced by empty ones; ``None`` leaves all masks unchanged."""
+                """Return the captured graph of the traced program. The masks of the rows that chose an expert with an
+                even (``parity`` 0) or odd (1) number are replaced by masks of zeros; ``None`` leaves all masks
+                unchanged."""
                 decided = hits.guards.decided if hits.guards is not None else ()
                 with_loss, numbers = self.loss is not None, twin.numbers
                 found = assemble_program_graph(
@@ -333,7 +339,8 @@ def make_hookless_twin(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """Return a twin of ``model``, which is a copy with fake tensors, without the hooks that only observe.
+    """Return a twin of ``model``, which is a copy with fake tensors, without the hooks that only observe: they return
+    ``None`` and change nothing.
 
     Forward hooks of the outermost module become part of its forward.
 
@@ -367,8 +374,9 @@ def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterato
 
 
 def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
-    """Return the captured graph ``captured`` with the buffers of ``counters`` (Python numbers that forward changes)
-    under the names of these numbers. Their values before the first call are added as constants."""
+    """Return ``captured`` with changes to the buffers that stand for ``counters``, the Python numbers that forward
+    changes, such as a count of calls. Each buffer keeps only the name of its number, such as ``layers.0.calls``, and
+    the number's value before the first call is added to ``constants`` under this name."""
     states, constants = dict(captured.states), dict(captured.constants)
     for counter in counters:
         if counter.full_name in states:
@@ -387,8 +395,9 @@ class _Settling:
     """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
     trace.
 
-    ``before``: the state before forward. ``first``: the trace that changed it. ``tracer``: makes further traces. A
-    change without effect is ignored with a note, a number can become a buffer, and anything else is refused.
+    ``before``: the state before forward. ``first``: the trace in which forward changed it. ``tracer``: makes further
+    traces. A change without effect on results is ignored, with a note for the user. A number that forward changes can
+    become a buffer of the plan. Any other change raises :class:`UnsupportedError`.
     """
 
     tracer: Tracer
@@ -415,8 +424,8 @@ class _Settling:
         """Yield a note for each random generator of Python or NumPy that forward drew from without effect on what it
         computes.
 
-        Raise :class:`UnsupportedError` if traces with other draws compute something else. ``changes``: the generators
-        that forward advanced.
+        Raise :class:`UnsupportedError` if traces with other random numbers compute something else. ``changes``: the
+        generators that forward advanced.
         """
         for below in (True, False) if changes else ():
             self.before.restore()
@@ -460,9 +469,10 @@ class _Settling:
     # -- attributes, globals, closures
 
     def _settle_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
-        """Decide on attributes, globals and closure variables that forward changed. Return the trace to use, and a list
-        of notes for the user. Raise :class:`UnsupportedError` if a change has an effect on the next call of forward and
-        cannot be a buffer. ``changes``: what the first trace changed."""
+        """Find out whether the attributes, globals and closure variables that forward changed have an effect on later
+        calls of forward. Return the trace to use (the first one, or one in which changed numbers are buffers), and a
+        list of notes for the user. Raise :class:`UnsupportedError` if a change has an effect on the next call of
+        forward and cannot be a buffer. ``changes``: what the first trace changed."""
         second, changed_again = self._trace_after(self.first)
         same = second is not None and same_computation(self.first.captured, second.captured)
         if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
@@ -480,8 +490,8 @@ class _Settling:
         to use and a list of notes for the user. The trace is ``counted``, or the first trace if no result depends on
         these numbers.
 
-        Raises :class:`UnsupportedError` if forward branches on such a number with an effect, or if another change has
-        an effect.
+        Raises :class:`UnsupportedError` if the other branch of a condition on such a number would compute something
+        else, or if another change has an effect on the next call of forward.
 
         Args:
             counted: the trace with buffers in place of the numbers.
@@ -537,8 +547,8 @@ class _Settling:
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
         """Trace a second call of forward, from the Python state that the first call left.
 
-        Return that trace (``None`` if it fails), and the changes of state, except random generators, that the second
-        call makes. ``trace``: the trace of the first call.
+        Return that trace (``None`` if it fails), and a list of the changes that the second call makes to Python state
+        except random generators (empty if the trace fails). ``trace``: the trace of the first call.
         """
         try:
             twin = self.tracer.renew(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))
@@ -644,8 +654,8 @@ def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> b
 
 
 def _own_tensors(model: nn.Module) -> dict[int, str]:
-    """Return a dict from the memory address of its data to the name of each parameter and buffer of ``model`` that has
-    values."""
+    """Return a dict with the name of each parameter and buffer of ``model`` that has values. The key is the memory
+    address of the tensor's data."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
     return {t.data_ptr(): name for name, t in known if t.numel()}
@@ -669,7 +679,7 @@ def _restore_shared_layers(
     """Return ``captured`` with the operators of all layers, if only the first of several equal layers was traced: the
     operator that stands for a call of an equal layer is replaced by copies of the traced layer's operators.
 
-    ``states``: number of a module whose parameters were removed for the trace -> its states in order, or ``None`` in
+    ``states``: number of a module whose parameters were removed for the trace -> its states in order, with ``None`` in
     place of a state that was not removed. ``canonical``: maps each name of a state (parameter or buffer) to the name
     that is used for it, in the order of the model.
     """
@@ -677,8 +687,8 @@ def _restore_shared_layers(
 
 
 def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
-    """Return a dict from the number of each module whose parameters were removed for the trace to its states
-    (parameters, as :class:`ModelState`) in order, with ``None`` in place of a state that was not removed.
+    """Return, for each module whose parameters were removed for the trace, its states in order: number of the module ->
+    a list with a :class:`ModelState` for each removed parameter, and ``None`` in place of a state that was not removed.
 
     ``away``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for it.
     """

@@ -36,8 +36,8 @@ _SHOWN_LEAVES = 8  # leaves that a message lists
 def check_model(model: nn.Module) -> None:
     """Raise :class:`InputsError` or :class:`UnsupportedError` if ``model`` or a module in it cannot be traced.
 
-    This is so if it has no ``forward``, packed quantized weights, uninitialised lazy parameters, or tensors that are no
-    plain arrays (such as sparse ones).
+    This is so if it has no ``forward``, packed quantized weights, uninitialised lazy parameters, or parameters or
+    buffers that are sparse, nested, quantized, a DTensor or another subclass that holds tensors.
     """
     if not callable(getattr(model, "forward", None)):
         raise InputsError(f"{type(model).__name__} has no method forward; expected one, from which the plan is made")
@@ -59,11 +59,12 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numbers: bool = False) -> None:
-    """Raise ``error`` unless ``tensor`` is a plain array: neither sparse, quantized, nested nor distributed.
+    """Raise ``error`` if ``tensor`` is sparse, nested, quantized, a DTensor or another subclass that holds tensors.
 
     Args:
         what: name of the tensor for the message.
-        numbers: also require that the tensor has values, so that it is neither fake nor on the meta device.
+        error: the class of the exception.
+        numbers: whether to raise also if the tensor has no values, because it is fake or on the meta device.
     """
     kind, instead = _kind_of(tensor, numbers)
     if kind:

@@ -43,21 +43,23 @@ def spread_experts(
     merged: str | None = None,
     apart: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
-    """Return two values: the local graph ``block`` (a piece of the model on one rank) with its experts distributed over
-    the ranks of a mesh axis, and a dict from the name of each parameter of the experts to the layout that shards it by
-    expert.
+    """Return two values: a copy of ``block`` (the graph of a piece of the model on one rank) in which each rank of a
+    mesh axis has only some of the experts, and a dict from the name of each parameter of the experts to the layout that
+    shards it by expert.
 
-    Before each part that computes by expert, rows are sent to the ranks of their experts, and sent back after it.
-    Raises :class:`UnsupportedError` if the number of experts is not divisible by ``size``, an operator between the
-    experts' products fixes the number of rows (tokens), or the experts are sharded over an axis in ``apart``.
+    Before each part that computes by expert, rows (tokens) are sent to the ranks of their experts. After it, they are
+    sent back. Raises :class:`UnsupportedError` if the number of experts is not divisible by ``size``, or if an operator
+    of the experts works only on a fixed number of rows or communicates over a mesh axis in ``apart``.
 
     Args:
         regions: the parts of the block that compute by expert.
-        axis: the mesh axis, which has ``size`` ranks.
-        merged: a mesh axis, such as ``tp``, along which the ranks hold different experts afterwards, so that gradients
-            of the experts are not summed over it; ``None`` if there is none.
-        apart: all mesh axes along which the ranks hold different experts afterwards; no operator of the experts may
-            communicate over them.
+        axis: name of the mesh axis over whose ranks the experts are distributed.
+        size: number of ranks of this axis.
+        merged: name of a mesh axis, such as ``tp``, whose ranks hold the same experts in ``block`` and different
+            experts afterwards, so that gradients of the experts are no longer summed over it; ``None`` if there is
+            none.
+        apart: names of all mesh axes, such as ``dp``, along which ranks hold different experts afterwards, ``merged``
+            included; no operator of the experts may communicate over them.
     """
     rewriter = _Spreader(axis, size, merged, apart)
     for region in regions:
@@ -189,8 +191,9 @@ class _Spreader:
         return self.sent[key]
 
     def _route_rows(self, region: ExpertRegion, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """Return the nodes (order of the rows (tokens) by expert, counts of rows per rank, expert of each received row)
-        for ``region``.
+        """Return three nodes for ``region``, a part of the graph that computes by expert: the order of this rank's rows
+        (tokens) by expert, the counts of rows sent to and received from each rank, and the expert number of each
+        received row.
 
         The operator that computes the three is appended at the first call for a node of expert numbers
         (``region.keys``); later calls return the same nodes. ``like``: a node whose metadata is copied.
@@ -252,8 +255,8 @@ class _Spreader:
     def _check_rows(
         self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Raise :class:`UnsupportedError` if the arguments of ``node`` fix the number of rows (tokens), which is not
-        possible because each rank receives another number of rows.
+        """Raise :class:`UnsupportedError` if ``node`` works only on a fixed number of rows (tokens), because of its
+        arguments or otherwise. The number of rows that a rank receives depends on the data.
 
         To find out, the operator is executed on meta tensors with more rows. ``args``, ``kwargs``: its arguments in the
         new graph. ``region``: the part of the graph that contains it.
@@ -285,11 +288,12 @@ class _Spreader:
 
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
-    """Return the shape argument of ``node``, a reshape or expand in a part of the graph that computes by expert, for
-    the experts and rows (tokens) of one rank: fewer experts, and another number of rows.
+    """Return the shape argument that ``node``, a reshape or expand among the experts' operators, gets on one rank. The
+    dim of experts is divided by ``size``. The dim of rows (tokens) is multiplied by ``size`` if every expert computes
+    all rows; if each row has one expert, it is -1, to be inferred.
 
     Args:
-        region: the part of the graph that contains ``node``.
+        region: the part of the graph that computes by expert and contains ``node``.
         size: number of ranks over which the experts are distributed.
     """
     value: Tensor = node.meta["val"]

@@ -41,9 +41,9 @@ _LEAST = 2  # experts in a loop
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over the experts of a mixture, as it is found in a graph: each expert computes all rows (tokens), and
-    ``chain``, the nodes of a sum or of ``where`` operators, combines the experts' outputs, of which each counts only in
-    its expert's rows.
+    """A loop over the experts of a mixture, as it is found in a graph. Each expert computes all rows (tokens). A sum or
+    several ``where`` operators then combine the experts' outputs, so that each output counts only in the rows that
+    chose its expert. ``chain``: the nodes of the sum or of the ``where`` operators.
 
     ``parts[i]`` is the output of expert ``first + i``. The expert's rows are those where ``of``, the tensor with the
     expert numbers that rows chose, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of ``of``.
@@ -219,9 +219,9 @@ class ExpertColumn:
 
 
 class ExpertColumns:
-    """Appends operators to a graph that compute a value of each expert in a loop for all experts at once
-    (:class:`ExpertColumn`). ``build``: appends operators to the graph. ``loop``: the loop over experts. ``numbers``:
-    assigns equal integers to nodes that compute the same value."""
+    """Appends operators to a graph, each of which computes one value for all experts of a loop at once (an
+    :class:`ExpertColumn`), in place of one operator for each expert. ``build``: appends operators to the graph.
+    ``loop``: the loop over experts. ``numbers``: assigns equal integers to nodes that compute the same value."""
 
     def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
@@ -245,8 +245,9 @@ class ExpertColumns:
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
-        """Return the masks of all experts of the loop as one boolean value: the dims of the tensor of chosen expert
-        numbers, then the experts as last dim. It is true where the chosen number is that of the expert.
+        """Return the row masks of all experts of the loop as one boolean value. Its dims are those of the tensor with
+        the chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is that of
+        the expert.
         """
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
@@ -330,9 +331,9 @@ class ExpertMask:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """One node that replaces the corresponding nodes of all experts in a loop over experts. Its value has each row,
-    along the dim ``dim``, computed by the expert that the row chose. ``zeroed``: whether each expert's own value was
-    zero in the rows (tokens) of other experts.
+    """The node ``node``, which replaces the corresponding nodes of all experts in a loop over experts. Its value has
+    each row, along the dim ``dim``, computed by the expert that the row chose. ``zeroed``: whether each expert's own
+    value was zero in the rows (tokens) of other experts.
     """
 
     node: fx.Node
@@ -362,9 +363,9 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """A node of a loop over experts whose value has each row computed by the expert that the row chose, after a reshape
-    that split the row dim into several dims. ``where``: the shape of the value, with the size 1 in every dim except
-    those of the rows (tokens).
+    """The node ``node`` of a loop over experts, whose value has each row computed by the expert that the row chose,
+    after a reshape that split the row dim into several dims. ``where``: the shape of the value, with the size 1 in
+    every dim except those of the rows (tokens).
     """
 
     node: fx.Node
@@ -405,8 +406,8 @@ class LoopWeights:
     """Merges the parameters that the experts of a loop read, and appends operators on the merged parameters to the
     graph.
 
-    ``read``: whether any parameter was read. ``packing``: stacks the separate parameters of several experts into one.
-    ``build``: appends operators. ``loop``: the loop over experts.
+    ``read``: whether an operator was appended that reads a merged parameter. ``packing``: stacks the separate
+    parameters of several experts into one. ``build``: appends operators. ``loop``: the loop over experts.
     """
 
     def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:

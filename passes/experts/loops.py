@@ -266,9 +266,9 @@ class _Merging:
         )
 
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
-        """Return the description of the masks of all experts (each true in the rows, that is, tokens, that chose the
-        expert) after the negation or reshape that ``node`` applies to each mask. ``mask``: their description before.
-        Raises :class:`Different` for another operator.
+        """Return the description of the row masks of all experts after the negation or reshape that ``node`` applies to
+        one of them. An expert's mask is true in the rows (tokens) that chose it. ``mask``: the description before the
+        operator. Raises :class:`Different` for another operator.
         """
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)

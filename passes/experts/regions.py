@@ -56,8 +56,8 @@ class ExpertRegion:
     ``keys``: the node with the expert number of each row; ``None`` in the dense form. ``num_experts``: the number of
     experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that indexes
     experts. ``nodes``: operators that work row by row, in order, with the row and expert dims of their results.
-    ``entries``: values from outside whose rows they read, with these dims. ``exits``: those of ``nodes`` that are read
-    outside. ``products``: the matrix products among ``nodes``.
+    ``entries``: values from outside whose rows the operators in ``nodes`` read, with their row and expert dims.
+    ``exits``: those of ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``.
     """
 
     keys: fx.Node | None
@@ -81,8 +81,8 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
     model.
 
     A region consists of matrix products in which each row has one expert (or all experts compute all rows), and of
-    operators between and behind them that work on each row by itself. Products for which there is no such region,
-    because an operator between them combines rows (tokens), give none.
+    operators between and behind them that work on each row by itself. Products are in no region if an operator between
+    them combines rows (tokens).
 
     Args:
         apart: mesh axes whose ranks will have different experts. An operator that communicates over such an axis ends a
@@ -197,10 +197,9 @@ class _RegionFinder:
         return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
 
     def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
-        """Return whether a router's choice, such as ``topk`` over as many scores as there are experts, decides which
-        results of ``products`` count.
-
-        Such an operator must be an ancestor of the products, or of a value that is computed from them.
+        """Return whether a router chooses among the experts whose matrix products are ``products``. This is so if the
+        products, or values that are computed from them, depend on an operator such as ``topk`` over as many scores as
+        there are experts.
         """
         behind = _collect_descendants(self.block, set(products))
         around = _collect_ancestors(self.block, behind | set(products)) - behind
@@ -367,14 +366,15 @@ def _find_factor_rule(node: fx.Node) -> OpFactors | None:
 
 
 def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
-    """Return which dims of a value index rows and experts. ``rows``, ``experts``: the names of the loop dimensions (as
-    in an einsum) of an operator that run over rows and over experts; a row is one token that goes
-    to an expert. ``experts`` is ``None`` if the operator has no such dimension; then only ``rows`` is looked for.
+    """Return which dims of a value, an operand or result of an operator, index rows (tokens) and experts. ``rows``,
+    ``experts``: the names of the operator's loop dimensions (as in an einsum) that run over rows and over experts.
+    ``experts`` is ``None`` if the operator has no loop dimension of experts; then only ``rows`` is looked for.
 
-    Return ``None`` if ``rows``, or a given ``experts``, is not in exactly one dim of its own.
+    Return ``None`` if ``rows``, or ``experts`` if given, is not in exactly one dim of the value or shares the dim with
+    another loop dimension.
 
     Args:
-        dims: names of the loop dimensions in each dim of the value.
+        dims: for each dim of the value, the names of its loop dimensions.
     """
     at = [d for d, held in enumerate(dims) if rows in held]
     by = [d for d, held in enumerate(dims) if experts is not None and experts in held]

@@ -86,10 +86,9 @@ def choice_of(node: Any) -> RoutingChoice | None:
 
 
 def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
-    """Return (``of``, ``number``) if the mask ``node`` is true where ``number`` occurs along the last dim of the tensor
-    ``of``.
-
-    All numbers along that dim must be distinct, like the k choices of a token. Return ``None`` for any other node.
+    """Return (integer tensor, number) if the mask ``node`` is true where this number occurs along the last dim of the
+    tensor, such as among the k experts that each token chose. Return ``None`` for any other node, or if a number may
+    occur more than once along that dim.
     """
     while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*CASTS, *RESHAPES)):
         node = node.args[0]

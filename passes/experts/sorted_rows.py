@@ -44,8 +44,8 @@ _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 def remove_row_sorts(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place so that rows (tokens) are not sorted where the model sorts them, such as by expert.
 
-    Only operators whose results do not depend on the order are rewritten; a sort that others still read stays. Every
-    node must have a meta tensor in ``node.meta["val"]``, and has one afterwards.
+    Only operators whose results do not depend on the order are rewritten; a sort that other operators still read stays.
+    Every node must have a meta tensor in ``node.meta["val"]``, and has one afterwards.
     """
     for node in list(graph.nodes):
         if node.target in (*_SORTS, *_ARGSORTS) and len(list_node_sizes(operands_of(node)[0])) == 1:
@@ -57,8 +57,8 @@ def remove_row_sorts(graph: fx.Graph) -> None:
 class _UnsortedValue:
     """The value that an operator behind a sort of rows (tokens) would have if the rows were not sorted.
 
-    ``node``: a new node with this value. ``dims``: for each result of the original operator, the index of the dim along
-    which it is sorted; ``None`` if it does not depend on the order.
+    ``node``: the node with this value. ``dims``: for each result of the original operator, the index of the dim along
+    which the rows are sorted; ``None`` for a result that does not depend on the order of the rows.
     """
 
     node: fx.Node
@@ -330,13 +330,12 @@ class _Unsorter:
         return _UnsortedValue(made, tuple(dims))
 
     def _sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
-        """Return the name of the loop dimension (as in an einsum) of an operator that the sorted dim of its operand
-        ``node`` holds, as a set of one name, so that those of several operands can be joined.
-
-        The name is ``""`` if the dim does not hold exactly one loop dimension.
+        """Return the name of the loop dimension (as in an einsum) along which ``node``, an operand of an operator, is
+        sorted. The result is a set with this name, so that the names of several operands can be united. The name is
+        ``""`` if the sorted dim does not belong to exactly one loop dimension.
 
         Args:
-            dims: names of the loop dimensions in each dim of the operand.
+            dims: for each dim of the operand, the names of its loop dimensions.
         """
         dim = self.twins[node].dims[0]
         assert dim is not None

@@ -108,8 +108,8 @@ _ON_DIM = {aten.split_with_sizes.default: 2, aten.slice.Tensor: 1, aten.softmax.
 
 
 def stack_experts(captured: Captured) -> Captured:
-    """Return ``captured`` with sums over experts, each a module of a list, rewritten to batched products with stacked
-    weights.
+    """Return ``captured`` with sums over the outputs of experts rewritten, if the experts are separate modules, such as
+    in a ``ModuleList``. Batched products with stacked weights then compute all experts at once.
 
     The graph is changed in place.
     """

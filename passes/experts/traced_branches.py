@@ -57,11 +57,11 @@ class TracedBranches:
     """Record of the branches of forward, in one trace, on whether an expert has rows (tokens that chose it).
 
     A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered from 1, and
-    ``num_listings`` is their number. ``leaves_out``: the trace answers as if experts with even (0) or odd (1) numbers
-    had no rows; ``None``: as if all had rows. ``seen``: the number of branches. ``decided``: the listings on which a
-    branch depended. ``changed``: whether a mask on which a branch depended was later written in place. ``marked``:
-    pairs of a node and the marker operator through which the trace reads it. ``counted``: symbol of a number of rows ->
-    (the number, its listing, its expert).
+    ``num_listings`` is their number. ``leaves_out``: branches are decided as if experts with even (0) or odd (1)
+    numbers had no rows; ``None``: as if all experts had rows. ``seen``: the number of branches. ``decided``: the
+    listings on which a branch depended. ``changed``: whether a mask on which a branch depended was later written in
+    place. ``marked``: pairs of a node and the marker operator through which the trace reads it. ``counted``: symbol of
+    a number of rows -> (the number, its listing, its expert).
     """
 
     leaves_out: int | None = None
@@ -102,8 +102,8 @@ class TracedBranches:
         """Fix the outcome of the symbolic condition ``question`` if it only tests whether an expert has rows (tokens
         that chose it), and return ``True``.
 
-        The outcome depends on which experts have rows in this trace. Return ``False`` for any other condition, or for a
-        row count that was not registered.
+        The outcome depends on which experts have rows according to :attr:`leaves_out`. Return ``False`` for any other
+        condition, or for a row count that was not registered.
         """
         symbols = [s for s in question.free_symbols if s in self.counted]
         if len(symbols) != 1 or len(question.free_symbols) != 1:
@@ -125,7 +125,7 @@ class TracedBranches:
 @contextmanager
 def guards_traced(guards: TracedBranches) -> Iterator[None]:
     """Return a context in which branches of forward on whether an expert has rows (tokens that chose it) can be traced.
-    They are decided as ``guards`` says, by default as if the expert had rows, and ``guards`` records them.
+    ``guards``: decides the branches, by default as if the expert had rows, and records them.
     """
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
@@ -147,7 +147,8 @@ def guards_traced(guards: TracedBranches) -> Iterator[None]:
 
 class _BranchMode(TorchFunctionMode):
     """A function mode that intercepts torch functions that list the rows (tokens) where a mask is true, count them, or
-    test whether there are any, so that forward can branch on the result in a trace. ``guards``: records the branches.
+    test whether there are any, so that forward can branch on the result in a trace. ``guards``: decides and records the
+    branches.
     """
 
     def __init__(self, guards: TracedBranches) -> None:
@@ -157,9 +158,10 @@ class _BranchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. If it lists the rows (tokens) in which an expert's
-        mask is true, it reads the mask through a marker operator. If it tests whether an expert has rows, the answer is
-        a fixed Python boolean. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it lists the rows
+        (tokens) in which an expert's mask is true, it reads the mask through a marker operator, by which the mask is
+        found in the graph later. If it tests whether an expert has rows, the answer is a fixed Python boolean.
+        ``types``: unused.
         """
         kwargs = kwargs or {}
         if get_proxy_mode() is None:
@@ -202,7 +204,7 @@ class _BranchMode(TorchFunctionMode):
         trace.
 
         Args:
-            asked: the question of forward about an expert's rows (tokens); it has the nodes of the mask and of the
+            asked: what forward asks about the rows (tokens) of an expert, with the nodes of the mask and of the chosen
                 numbers.
         """
         mode = get_proxy_mode()
@@ -220,7 +222,7 @@ class _BranchMode(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _ExpertRowsQuery:
-    """A question of forward: whether any row chose the expert ``number``, or how many rows (tokens) did.
+    """What forward asks about the rows (tokens) that chose the expert ``number``: whether there are any, or how many.
 
     ``some``: whether a true (or non-zero) answer means that there are rows; false if it means that there are none.
     ``masks``: the nodes of one mask, in several dtypes, that is true in these rows; may be empty. ``of``: the node with
@@ -333,13 +335,13 @@ def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
     """Return those of ``nodes``, in an exported graph, that are masks of the rows (tokens) of experts with even or odd
-    numbers. The caller replaces them by empty masks, as if no row had chosen these experts. A mask that is computed
+    numbers. The caller replaces them by masks of zeros, as if no row had chosen these experts. A mask that is computed
     from another such mask is left out.
 
     Args:
         parity: 0 for the experts with even numbers, 1 for those with odd numbers.
-        decided: numbers of the places in the trace where forward listed an expert's rows and branched on whether there
-            are any. Only masks of experts whose rows were listed at one of these places are returned.
+        decided: places in the trace, numbered from 1, where forward listed an expert's rows and branched on whether
+            there are any. Only masks of experts whose rows were listed at one of these places are returned.
     """
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:

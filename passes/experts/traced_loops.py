@@ -167,8 +167,8 @@ class _LoopIndexMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. An index by a tensor that forward got as loop index
-        becomes an index by the number of its expert. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. An index by a tensor
+        that forward got as loop index becomes an index by the number of its expert. ``types``: unused.
         """
         if func is Tensor.__getitem__ and self.hits.turns:
             of, index = args
@@ -190,14 +190,16 @@ class _LoopIndexMode(TorchFunctionMode):
         return made
 
     def _find_expert_number(self, value: Any) -> int | None:
-        """Return the number of the expert for which ``value`` is the loop index; ``None`` if it is none."""
+        """Return the number of the expert for which ``value`` is the loop index; ``None`` if ``value`` is no loop
+        index."""
         held = self.hits.turns.get(id(value)) if isinstance(value, Tensor) else None
         return None if held is None else held[1]
 
 
 def _is_turns(mask: Any) -> bool:
-    """Return whether ``mask`` is the mask of the rows (tokens) of a single expert, selected inside a loop over the
-    experts with rows that is being traced. Forward may assume that such a mask is true somewhere.
+    """Return whether ``mask`` is the mask of the rows (tokens) of a single expert, selected inside a traced loop over
+    the experts that have rows. Such a mask is true for at least one row, so the trace may assume that a list of its
+    rows is not empty.
     """
     node = node_of(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
@@ -279,7 +281,7 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
     loop over all experts computes the same.
 
     Args:
-        empty: graph of a trace with empty row masks for some experts.
+        empty: graph of a trace in which the row masks of some experts are zeros.
         left_out: graph of a trace without the iterations of these experts.
     """
     alike: dict[tuple[str, str, str], int] = {}

@@ -180,8 +180,8 @@ _library.impl("axis_index", lambda axis, size: torch.empty((), dtype=torch.int64
 
 
 def _make_argument_saver(*names: str) -> Any:
-    """Return an autograd ``setup_context`` that stores the operator's arguments after the first in ``ctx.kept``, a dict
-    with the keys ``names``.
+    """Return the ``setup_context`` of an operator's autograd function. It stores, for backward, the operator's
+    arguments after the first in ``ctx.kept``: a dict with the keys ``names``, one for each of these arguments.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

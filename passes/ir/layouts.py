@@ -178,8 +178,9 @@ class Shard(NamedTuple):
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """Take the part of the whole ``tensor`` that the first of ``shards`` describes, of this the part that the second
-    describes, and so on, such as one for each mesh axis. Return what remains: the part of one rank.
+    """Take a part of a part: of the whole ``tensor`` the part that the first of ``shards`` describes, of the result the
+    part that the second describes, and so on, with one shard for each mesh axis over which the tensor is distributed.
+    Return the last result, the part of one rank.
     """
     for layout, num_ranks, rank in shards:
         tensor = take_shard(tensor, layout, num_ranks, rank)

@@ -296,8 +296,8 @@ class LiftedNumber:
         return bool(self._decide_comparison("ne", 0))
 
     def is_integer(self) -> bool:
-        """Return whether this number is whole, like :meth:`float.is_integer`. The answer becomes a condition of the
-        plan."""
+        """Return whether this number is whole, like :meth:`float.is_integer`. The plan is valid only for inputs with
+        the same answer."""
         return bool(apply_number_operator("mod", self, 1) == 0)
 
     def _refuse_number_use(self, use: str) -> Any:
@@ -356,15 +356,15 @@ class LiftedNumber:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` with 0-dimensional tensors in place of lifted numbers (Python numbers that
-        are traced as tensors), and return its result. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs``, in which lifted numbers (Python numbers that
+        are traced as tensors) are replaced by their 0-dimensional tensors, and return its result. ``types``: unused.
         """
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Apply the operator that equals the NumPy function ``ufunc`` to this number and the other ``inputs``, and
-        return the result. A NumPy function that has no such operator, a ``method`` other than ``"__call__"``, and
-        keyword arguments are refused with :class:`NotLiftable`. ``method``: how NumPy calls the function.
+        return the result. Raise :class:`NotLiftable` for a NumPy function without such an operator, a ``method`` other
+        than ``"__call__"``, or keyword arguments. ``method``: how NumPy calls the function.
         """
         name = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or kwargs or name is None or not all(map(_is_number, inputs)):
@@ -435,7 +435,8 @@ def apply_number_operator(name: str, *operands: Any) -> Any:
     """Apply an operator such as ``add`` or ``sqrt`` to ``operands``, Python numbers of which at least one is lifted
     (traced as a tensor). Return a lifted number.
 
-    ``name``: a key of ``OPERATORS``. Raises :class:`NotLiftable` if the result cannot be represented by a tensor.
+    ``name``: the operator's name, such as ``add`` for ``+``. Raises :class:`NotLiftable` if the result cannot be
+    represented by a tensor.
     """
     scope = next(o.scope for o in operands if is_lifted(o))
     if name in _DOMAINS:
@@ -524,8 +525,9 @@ class _Constructors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the torch function ``func`` and return its result. If a lifted number (a Python number that is traced as
-        a tensor) is among the arguments, a form that accepts it is used. ``types``: unused.
+        """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If a lifted number (a
+        Python number that is traced as a tensor) is among the arguments, an equivalent function that accepts it is
+        called. ``types``: unused.
         """
         kwargs = dict(kwargs or {})
         if func in _MAKERS and any(map(is_lifted, (*args, *kwargs.values()))):
@@ -581,8 +583,8 @@ _MAKERS: dict[Any, Callable[..., Any]] = {
 # --- while the forward is traced --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def numbers_followed() -> Iterator[None]:
-    """Return a context in which ``min``, ``max``, functions of ``math`` and constructors of torch accept lifted
-    numbers.
+    """Return a context in which ``min``, ``max``, functions of ``math``, and functions of torch such as ``torch.full``
+    accept lifted numbers.
 
     A lifted number replaces a Python number during a trace and computes with a 0-dimensional tensor.
     """

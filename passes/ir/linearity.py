@@ -68,8 +68,8 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
 
 def without_shape_reads(graph: fx.Graph) -> None:
     """Replace operators of ``graph`` that read only the shape and dtype of an operand, such as ``zeros_like``, by
-    operators that make the same tensor without this operand. The graph is changed in place. Its values then do not seem
-    to depend on the operand.
+    operators that make the same tensor without this operand. The graph is changed in place. A search for the values
+    that depend on the operand then leaves these tensors out.
     """
     for node in list(graph.nodes):
         name = _read_operator_name(node.target)
@@ -117,11 +117,12 @@ def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node
 
 
 def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
-    """Return how the result of the operator ``node`` depends on certain inputs of the graph: whether it depends on
-    them, and whether it is zero if all of them are zero.
+    """Return how the result of the operator ``node`` in a function's graph depends on those inputs in which the
+    function should be affine (linear plus a constant): whether it depends on them, and whether it is zero if they are
+    all zero.
 
-    Raise :class:`NotAffine` if it is not linear in operands that depend on the inputs. ``found``: earlier node -> how
-    its result depends on the inputs.
+    Raise :class:`NotAffine` if it is not linear in operands that depend on these inputs. ``found``: earlier node -> how
+    its result depends on them.
     """
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]
@@ -139,19 +140,21 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether all operands at ``positions`` are known to be zero if certain inputs of the graph are zero.
+    """Return whether all operands at ``positions`` are known to be zero if those inputs of a function's graph are zero
+    in which the function should be affine (linear plus a constant).
 
     Args:
-        operands: the operator's operands.
-        positions: indices in ``operands``.
+        operands: the operands of one operator of the graph.
+        positions: indices in ``operands``, from 0.
         found: node -> how its value depends on these inputs.
     """
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 
 def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if certain inputs
-    of the graph are zero. ``None`` counts as zero. ``found``: node -> how its value depends on these inputs.
+    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if those inputs of
+    a function's graph are zero in which the function should be affine (linear plus a constant). ``None`` counts as
+    zero. ``found``: node -> how its value depends on these inputs.
     """
     if isinstance(operand, fx.Node):
         return found[operand].zero

@@ -75,7 +75,7 @@ class ModelInput:
 
     ``value``: its name in the graph. ``path``: its position in the arguments of the model, such as ``input_ids``, ``0``
     or ``past.0.key``. ``spec``: shape and dtype. ``number``: the Python type of the input if it is a number; the graph
-    reads it as a 0-dimensional tensor.
+    reads it as a 0-dimensional tensor. ``None`` for a tensor.
     """
 
     value: str
@@ -130,7 +130,8 @@ class ModelOutput:
 
 @dataclass
 class Block:
-    """The functional graph of a piece of the model, such as a decoder layer, which one or more calls execute.
+    """The functional graph (``graph``) of a piece of the model, such as a decoder layer, which one or more calls
+    execute.
 
     ``name``: the name by which calls refer to the block. ``states`` and ``inputs``: the names of the graph's
     placeholders, in order: first those of parameters, buffers and constants, then those of other values.
@@ -192,10 +193,11 @@ class FoldedModel:
     ``blocks``: the blocks by name. ``calls``: the calls in execution order. ``inputs`` and ``outputs``: those of the
     whole model. ``signature``: the arguments of ``forward``. ``values``: name of a model input or call output -> its
     shape and dtype. ``loss``: the name of the loss value, or ``None``. A state is a parameter, buffer or constant;
-    ``states`` and ``constants`` (values of constants) are keyed by state name. ``tree``: the structure of the model's
-    result, as text. ``notes``: messages for the user. ``updates``: buffer -> name of the value that it has after a
-    step. ``keeps``: buffer -> ``f``, for buffers whose new value is ``f`` times the old one plus terms that are summed
-    over microbatches. ``initial``: buffer -> its value before the first step.
+    ``states`` and ``constants`` (values of constants) are keyed by state name. ``tree``: the pytree structure of the
+    model's result as text; ``None`` if it cannot be written as text. ``notes``: messages for the user. ``updates``:
+    buffer -> name of the value that it has after a step. ``keeps``: buffer -> ``f``, for buffers whose new value is
+    ``f`` times the old one plus terms that are summed over microbatches. ``initial``: buffer -> its value before the
+    first step, as a number if all elements are equal, else as nested lists.
     """
 
     blocks: dict[str, Block]
@@ -227,12 +229,14 @@ class Captured:
 
     ``graph``: the graph. A state is a parameter, buffer or constant. ``states``: the states by name. ``inputs``: the
     inputs of forward. ``outputs``, ``loss`` and ``updates`` (new values of buffers that forward changes) refer to nodes
-    of the graph by name. ``placeholders``: name of a placeholder -> name of its state or input. ``constants``: values
-    of the constants, by state name. ``tree``: the structure of the model's result, as text. ``notes``: messages for the
-    user. ``classes``: module path -> class name. ``keeps``: buffer -> ``f``, for buffers whose new value is ``f`` times
-    the old one plus terms that are summed over microbatches. ``signature``: the arguments of forward. ``turns``:
-    further captures of the same model, in pairs: with empty masks for every second expert, and without the loop
-    iterations of these experts. If both are equal, loops over experts may run over all experts.
+    of the graph by name; ``loss`` is ``None`` if there is no loss. ``placeholders``: name of a placeholder -> name of
+    its state or input. ``constants``: values of the constants, by state name. ``tree``: the pytree structure of the
+    model's result as text; ``None`` if it cannot be written as text. ``notes``: messages for the user. ``classes``:
+    module path -> class name. ``keeps``: buffer -> ``f``, for buffers whose new value is ``f`` times the old one plus
+    terms that are summed over microbatches. ``signature``: the arguments of forward. ``turns``: further captures of the
+    same model, in pairs. In the first of a pair, the row masks of every second expert are zeros, as if no row (token)
+    had chosen it. In the second, the loop iterations of these experts are left out. If both compute the same, a loop
+    over the chosen experts may run over all experts.
     """
 
     graph: fx.Graph

@@ -110,7 +110,8 @@ def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Gra
 
     Args:
         rules: for each operator to replace, a function ``rule(build, *args, **kwargs)``. It appends operators by
-            ``build`` and returns the node that replaces the operator, or ``KEEP`` to leave it.
+            ``build`` and returns the node that replaces the operator, or the constant ``KEEP`` to leave the operator as
+            it is.
     """
     build = Builder()
     env: dict[fx.Node, Any] = {}
@@ -129,7 +130,7 @@ def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Gra
 
 def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], rule: Rule | None) -> Any:
     """Return the node (or tuple of nodes) that replaces ``node`` in the new graph: the result of ``rule``, or a copy of
-    the node if ``rule`` is ``None`` or returns ``KEEP``.
+    the node if ``rule`` is ``None`` or returns the constant ``KEEP``.
 
     ``build``: appends operators to the new graph. ``env``: maps old nodes to new ones.
     """

@@ -58,8 +58,8 @@ def block_from_data(
     """Return the block whose graph was written as ``nodes``, one dict of JSON values for each node, in order.
 
     Raises :class:`GraphFormatError` with the name of the node that cannot be read, and :class:`UntrustedOperatorError`
-    if a node calls an operator that plans may not name. ``name``: the block's name. ``states``, ``inputs``: names of
-    the graph's placeholders: of parameters, buffers and constants, and of other values.
+    if a node calls an operator that a plan file may not use. ``name``: the block's name. ``states``, ``inputs``: names
+    of the graph's placeholders: of parameters, buffers and constants, and of other values.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -126,8 +126,8 @@ def _node_from_data(graph: fx.Graph, data: dict[str, Any], made: dict[str, fx.No
 
 
 def _find_allowed(name: Any) -> Any:
-    """Return the torch operator with the name ``name``. Raise :class:`UntrustedOperatorError` if plans may not name it,
-    and :class:`GraphFormatError` if it is not registered.
+    """Return the torch operator with the name ``name``. Raise :class:`UntrustedOperatorError` if it is not one of the
+    operators that a plan file may use, and :class:`GraphFormatError` if it is not registered.
     """
     if not isinstance(name, str):
         raise GraphFormatError(f"{name!r} is no name of an operator")

@@ -21,7 +21,7 @@ class Numbers:
 
     Args:
         alike: a table (key of a node -> integer) that the objects of several graphs share, so that their integers can
-            be compared; inputs then match by name, and random operators by their order.
+            be compared; inputs then match by name, and random operators by their order. ``None``: a table of its own.
     """
 
     def __init__(self, alike: dict[tuple[str, str, str], int] | None = None) -> None:

@@ -229,10 +229,11 @@ def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> No
 
 
 def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:
-    """Raise :class:`GraphError` unless ``spec``, the shape and dtype of a value in the model, is that of ``node``, the
-    input or output of a block (a graph) for which a call uses the value.
+    """Raise :class:`GraphError` unless ``spec``, the shape and dtype of a value in the model, equals the shape and
+    dtype of ``node``. The node is the input or output of a block (a graph) that a call of this block connects with the
+    value.
 
-    ``where``: the call, for the message. ``value``: the value's name.
+    ``where``: words for the call, for the message. ``value``: the value's name.
     """
     if spec != TensorSpec.of(node.meta["val"]):
         have = format_meta_value(spec.meta())
@@ -348,11 +349,13 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
 
 
 def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
-    """Return whether the number of rows of ``node`` differs between the ranks of a mesh axis, because they send rows to
-    experts by different expert numbers.
+    """Return whether the ranks of a mesh axis have different numbers of rows in ``node``, because each rank has sent
+    rows (tokens) to experts by its own expert numbers.
 
     Args:
-        known: name of a node -> whether its value is "alike" on all ranks, "different" or "unknown".
+        known: name of a node -> how its value compares between the ranks of the axis: "alike" if it is equal and whole
+            on every rank, "different" if it may differ, "unknown" if it is equal but may be meant as a shard or an
+            addend.
     """
     rows = node.meta["val"].shape[:1]
     seen, stack = set(), [node]
@@ -377,7 +380,9 @@ def find_difference_origin(node: fx.Node, known: Mapping[str, Sameness]) -> fx.N
     values back from ``node``.
 
     Args:
-        known: name of a node -> whether its value is "alike" on all ranks, "different" or "unknown".
+        known: name of a node -> how its value compares between the ranks of a mesh axis: "alike" if it is equal and
+            whole on every rank, "different" if it may differ, "unknown" if it is equal but may be meant as a shard or
+            an addend.
     """
     while True:
         before = [n for n in node.all_input_nodes if n.op == "call_function" and known[n.name] == "different"]

@@ -130,7 +130,8 @@ def _read_autocast_request(device: str | None) -> Asked | None:
 
 
 def _enter_autocast_region(self: Any) -> Any:
-    """Replace ``autocast.__enter__``: set the autocast flags, without the marker node that torch.export would add."""
+    """Replacement of ``autocast.__enter__``: set the autocast flags, without the marker node that torch.export would
+    add. Return the context ``self``, a ``torch.autocast`` object."""
     self.prev = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
     torch.set_autocast_enabled(self.device, self._enabled)
     torch.set_autocast_dtype(self.device, self.fast_dtype)
@@ -138,7 +139,8 @@ def _enter_autocast_region(self: Any) -> Any:
 
 
 def _exit_autocast_region(self: Any, *_: Any) -> bool:
-    """Replace ``autocast.__exit__``: restore the autocast flags from before the region."""
+    """Replacement of ``autocast.__exit__``: restore the autocast flags from before the region. ``self``: the
+    ``torch.autocast`` object. Return ``False``, so that exceptions go on."""
     torch.set_autocast_enabled(self.device, self.prev[0])
     torch.set_autocast_dtype(self.device, self.prev[1])
     return False
@@ -229,8 +231,8 @@ def _require_plain_value(value: Any) -> Any:
 
 
 def _run_in_thread(function: Callable[[], Any]) -> Any:
-    """Run ``function`` in a new thread, where no trace is active, and wait for it. Return its result, or the exception
-    that it raises."""
+    """Run ``function`` in a new thread, where no trace is active, and wait for it. Return its result. If it raises an
+    exception, return the exception object."""
     found: list[Any] = []
 
     def work() -> None:
@@ -368,8 +370,8 @@ class _AutocastLog(TorchDispatchMode):
 
 
 def _operator_casts_input(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the operator ``func`` casts its input to the dtype of its result, as ``sum(x, dtype=...)``
-    does.
+    """Return whether the operator ``func``, called with ``args`` and ``kwargs``, casts its input to the dtype of its
+    result, as ``sum(x, dtype=...)`` does.
     """
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     return given.get("dtype") is not None or bool(given.get("half_to_float"))

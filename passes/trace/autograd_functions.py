@@ -276,7 +276,8 @@ def _transpose_custom_backward(
 
     def backward(*grads: Tensor | None) -> list[Tensor | None]:
         """Run ``backward`` of a user's ``torch.autograd.Function``. ``grads``: the gradients of those results that can
-        have one. Return the gradients of those arguments that need one, in order; ``None`` for a gradient of zero."""
+        have one. Return the gradients of those arguments that need one, in order. In both, ``None`` is a gradient of
+        zero."""
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
         with torch.no_grad(), _side_effects_refused(cls):
@@ -348,8 +349,8 @@ def _as_input(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Wrong(Exception):
-    """Raised if the ``backward`` of a user's ``torch.autograd.Function`` has an error of its own, or returns what
-    autograd would refuse."""
+    """Raised if the ``backward`` of a user's ``torch.autograd.Function`` has an error of its own, or returns gradients
+    for which autograd would raise an error."""
 
 
 class _Untraced(Exception):
@@ -391,8 +392,8 @@ class _SettingGrad(TorchFunctionMode):
         self.cls = cls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the torch function ``func`` and return its result. Raise :class:`UnsupportedError` if it assigns
-        ``tensor.grad``."""
+        """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. Raise
+        :class:`UnsupportedError` if it assigns ``tensor.grad``. ``types`` is not used."""
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.grad:
             raise UnsupportedError(
                 f"{_format_class_name(self.cls)}.backward sets the gradient of a tensor as a side effect, which a plan "
@@ -475,7 +476,7 @@ def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[
 
 
 def forward_hooks_of(model: nn.Module) -> list[Any]:
-    """Return a list of all forward hooks and forward pre-hooks of the model and its submodules."""
+    """Return a list of all forward hooks and forward pre-hooks of ``model`` and its submodules."""
     return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
 
 
@@ -541,9 +542,9 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         ``what``: the word for what the hook is registered on, such as "tensor", for messages."""
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
-            """Ignore the hook ``hook``, which a model's forward wants to register on ``owner``, if it only observes;
-            otherwise raise :class:`UnsupportedError`. For an ignored hook, add a text for the user to the notes and
-            return an empty handle."""
+            """Ignore the hook ``hook``, which a model's forward wants to register on ``owner``, if it only observes
+            (returns ``None`` and changes nothing); otherwise raise :class:`UnsupportedError`. For an ignored hook, add
+            a text for the user to the list ``notes`` of the enclosing function and return an empty handle."""
             reason = what_it_does(hook, given)
             if reason is not None:
                 raise UnsupportedError(
@@ -729,9 +730,9 @@ _NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, typ
 
 @contextlib.contextmanager
 def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Return a context at whose end everything outside of the model that the forward hooks of ``model`` have changed in
-    the meantime, such as a list to which they append, is restored. ``notes``: a list to which a text for the user is
-    added for each hook that had changed something."""
+    """Return a context that undoes at its end what the forward hooks of ``model`` have changed outside of the model,
+    such as a list to which they append. ``notes``: a list to which a text for the user is added for each hook that had
+    changed something."""
     before = [
         (hook, name, _HookState.of(hook))
         for name, module in model.named_modules()
@@ -869,7 +870,7 @@ def _insert_call_like(
 
 def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the set of those nodes of ``graph`` that are in ``marks`` or depend on a node in ``marks``, and to which
-    gradients flow from ``loss`` in backward, even if they are zero. ``loss`` is always in the set. ``marks``: nodes
+    gradients (of any value, also zero) flow from ``loss`` in backward. ``loss`` is always in the set. ``marks``: nodes
     that mark results of users' ``torch.autograd.Function`` classes."""
     behind = set(marks)
     for node in graph.nodes:

@@ -50,9 +50,9 @@ def numbers_known(
     Args:
         model: the model.
         held: buffer name -> tensor with the buffer's real values.
-        asked: a set to which the names of the buffers are added on which a number that was read depends.
-        drawn: a list to which the names of random operators are added if a number cannot be computed because it depends
-            on them.
+        asked: a set that receives buffer names. A name is added if forward read a number that depends on this buffer.
+        drawn: a list that receives the names of random operators, if forward tried to read a number that depends on
+            them; ``None`` if the names are not needed.
     """
     known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
 
@@ -69,9 +69,9 @@ class _ConcreteScalarMode(TorchFunctionMode):
     """A torch function mode for a trace, in which functions that read tensors as numbers, such as ``Tensor.item``,
     return real numbers if these follow from constants and buffers of the model.
 
-    ``held``: buffer name -> tensor with the buffer's real values. ``asked``: a set that receives the names of the
-    buffers on which a number that was read depends. ``drawn``: a list that receives the names of the random operators
-    on which a number that could not be computed depends.
+    ``held``: buffer name -> tensor with the buffer's real values. ``asked``: a set that receives buffer names; one is
+    added if forward read a number that depends on this buffer. ``drawn``: a list that receives the names of random
+    operators, if forward tried to read a number that depends on them.
     """
 
     def __init__(self, held: Mapping[str, Tensor], asked: set[str], drawn: list[str]) -> None:
@@ -242,13 +242,13 @@ def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Nod
 @contextmanager
 def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward can call ``module.to``, ``module.float`` and
-    similar methods if they change neither dtype nor device. A call that would change those of a parameter or buffer
-    raises :class:`UnsupportedError`.
+    similar methods if they change neither dtype nor device. A call that would change the dtype or device of a parameter
+    or buffer raises :class:`UnsupportedError`.
 
     Args:
         model: the model.
-        double: whether the model was converted to float64 for the trace, so that a conversion to another
-            floating-point dtype is ignored.
+        double: whether the model was converted to float64 for the trace, so that a conversion to another floating-point
+            dtype is ignored.
     """
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

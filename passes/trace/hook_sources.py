@@ -686,8 +686,9 @@ def _has_name_of_code(node: Definition, code: types.CodeType) -> bool:
 
 
 def _has_position_inside(node: Definition, place: tuple[int | None, int | None, int | None, int | None]) -> bool:
-    """Return whether a position of source code is inside the definition ``node``. ``place``: (line, end line, column,
-    end column).
+    """Return whether a position of source code starts inside the definition ``node``. ``place``: (line, end line,
+    column, end column), as ``code.co_positions()`` yields it; ``None`` for a line or column that is not known, which
+    counts as 0.
     """
     line, _, column, _ = place
     start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)

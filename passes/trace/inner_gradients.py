@@ -326,7 +326,7 @@ def _make_empty_like(value: Tensor) -> Tensor:
 
 def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
     """Return a new tensor that stands for the result of ``node`` in the trace that ``tracer`` records. ``value``: a
-    tensor whose shape, strides and dtype it gets."""
+    tensor whose shape, strides and dtype it gets. It requires a gradient if its dtype allows this."""
     made = _make_empty_like(value)
     if made.is_floating_point() or made.is_complex():
         _plain_requires_grad_(made)
@@ -380,9 +380,9 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
 
 
 def _find_written_values(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that were the same tensor as ``node`` before in-place operators wrote to it, if ``node`` is
-    such an operator: its operand, the operand of the in-place operator that made this one, and so on, back to the
-    node that created the tensor, which is last. Return an empty list if ``node`` does not write in place."""
+    """If ``node`` is an in-place operator, return the nodes that stand for the same tensor before its writes: the
+    operand of ``node``, then the operand of the in-place operator that made this one, and so on. The last is the node
+    that created the tensor. Return an empty list for any other node."""
     found = []
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         node = node.args[0]  # type: ignore[assignment]

@@ -254,8 +254,8 @@ class _TensorNamingMode(TorchFunctionMode):
 
     def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
         """Return a fake copy (without values) of ``tensor``, which takes its place in all later calls. It is needed
-        before a call writes values that are not known to ``tensor``. ``asked``: a key of this call, which enters the
-        new identifiers of the copy and of other views of the memory."""
+        before a call of a torch function writes unknown values into ``tensor``. ``asked``: a key of this call, which
+        enters the new identifiers of the copy and of other views of the memory."""
         fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
         self._by_id[id(fake)] = self.of(tensor)
@@ -306,5 +306,6 @@ def _is_in_place_function(func: Callable[..., Any]) -> bool:
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """Return an integer that is equal for tensors that share their memory, and differs for others."""
+    """Return an integer that identifies the memory of ``tensor``: it is equal for tensors that share their memory, and
+    different for others."""
     return int(tensor.untyped_storage()._cdata)

@@ -169,8 +169,8 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
     """Return a hashable value that describes ``module``: its submodules, attributes, and shapes and flags of its
     parameters and buffers.
 
-    ``texts``: if given, integer and text attributes are stored in it, (submodule path, attribute name) -> value, and
-    only their types are part of the returned value.
+    ``texts``: a dict that receives the integer and text attributes, (submodule path, attribute name) -> value; only
+    their types are then part of the returned value. With ``None``, their values are part of it.
     """
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
@@ -293,7 +293,7 @@ class _Frozen:
 
 def _read_stored_field(value: Any, name: str) -> Any:
     """Return the value of the field ``name`` of the dataclass instance ``value``. It is read from the instance's
-    ``__dict__`` if it is there, because a descriptor may refuse to be read."""
+    ``__dict__`` if it is there, because reading it through a descriptor may raise an error."""
     held = getattr(value, "__dict__", {})
     return held[name] if name in held else getattr(value, name)
 

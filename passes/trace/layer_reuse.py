@@ -57,14 +57,14 @@ class Journal(TorchFunctionMode):
     modules can be compared.
 
     ``entries``: for each torch function, in order: the function, keys of its arguments, and the positions of its
-    results among the tensors that became known. ``needs_trace``: whether only a real trace can tell what the call
-    computes, because sizes depend on data or autocast is on. ``operands``: the tensors that the call of the module
-    reads, in order; they are the first known tensors.
+    results. A tensor's position is its index in the order in which the journal sees tensors for the first time.
+    ``needs_trace``: whether only a real trace can tell what the call computes, because sizes depend on data or autocast
+    is on. ``operands``: the tensors that the call of the module reads, in order; they have the first positions.
     """
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
-        """Start without entries. ``operands``: the tensors that the recorded call of a module reads, in order; they are
-        the first known tensors."""
+        """Start without entries. ``operands``: the tensors that the recorded call of a module reads, in order; they get
+        the positions 0, 1, ..."""
         super().__init__()
         self.entries: list[Any] = []
         self.needs_trace = False
@@ -86,8 +86,8 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return two counts for the present end of this journal: the number of entries, and the number of known
-        tensors. :meth:`sum_up` replaces the entries after this point."""
+        """Return two counts for the present end of this journal: the number of entries, and the number of tensors that
+        the journal has seen. :meth:`sum_up` replaces the entries after this point."""
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -109,8 +109,8 @@ class Journal(TorchFunctionMode):
         self.entries.append((number, asked, self._record_result_places(list(results))))
 
     def _assign_tensor_place(self, tensor: Tensor) -> int:
-        """Return the position (from 0) of ``tensor`` in the order in which tensors became known to this journal; a new
-        tensor gets the next one."""
+        """Return the position (from 0) of ``tensor`` in the order in which the journal sees tensors for the first time;
+        a new tensor gets the next position."""
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self._held)
             self._held.append(tensor)
@@ -118,8 +118,8 @@ class Journal(TorchFunctionMode):
 
     def _record_result_places(self, result: Any) -> Any:
         """Return, in the structure of ``result`` (of a torch function), the position of each tensor in the order in
-        which tensors became known to this journal; ``None`` for values that are not tensors. New tensors get the next
-        positions."""
+        which the journal sees tensors for the first time; ``None`` for values that are not tensors. New tensors get the
+        next positions."""
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
                 self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
@@ -136,7 +136,8 @@ class Journal(TorchFunctionMode):
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
         """Return a key of ``tensor``, an argument of a torch function: ("tensor", its position in the order in which
-        tensors became known), or ("other", its ``id``) if it is neither an operand of the recorded call nor made by it.
+        the journal sees tensors for the first time), or ("other", its ``id``) if it is neither an operand of the
+        recorded call nor made by it.
         """
         place = self._places.get(id(tensor))
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
@@ -151,7 +152,7 @@ class Journal(TorchFunctionMode):
 @contextlib.contextmanager
 def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
     """Return a context inside of a trace, in which operators are computed on fake tensors but are not recorded in the
-    graph. ``operands``: fake tensors of the trace."""
+    graph. ``operands``: fake tensors of the trace, from which the fake tensor mode is found."""
     with contextlib.ExitStack() as stack:
         for _ in torch.overrides._get_current_function_mode_stack():
             stack.enter_context(torch.overrides._pop_mode_temporarily())
@@ -223,7 +224,8 @@ class _CallMemo:
     the torch functions that the first call used. ``alone``: whether every call must be traced, because the first has an
     effect or a result, such as a write to an argument or a view of one, that one operator cannot represent. ``leaves``:
     for each value in the result, ("made", index of a new tensor), ("operand", index of an operand that is returned
-    unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result.
+    unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result. ``journal`` and ``tree`` are
+    ``None`` before the first call.
     """
 
     number: int
@@ -280,8 +282,9 @@ class Repeats:
         return Repeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Add one of the groups of equal modules to :attr:`refused`, so that every call of its modules is traced in the
-        next trace. ``number``: a number that identifies equal calls; the group to add is that of the called modules.
+        """Add a group of equal modules to :attr:`refused`, so that every call of its modules is traced in the next
+        trace. ``number``: the number of a group of equal calls; the modules that these calls run are in the group that
+        is added.
         """
         for (group, _), memo in self.memos.items():
             if memo.number == number:
@@ -555,12 +558,14 @@ def _read_module_state(module: nn.Module) -> Any:
 
 
 def _list_module_buffers(module: nn.Module) -> list[Tensor | None]:
-    """Return all buffers of ``module`` and its submodules, in order."""
+    """Return all buffers of ``module`` and its submodules, in order; ``None`` for a buffer that is registered without a
+    tensor."""
     return [buffer for m in module.modules() for buffer in m._buffers.values()]
 
 
 def _identify_storage(tensor: Tensor) -> int:
-    """Return an integer that is equal for tensors that share their memory, and differs for others."""
+    """Return an integer that identifies the memory of ``tensor``: it is equal for tensors that share their memory, and
+    different for others."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -235,7 +235,7 @@ class _AtZero:
 
     def value(self, node: fx.Node | None) -> Any:
         """Return the value that ``node``, a node of the graph of a ``backward`` function, has if all incoming gradients
-        are zero."""
+        are zero. ``node`` must not be ``None``."""
         assert node is not None
         if node not in self.known:
             self.known[node] = (
@@ -248,7 +248,8 @@ class _AtZero:
 
     def _compute_value_at_zero(self, node: fx.Node) -> Any:
         """Run the operator ``node`` of the graph of a ``backward`` function on the values that its operands have if all
-        incoming gradients are zero, and return its value."""
+        incoming gradients are zero, and return its value. A sum whose other operand is then zero is not run; the value
+        of its remaining operand is returned."""
         other = _other_addend(node, self.parts)
         if other is not None:
             return self.value(other)

@@ -195,13 +195,13 @@ def _wide_dims(x: Tensor) -> set[int]:
 
 
 def _list_parts(value: Any) -> tuple[Tensor, ...]:
-    """Return constant tensors whose sum is ``value``, what is known of an operand: the parts of a :class:`VectorSum`,
-    or ``value`` itself if it is a tensor. Return an empty tuple for any other value."""
+    """Return constant tensors whose sum is ``value``, the symbolic value of an operand: the parts of a
+    :class:`VectorSum`, or ``value`` itself if it is a tensor. Return an empty tuple for any other value."""
     return value.parts if isinstance(value, VectorSum) else (value,) if isinstance(value, Tensor) else ()
 
 
 def _multiply(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return what is known of the product ``node`` of two operands. ``a``, ``b``: what is known of the operands. If one
+    """Return the symbolic value of the product ``node`` of two operands. ``a``, ``b``: their symbolic values. If one
     operand has a number for each head, and the other is a constant that does not vary along heads, the result is a
     :class:`HeadBias`. If one operand is a :class:`HeadBias` or a :class:`VectorSum`, and the other is a number, the
     result is the same description, multiplied by the number. Otherwise return ``None``."""
@@ -231,7 +231,7 @@ def _multiply(node: fx.Node, a: Any, b: Any) -> Any:
 def _find_slopes(node: fx.Node, operand: Any, value: Any) -> Elements | None:
     """Return an :class:`Elements` that says of which tensor of the graph the elements of ``operand``, an operand of the
     product ``node``, are copies. It has as many dims as the result of ``node``. Return ``None`` if ``operand`` is not a
-    floating-point tensor, or is neither constant nor such a copy. ``value``: what is known of ``operand``."""
+    floating-point tensor, or is neither constant nor such a copy. ``value``: the symbolic value of ``operand``."""
     if not isinstance(operand, fx.Node) or not get_node_tensor(operand).is_floating_point():
         return None
     found = value if isinstance(value, Elements) else _describe_elements(operand) if isinstance(value, Tensor) else None
@@ -262,7 +262,7 @@ def _cast(node: fx.Node, x: Any, dtype: torch.dtype, *_: Any) -> Any:
 
 
 def _add(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
-    """Return what is known of ``node``, the sum of two operands. ``a``, ``b``: what is known of the operands. The
+    """Return the symbolic value of ``node``, the sum of two operands. ``a``, ``b``: their symbolic values. The
     result is a :class:`VectorSum` if both are constants and their sum is too large to create. It is a
     :class:`BiasedMask` if one operand is a bias and the other is an additive mask. Otherwise return ``None``, also if
     ``alpha``, the factor of the second operand, is not 1."""
@@ -288,8 +288,8 @@ def _subtract(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
 
 
 def _compare(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return what is known of the comparison ``node`` of two constants, at least one of which is a :class:`VectorSum`
-    (a sum too large to create). ``a``, ``b``: what is known of the operands. The result is a tuple with one
+    """Return the symbolic value of the comparison ``node`` of two constants, at least one of which is a
+    :class:`VectorSum` (a sum too large to create). ``a``, ``b``: their symbolic values. The result is a tuple with one
     :class:`Term`, in which everything that varies along the last dim only is on the left side, and the rest on the
     right side. Return ``None`` for other operands."""
     if not isinstance(a, VectorSum) and not isinstance(b, VectorSum):
@@ -308,7 +308,7 @@ def _compare(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _or(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return what is known of ``node``, the logical ``or`` of two operands. ``a``, ``b``: what is known of the
+    """Return the symbolic value of ``node``, the logical ``or`` of two operands. ``a``, ``b``: what is known of the
     operands. The result is a tuple with a :class:`FlaggedCondition` if one operand consists of conditions, or is a
     constant that varies along two or more dims, and the other is a vector of flags, such as one for each key. If one
     operand is false everywhere, the result is that of the other. Otherwise return ``None``."""
@@ -337,10 +337,10 @@ def _fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
 
 
 def _choose(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
-    """Return what is known of ``node``, which has ``a`` where ``condition`` is true and ``b`` elsewhere. The result is
-    a :class:`BiasedMask` if one of ``a`` and ``b`` is a bias of scores, or a mask with a bias, and the other is a large
-    negative number, which hides a score. Otherwise return ``None``. ``condition``, ``a``, ``b``: what is known of the
-    three operands."""
+    """Return the symbolic value of ``node``, which has ``a`` where ``condition`` is true and ``b`` elsewhere. The
+    result is a :class:`BiasedMask` if one of ``a`` and ``b`` is a bias of scores, or a mask with a bias, and the other
+    is a large negative number, which hides a score. Otherwise return ``None``. ``condition``, ``a``, ``b``: the
+    symbolic value of the three operands."""
     for place, (one, other) in enumerate(((a, b), (b, a))):
         number = _as_number(other)
         if number is None or number > MASKED or not isinstance(one, HeadBias | BiasedMask):
@@ -355,8 +355,8 @@ def _choose(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
 
 
 def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
-    """Return what is known of ``node``, an operator that rearranges dims, if ``x``, what is known of its operand, is a
-    description such as a :class:`HeadBias` rather than a tensor; otherwise return ``None``. ``args``: the further
+    """Return the symbolic value of ``node``, an operator that rearranges dims, if ``x``, what is known of its operand,
+    is a description such as a :class:`HeadBias` rather than a tensor; otherwise return ``None``. ``args``: the further
     arguments of the operator."""
     if not isinstance(x, _DESCRIBED):
         return None
@@ -408,7 +408,7 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
     """Return how the masks and biases that are added to the scores of an attention change the scores, and which keys a
     query sees. Return ``None`` if ``ScoreForm`` cannot express this.
 
-    ``values``: what is known of each mask or bias, with four dims: a boolean tensor, an additive mask, a tuple of
+    ``values``: the symbolic value of each mask or bias, with four dims: a boolean tensor, an additive mask, a tuple of
     conditions, a :class:`HeadBias` or a :class:`BiasedMask`. ``heads``: the number of heads of the queries. ``length``:
     the number of queries, and of keys.
     """
@@ -504,9 +504,9 @@ class _EagerAttention:
     a softmax, and a product with the values.
 
     ``query``, ``key``, ``value``: the nodes of its operands; ``key`` is ``[batch, heads, width, positions]``.
-    ``masks``: what is known of each mask or bias that is added to the scores. A ``tanh`` may cap the scores: ``factor``
-    is the product of the numbers by which they are multiplied after the ``tanh``, or of all such numbers if there is
-    none. ``inner``: the product of the numbers before the ``tanh``; ``None`` if there is none.
+    ``masks``: the symbolic value of each mask or bias that is added to the scores. A ``tanh`` may cap the scores:
+    ``factor`` is the product of the numbers by which they are multiplied after the ``tanh``, or of all such numbers if
+    there is none. ``inner``: the product of the numbers before the ``tanh``; ``None`` if there is none.
     """
 
     query: fx.Node | None = None
@@ -529,7 +529,7 @@ _MATMULS = (aten.matmul.default, aten.bmm.default)
 def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAttention, fx.Node] | None:
     """Return an attention that the model writes as elementary operators, and the node of its result. ``softmax``: the
     node of the softmax of this attention. Return ``None`` if the operators around it are not those of an attention.
-    ``evaluator``: finds what is known of masks."""
+    ``evaluator``: finds the symbolic value of masks."""
     dims = list_node_sizes(softmax)
     if softmax.target is not aten.softmax.int or len(dims) != 4 or softmax.args[1] not in (-1, 3):
         return None
@@ -551,8 +551,8 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> bool:
     """Store in ``found`` what the model does to the scores of an attention, by following the operators from ``node``,
     the input of the softmax, back to the product of queries and keys. Return whether the operators were recognised:
-    after the product, first factors and a cap by ``tanh``, then masks and biases. ``evaluator``: finds what is known of
-    masks."""
+    after the product, first factors and a cap by ``tanh``, then masks and biases. ``evaluator``: finds the symbolic
+    value of masks."""
     scaled = False  # no mask may come before a factor or a cap
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         target, args = node.target, node.args
@@ -582,9 +582,9 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
 
 
 def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> fx.Node | None:
-    """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, append what is known of the mask
-    or bias to ``found.masks``, and return the node of the scores before it. Return ``None`` if ``node`` is another
-    operator or the mask is unknown. ``evaluator``: finds what is known of a mask."""
+    """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, append the symbolic value of the
+    mask or bias to ``found.masks``, and return the node of the scores before it. Return ``None`` if ``node`` is another
+    operator or the mask is unknown. ``evaluator``: finds the symbolic value of a mask."""
     args = node.args
     if node.target is aten.add.Tensor and not node.kwargs:
         for scores, mask in (args, args[::-1]):
@@ -645,7 +645,7 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::scored_attention`` if
     its mask has an ALiBi bias or a prefix (keys that all queries of their document see). If its mask only shows
     documents or a range of positions, remove the mask instead. Return whether anything was done. ``evaluator``: finds
-    what is known of the mask. ``writer``: inserts further operands, such as document ids."""
+    the symbolic value of the mask. ``writer``: inserts further operands, such as document ids."""
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if not isinstance(mask, fx.Node) or dropout or not is_plain_attention(node):
@@ -668,8 +668,8 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
 
 
 def _widen(value: Any) -> Any:
-    """Return ``value``, what is known of a mask of at most four dims, with dims of size 1 added in front, so that it
-    has four."""
+    """Return ``value``, the symbolic value of a mask of at most four dims, with dims of size 1 added in front, so that
+    it has four."""
 
     def move(x: Tensor) -> Tensor:
         return x.reshape([1] * (4 - x.dim()) + list(x.shape))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.interpret import insert_operator_node, refresh_graph_values
 from partitioner.passes.ir.rewrite import aten, drop_unused, get_node_tensor, list_node_sizes
 from partitioner.passes.normalize import constant_folding as folding
 from partitioner.passes.normalize.attention_masks import (
@@ -639,6 +639,7 @@ def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor], fi
             changed |= _replace_eager(graph, node, evaluator, writer)
     if changed:
         drop_unused(graph)
+        refresh_graph_values(graph)  # the operator's result has other strides than a matrix product
 
 
 def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:

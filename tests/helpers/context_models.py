@@ -76,6 +76,13 @@ def interleaved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < WINDOW))
 
 
+def dilated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every second of the positions before."""
+    seen = (_distance(q) >= 0) & (_distance(q) % 2 == 0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
+IRREGULAR = {"dilated": dilated}  # which is no band of positions
 REPEATED = {"expanded": expanded, "interleaved": interleaved}  # key heads, one for each query head
 BANDS = ("full", "causal", "window", "both_sides")
 
@@ -107,7 +114,7 @@ class Decoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Layer((MASKS | REPEATED)[m], kv_heads) for m in masks)
+        self.layers = nn.ModuleList(Layer((MASKS | REPEATED | IRREGULAR)[m], kv_heads) for m in masks)
         self.norm = nn.RMSNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.double()

@@ -284,7 +284,7 @@ class Perceptron(nn.Module):
     [
         (Decoder(("causal",), 2), dict(cp=4, context="ulysses"), "2 heads of keys, which do not divide over cp=4"),
         (Decoder(("causal",), 2), dict(cp=2, tp=2, context="ulysses"), "do not divide over cp=2 x tp=2"),
-        (Decoder(("prefix",)), dict(cp=2, context="ring"), "a mask that is no band of positions.*'all_gather'"),
+        (Decoder(("dilated",)), dict(cp=2, context="ring"), "a mask that is no band of positions.*'all_gather'"),
         (Decoder(("soft_cap",)), dict(cp=2, context="ring"), "no fused attention was found"),
         (Decoder(("causal",)), dict(cp=5, context="ring"), "48 queries and 48 keys, which do not divide over 5"),
         (Decoder(("causal",)), dict(cp=5), "no input has a dim besides the batch dim that is divisible by 5"),

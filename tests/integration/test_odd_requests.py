@@ -464,7 +464,7 @@ def test_complex_parameters_are_saved(dtype: torch.dtype, tmp_path: Path):
         engine.export_weights(tmp_path / "weights")
         torch.testing.assert_close(run_threads(plan, tmp_path / "weights", inputs).loss, model(*inputs).detach())
     else:
-        with pytest.raises(WeightsError, match=r"weight is of type complex\d+, which safetensors cannot store"):
+        with pytest.raises(WeightsError, match=r"weight has dtype complex\d+, which safetensors cannot store"):
             engine.export_weights(tmp_path / "weights")
         assert not (tmp_path / "weights").exists()
 

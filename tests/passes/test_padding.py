@@ -217,6 +217,11 @@ def whole_mean(x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+def over_a_root(x: Tensor) -> Tensor:
+    """A sum over the root of its elements, which is neither a line nor inverse to them."""
+    return x.square().sum() / x.numel() ** 0.5
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
     "a mean": (lambda: Scored(whole_mean), lambda b, s: {"tokens": tokens_and_labels(b, s)["tokens"]}, "adds", "adds"),
     "the last place": (
@@ -338,13 +343,13 @@ def test_graphs_in_between_are_those_that_are_captured(name: str):
 
 
 def test_graphs_that_do_not_grow_evenly_are_captured():
-    """A mean, whose factor is no line, and a forward with other operators for short inputs."""
+    """A factor that is no line, and a forward with other operators for short inputs."""
 
     def decides(x: Tensor) -> Tensor:
         return x + x.cumsum(1) if x.shape[1] > 12 else x
 
     for model, inputs in (
-        (make(lambda: Scored(whole_mean)), {"tokens": tokens_and_labels(6, 24)["tokens"]}),
+        (make(lambda: Scored(over_a_root)), {"tokens": tokens_and_labels(6, 24)["tokens"]}),
         (make(lambda: Reader(MASKS["causal"], decides)), tokens_and_labels(6, 24)),
     ):
         family = ShapeFamily.of(prepare(model, inputs), Shapes(length=(10, 15, 24)), None, Topology.local(1))

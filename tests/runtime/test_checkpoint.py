@@ -580,7 +580,7 @@ def test_ranks_that_see_different_folders_are_told(tmp_path: Path):
             told.append(str(error))
 
     on_every_rank(program_of_net(dp=2), lambda c: restore(c, load=False))
-    assert sorted(t.split("this one ")[1].split(":")[0] for t in told) == ["none", "step-0000000001"]
+    assert sorted(t.split("this rank ")[1].split(":")[0] for t in told) == ["none", "step-0000000001"]
     told.clear()
     on_every_rank(program_of_net(dp=2), lambda c: restore(c, load=True))
     assert sorted(t.startswith("the checkpoint was not loaded: rank 1") for t in told) == [False, True]

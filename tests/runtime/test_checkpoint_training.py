@@ -189,7 +189,7 @@ def test_tensors_that_the_model_does_not_have_are_told(tmp_path: Path):
         return Engine(partition(model, Topology.local(1), x, loss=torch.sum), model)
 
     engine(3).save(tmp_path / "out")
-    with pytest.warns(UserWarning, match=r"holds 2 tensors that the plan's model does not have \(2\.bias, 2\.weight\)"):
+    with pytest.warns(UserWarning, match=r"has 2 tensors that the plan's model does not have \(2\.bias, 2\.weight\)"):
         engine(2).load(tmp_path / "out")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -278,7 +278,7 @@ def test_another_loop_after_the_end_is_refused_and_not_empty():
     loader = one_rank(Rows(2 * BATCH), epochs=1)
     start = loader.state_dict()
     assert len([*loader]) == 2
-    with pytest.raises(BatchError, match="come to the end of its 1 epochs"):
+    with pytest.raises(BatchError, match="at the end of its 1 epochs"):
         next(iter(loader))
     ended = loader.state_dict()
     loader.load_state_dict(start)
@@ -389,7 +389,7 @@ def test_all_ranks_find_the_end_of_a_stream_of_any_length(mesh: dict[str, Any], 
     def work(communicator: Any) -> int:
         loader = Loader(made(2 * BATCH + 3), Engine(program, Net(), communicator=communicator), epochs=3)
         number = len([*loader])
-        with pytest.raises(BatchError, match="come to the end of its 3 epochs"):
+        with pytest.raises(BatchError, match="at the end of its 3 epochs"):
             iter(loader)
         return number
 

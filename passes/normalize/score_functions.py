@@ -308,10 +308,10 @@ def _compare(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _or(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return the symbolic value of ``node``, the logical ``or`` of two operands. ``a``, ``b``: what is known of the
-    operands. The result is a tuple with a :class:`FlaggedCondition` if one operand consists of conditions, or is a
-    constant that varies along two or more dims, and the other is a vector of flags, such as one for each key. If one
-    operand is false everywhere, the result is that of the other. Otherwise return ``None``."""
+    """Return the symbolic value of ``node``, the logical ``or`` of two operands. ``a``, ``b``: their symbolic values.
+    The result is a tuple with a :class:`FlaggedCondition` if one operand consists of conditions, or is a constant that
+    varies along two or more dims, and the other is a vector of flags, such as one for each key. If one operand is false
+    everywhere, the result is that of the other. Otherwise return ``None``."""
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and not one and isinstance(other, tuple | Elements):
             return _align(node, other)
@@ -355,9 +355,9 @@ def _choose(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
 
 
 def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
-    """Return the symbolic value of ``node``, an operator that rearranges dims, if ``x``, what is known of its operand,
-    is a description such as a :class:`HeadBias` rather than a tensor; otherwise return ``None``. ``args``: the further
-    arguments of the operator."""
+    """Return the symbolic value of ``node``, an operator that rearranges dims, if ``x``, the symbolic value of its
+    operand, is a description such as a :class:`HeadBias` rather than a tensor; otherwise return ``None``. ``args``: the
+    further arguments of the operator."""
     if not isinstance(x, _DESCRIBED):
         return None
     if node.target in (aten.squeeze.dim, aten.squeeze.dims):
@@ -681,8 +681,8 @@ def _widen(value: Any) -> Any:
 def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
     """Replace an attention that the model writes as elementary operators by ``partition::scored_attention``, in place,
     if it caps its scores, has an ALiBi bias, or has a prefix (keys that all queries of their document see). Return
-    whether it was done. ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds what
-    is known of masks. ``writer``: inserts further operands, such as document ids."""
+    whether it was done. ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds
+    the symbolic values of masks. ``writer``: inserts further operands, such as document ids."""
     matched = _match_eager(softmax, evaluator)
     if matched is None:
         return False

@@ -17,44 +17,46 @@ ROW = 24
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _distance(length: int) -> Tensor:
+def list_distances(length: int) -> Tensor:
+    """Return query position minus key position, ``[queries, keys]``."""
     place = torch.arange(length)
     return place[:, None] - place
 
 
-def _same(ids: Tensor) -> Tensor:
+def compare_documents(ids: Tensor) -> Tensor:
+    """Return whether query and key are of one document, ``[batch, 1, queries, keys]``."""
     return (ids[:, :, None] == ids[:, None, :])[:, None]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attend_by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
 def boolean(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    return _sdpa(q, k, v, _same(ids) & (_distance(q.shape[2]) >= 0))
+    return attend_by_torch(q, k, v, compare_documents(ids) & (list_distances(q.shape[2]) >= 0))
 
 
 def additive(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    apart = torch.zeros(1, dtype=q.dtype).masked_fill(~_same(ids), torch.finfo(q.dtype).min)
+    apart = torch.zeros(1, dtype=q.dtype).masked_fill(~compare_documents(ids), torch.finfo(q.dtype).min)
     later = torch.full((q.shape[2],) * 2, -math.inf, dtype=q.dtype).triu(1)
-    return _sdpa(q, k, v, apart + later)
+    return attend_by_torch(q, k, v, apart + later)
 
 
 def subtracted(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    shown = (_same(ids) & torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()).to(q.dtype)
-    return _sdpa(q, k, v, (1.0 - shown) * -1e9)
+    shown = (compare_documents(ids) & torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()).to(q.dtype)
+    return attend_by_torch(q, k, v, (1.0 - shown) * -1e9)
 
 
 def hidden(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     """Hides keys of another document, or behind the query."""
-    other = ids.unsqueeze(2).ne(ids.unsqueeze(1)).unsqueeze(1) | (_distance(q.shape[2]) < 0)
-    return _sdpa(q, k, v, torch.zeros(other.shape, dtype=q.dtype).masked_fill(other, -math.inf))
+    other = ids.unsqueeze(2).ne(ids.unsqueeze(1)).unsqueeze(1) | (list_distances(q.shape[2]) < 0)
+    return attend_by_torch(q, k, v, torch.zeros(other.shape, dtype=q.dtype).masked_fill(other, -math.inf))
 
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    shown = _same(ids) & (_distance(q.shape[2]) >= 0)
+    shown = compare_documents(ids) & (list_distances(q.shape[2]) >= 0)
     zero, lowest = torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype)
-    return _sdpa(q, k, v, torch.where(shown, zero, lowest))
+    return attend_by_torch(q, k, v, torch.where(shown, zero, lowest))
 
 
 def indexed(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
@@ -62,37 +64,37 @@ def indexed(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     place = torch.arange(q.shape[2])
     row = torch.arange(q.shape[0])[:, None, None, None]
     query, key = place[None, None, :, None], place[None, None, None, :]
-    return _sdpa(q, k, v, (ids[row, query] == ids[row, key]) & (key <= query))
+    return attend_by_torch(q, k, v, (ids[row, query] == ids[row, key]) & (key <= query))
 
 
 def triangular(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    return _sdpa(q, k, v, (1 - _same(ids).to(q.dtype).tril()) * torch.finfo(q.dtype).min)
+    return attend_by_torch(q, k, v, (1 - compare_documents(ids).to(q.dtype).tril()) * torch.finfo(q.dtype).min)
 
 
 def lower(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    return _sdpa(q, k, v, _same(ids).tril())
+    return attend_by_torch(q, k, v, compare_documents(ids).tril())
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    distance = _distance(q.shape[2])
-    return _sdpa(q, k, v, _same(ids) & (distance >= 0) & (distance < WINDOW))
+    distance = list_distances(q.shape[2])
+    return attend_by_torch(q, k, v, compare_documents(ids) & (distance >= 0) & (distance < WINDOW))
 
 
 def both_ways(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    return _sdpa(q, k, v, _same(ids))
+    return attend_by_torch(q, k, v, compare_documents(ids))
 
 
 def restarted(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """Reads positions, which restart at each document."""
     changes = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
     ordered = positions[:, None, :, None] >= positions[:, None, None, :]
-    return _sdpa(q, k, v, _same(changes.cumsum(-1)) & ordered)
+    return attend_by_torch(q, k, v, compare_documents(changes.cumsum(-1)) & ordered)
 
 
 def restarted_window(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     changes = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
     query, key = positions[:, None, :, None], positions[:, None, None, :]
-    return _sdpa(q, k, v, _same(changes.cumsum(-1)) & (query >= key) & (key > query - WINDOW))
+    return attend_by_torch(q, k, v, compare_documents(changes.cumsum(-1)) & (query >= key) & (key > query - WINDOW))
 
 
 _BY_IDS = boolean, additive, subtracted, hidden, chosen, indexed, triangular, lower, window, both_ways
@@ -104,8 +106,8 @@ NOTATIONS = BY_IDS | BY_POSITIONS
 def attend_alone(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The attention of one document alone, under the mask ``name`` without other documents."""
     if "window" in name:
-        distance = _distance(q.shape[2])
-        return _sdpa(q, k, v, (distance >= 0) & (distance < WINDOW))
+        distance = list_distances(q.shape[2])
+        return attend_by_torch(q, k, v, (distance >= 0) & (distance < WINDOW))
     return F.scaled_dot_product_attention(q, k, v, is_causal=name != "both_ways", enable_gqa=True)
 
 

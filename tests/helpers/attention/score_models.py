@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention, or_masks
 
+from tests.helpers.attention.packed_models import attend_by_torch, compare_documents, list_distances
+
 HIDDEN, HEADS, KV_HEADS, VOCAB = 32, 4, 2, 40
 CAP = 0.5
 
@@ -30,19 +32,6 @@ class Marks(NamedTuple):
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Marks], Tensor]
-
-
-def _distance(length: int) -> Tensor:
-    place = torch.arange(length)
-    return place[:, None] - place
-
-
-def _same(ids: Tensor) -> Tensor:
-    return (ids[:, :, None] == ids[:, None, :])[:, None]
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
 def _later(x: Tensor) -> Tensor:
@@ -75,12 +64,12 @@ def capped(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
 
 def capped_documents(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     scores = CAP * torch.tanh(_products(q, k) / CAP)
-    shown = _same(m.ids) & (_distance(q.shape[2]) >= 0)
+    shown = compare_documents(m.ids) & (list_distances(q.shape[2]) >= 0)
     return _weigh(scores.masked_fill(~shown, torch.finfo(q.dtype).min), v)
 
 
 def capped_window(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
-    distance = _distance(q.shape[2])
+    distance = list_distances(q.shape[2])
     scores = CAP * torch.tanh(_products(q, k) / CAP)
     return _weigh(torch.where((distance >= 0) & (distance < 3), scores, -math.inf), v)
 
@@ -90,54 +79,56 @@ def capped_both_ways(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
 
 
 def sloped(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
-    return _sdpa(q, k, v, _bias(m.slopes, q.shape[2]) + _later(q))
+    return attend_by_torch(q, k, v, _bias(m.slopes, q.shape[2]) + _later(q))
 
 
 def sloped_by_keys(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     length = q.shape[2]
     bias = torch.arange(1 - length, 1).view(1, 1, length) * m.slopes.view(-1, 1, 1)
-    return _weigh((_products(q, k) + bias).masked_fill(_distance(length) < 0, -math.inf), v)
+    return _weigh((_products(q, k) + bias).masked_fill(list_distances(length) < 0, -math.inf), v)
 
 
 def sloped_by_distance(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     """The distance is subtracted, however it is signed: keys behind the query are hidden."""
-    bias = -m.slopes[None, :, None, None] * _distance(q.shape[2]).abs()
-    return _sdpa(q, k, v, bias.masked_fill(_distance(q.shape[2]) < 0, -math.inf))
+    bias = -m.slopes[None, :, None, None] * list_distances(q.shape[2]).abs()
+    return attend_by_torch(q, k, v, bias.masked_fill(list_distances(q.shape[2]) < 0, -math.inf))
 
 
 def sloped_documents(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
-    shown = _same(m.ids) & (_distance(q.shape[2]) >= 0)
+    shown = compare_documents(m.ids) & (list_distances(q.shape[2]) >= 0)
     mask = torch.zeros(1, dtype=q.dtype).masked_fill(~shown, torch.finfo(q.dtype).min)
-    return _sdpa(q, k, v, _bias(m.slopes, q.shape[2])[None] + mask)
+    return attend_by_torch(q, k, v, _bias(m.slopes, q.shape[2])[None] + mask)
 
 
 def sloped_both_ways(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
-    return _sdpa(q, k, v, _bias(m.slopes, q.shape[2]).expand(q.shape[0], -1, -1, -1))
+    return attend_by_torch(q, k, v, _bias(m.slopes, q.shape[2]).expand(q.shape[0], -1, -1, -1))
 
 
 def prefix(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     place = torch.arange(q.shape[2])
     first = place[None, None, :] < m.starts[:, None, None]
-    return _sdpa(q, k, v, ((_distance(q.shape[2]) >= 0) | first)[:, None])
+    return attend_by_torch(q, k, v, ((list_distances(q.shape[2]) >= 0) | first)[:, None])
 
 
 def prefix_added(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     place = torch.arange(q.shape[2])
-    shown = (place[None, None, None, :] < m.starts[:, None, None, None]) | (_distance(q.shape[2]) >= 0)
-    return _sdpa(q, k, v, torch.zeros(1, dtype=q.dtype).masked_fill(~shown, -math.inf))
+    shown = (place[None, None, None, :] < m.starts[:, None, None, None]) | (list_distances(q.shape[2]) >= 0)
+    return attend_by_torch(q, k, v, torch.zeros(1, dtype=q.dtype).masked_fill(~shown, -math.inf))
 
 
 def prefix_of_constant_length(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
-    return _sdpa(q, k, v, (torch.arange(q.shape[2]) < 5) | (_distance(q.shape[2]) >= 0))
+    return attend_by_torch(q, k, v, (torch.arange(q.shape[2]) < 5) | (list_distances(q.shape[2]) >= 0))
 
 
 def prefix_of_documents(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
-    return _sdpa(q, k, v, _same(m.ids) & (m.flags[:, None, None, :] | (_distance(q.shape[2]) >= 0)))
+    return attend_by_torch(
+        q, k, v, compare_documents(m.ids) & (m.flags[:, None, None, :] | (list_distances(q.shape[2]) >= 0))
+    )
 
 
 def prefix_capped_sloped(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     scores = torch.tanh(_products(q, k) / CAP) * CAP + _bias(m.slopes, q.shape[2])
-    shown = _same(m.ids) & (m.flags[:, None, None, :] | (_distance(q.shape[2]) >= 0))
+    shown = compare_documents(m.ids) & (m.flags[:, None, None, :] | (list_distances(q.shape[2]) >= 0))
     return _weigh(scores.masked_fill(~shown, -math.inf), v)
 
 

@@ -123,9 +123,9 @@ def predict(
     changes |= {"global_batch": global_batch, "microbatches": None} if global_batch else {}
     layout = layout.replace(**changes)
     where = Topology.parse(topology)
-    layout.at(where.num_devices)  # what contradicts is told before the model is loaded
-    length = layout.seq_length
-    sample = SampleOptions(seq, layout.global_batch, task, lora, devices=where.num_devices, tokens=length)
+    placed = layout.at(where.num_devices)  # contradictions are told before the model is loaded
+    length, batch = layout.seq_length, placed.global_batch
+    sample = SampleOptions(seq, batch, task, lora, devices=where.num_devices, tokens=length)
     target = announce_target(function, meta=meta, asked=sample)
     from partitioner import predict_layout
     from partitioner.interop.predict import prediction_parts

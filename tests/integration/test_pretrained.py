@@ -238,6 +238,15 @@ def test_predict_takes_the_length_of_samples_from_the_other_configuration(tmp_pa
     assert inputs("--seq", 16) == "inputs: input_ids 4×16, labels 4×16"
 
 
+def test_predict_takes_the_number_of_samples_that_follows_from_the_other_configuration(tmp_path: Path) -> None:
+    """3 samples of each data-parallel rank at a time, and two such ranks."""
+    config, titan = write_config(tmp_path, "llama"), tmp_path / "train.toml"
+    titan.write_text("[training]\nlocal_batch_size = 3\nseq_len = 32\n[parallelism]\ntensor_parallel_degree = 2\n")
+    result = invoke("predict", config, "--topology", "local:4", "--alone", "--torchtitan", titan)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1] == "inputs: input_ids 6×32, labels 6×32"
+
+
 def test_inputs_have_the_sizes_of_the_fields(tmp_path: Path) -> None:
     shapes = {}
     for model_type, fields in {

@@ -13,7 +13,7 @@ the result and the logsumexp over all tiles (Liu et al. 2023, ring attention).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -26,12 +26,12 @@ from torch import Tensor
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 from partitioner.passes.ir.layouts import make_shard_layout, shard_slices
 from partitioner.passes.ops.score_changes import (
-    BLOCK,
     UNCHANGED,
     BlockScoring,
     ScoreChange,
     attend_block,
     attend_block_backward,
+    choose_block_size,
 )
 
 aten = torch.ops.aten
@@ -227,17 +227,17 @@ def tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, .
     return tuple(found)
 
 
-def cut_tile(tile: Tile, band: Band) -> Iterator[Tile]:
-    """Yield the parts of ``tile``, a rectangle of queries and keys, of at most 256 queries and 256 keys each, without
-    those in which no query sees a key. A query of a part may see no key of this part. ``band``: the positions around
-    its own at which a query sees keys, in a tile of the kind "band"."""
+def cut_tile(tile: Tile, band: Band, size: int) -> Iterator[Tile]:
+    """Yield the parts of ``tile``, a rectangle of queries and keys, of at most ``size`` queries and ``size`` keys each,
+    without those in which no query sees a key. A query of a part may see no key of this part. ``band``: the positions
+    around its own at which a query sees keys, in a tile of the kind "band"."""
     limits = {"all": Band(), "diagonal": Band(None, 0), "band": band, "after": AFTER}[tile.kind]
     shift = 0 if tile.kind == "diagonal" else tile.offset  # of query 0 from key 0, as the limits count it
     before, after = limits
-    for i in range(0, tile.rows[1] - tile.rows[0], BLOCK):
-        for j in range(0, tile.keys[1] - tile.keys[0], BLOCK):
-            rows = tile.rows[0] + i, min(tile.rows[0] + i + BLOCK, tile.rows[1])
-            keys = tile.keys[0] + j, min(tile.keys[0] + j + BLOCK, tile.keys[1])
+    for i in range(0, tile.rows[1] - tile.rows[0], size):
+        for j in range(0, tile.keys[1] - tile.keys[0], size):
+            rows = tile.rows[0] + i, min(tile.rows[0] + i + size, tile.rows[1])
+            keys = tile.keys[0] + j, min(tile.keys[0] + j + size, tile.keys[1])
             nearest, farthest = shift + i - j - (keys[1] - keys[0] - 1), shift + i - j + rows[1] - rows[0] - 1
             if (before is not None and nearest > before) or (after is not None and farthest < -after):
                 continue
@@ -310,6 +310,17 @@ def _generate_window_tiles(
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
+
+
+def _list_parts(tile: Tile, band: Band, q: Tensor, change: ScoreChange) -> Iterable[Tile]:
+    """Return the parts of ``tile``, a rectangle of queries and keys, that are computed one after the other: blocks
+    whose scores fit in memory if ``change`` changes the scores, otherwise the tile itself. ``q`` ``[..., s, d]``: the
+    queries of all samples and heads. ``band``: the positions around its own at which a query sees keys."""
+    if change.is_none:
+        return (tile,)
+    return cut_tile(tile, band, choose_block_size(math.prod(q.shape[:-2]), q.device.type == "cpu"))
+
+
 _Masks = dict[tuple[int, int, int, Band], Tensor]
 
 
@@ -339,7 +350,7 @@ class Attention:
         heads, keys, d]`` and ``v`` ``[..., kv heads, keys, width]``: all local keys and values, of which the tile is a
         part.
         """
-        for part in (tile,) if self.change.is_none else cut_tile(tile, self.band):
+        for part in _list_parts(tile, self.band, self.q, self.change):
             rows, keys = slice(*part.rows), slice(*part.keys)
             mask = _mask_of(part, self.band, self.q, self._masks)
             scoring = TileScoring(part.kind == "diagonal", mask, self.scale, self.change, part.offset)
@@ -426,7 +437,7 @@ class AttentionGradients:
         ``tile``: the rectangle of queries and keys to process. ``k`` and ``v`` ``[..., kv heads, keys, d]``: all local
         keys and values, of which the tile is a part.
         """
-        for part in (tile,) if self.change.is_none else cut_tile(tile, self.band):
+        for part in _list_parts(tile, self.band, self.q, self.change):
             rows, keys = slice(*part.rows), slice(*part.keys)
             mask = _mask_of(part, self.band, self.q, self._masks)
             found = attend_backward(

@@ -17,7 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 256  # most queries and most keys of a block
+_ON_CPU = 256  # queries, and keys, of a block on a CPU, whose caches hold the scores
+_ELSEWHERE = 1024  # on other devices, where each block costs launches
+_MOST_SCORES = 1 << 24  # of a block in all heads and samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,15 @@ class BlockScoring(NamedTuple):
     change: ScoreChange
 
 
+def choose_block_size(heads: int, on_cpu: bool) -> int:
+    """Return the most queries, and the most keys, of a block. ``heads``: number of heads of all samples, whose scores
+    exist at the same time. ``on_cpu``: whether the scores are computed on a CPU."""
+    size = _ON_CPU if on_cpu else _ELSEWHERE
+    while size > _ON_CPU and heads * size**2 > _MOST_SCORES:
+        size //= 2
+    return size
+
+
 def attend_block(q: Tensor, k: Tensor, v: Tensor, scoring: BlockScoring, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return two tensors of type ``wide``: the attention of queries over the keys of one block, and the logsumexp of
     the scores of each query. For a query that sees no key of the block they are 0 and minus infinity.
@@ -63,10 +74,14 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, scoring: BlockScoring, wide: t
     head of the keys. ``scoring``: how scores are computed.
     """
     scores, _ = _compute_scores(q, k, scoring, wide)
-    lse = scores.logsumexp(-1)
-    finite = lse if scoring.hidden is None else lse.masked_fill(lse == -math.inf, 0.0)
-    weights = scores.sub_(finite.unsqueeze(-1)).exp_()
-    return _multiply_by_key_heads(weights, v.to(wide)), lse
+    largest = scores.amax(-1, keepdim=True)
+    if scoring.hidden is not None:
+        largest.masked_fill_(largest == -math.inf, 0.0)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    lse = (largest + total.log()).squeeze(-1)
+    out = _multiply_by_key_heads(weights.to(v.dtype), v).to(wide)
+    return out.div_(total.masked_fill_(total == 0.0, 1.0)), lse
 
 
 def attend_block_backward(
@@ -83,14 +98,15 @@ def attend_block_backward(
     wide = lse.dtype
     scores, bent = _compute_scores(q, k, scoring, wide)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-    grad, q, k, v = (x.to(wide) for x in (grad, q, k, v))
-    inner = (grad * out).sum(-1, keepdim=True)
-    of_v = _sum_over_queries(weights, grad, v)
-    of_scores = weights.mul_(_multiply_by_key_heads(grad, v.transpose(-2, -1)) - inner)
-    if bent is not None:  # the derivative of cap * tanh(s / cap) is 1 - tanh(s / cap) ** 2
-        of_scores -= of_scores * bent.square_()
-    of_scores *= scoring.factor
-    return _multiply_by_key_heads(of_scores, k), _sum_over_queries(of_scores, q, k), of_v
+    inner = (grad.to(wide) * out).sum(-1, keepdim=True)
+    grad = grad.to(q.dtype)
+    of_v = _sum_over_queries(weights.to(q.dtype), grad, v).to(wide)
+    of_scores = weights.mul_(_multiply_by_key_heads(grad, v.transpose(-2, -1)).to(wide).sub_(inner))
+    if bent is not None:
+        of_scores = torch.ops.aten.tanh_backward.default(of_scores, bent)
+    of_scores = of_scores.to(q.dtype)
+    of_q, of_k = _multiply_by_key_heads(of_scores, k), _sum_over_queries(of_scores, q, k)
+    return of_q.to(wide).mul_(scoring.factor), of_k.to(wide).mul_(scoring.factor), of_v
 
 
 def _compute_scores(q: Tensor, k: Tensor, scoring: BlockScoring, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -100,10 +116,11 @@ def _compute_scores(q: Tensor, k: Tensor, scoring: BlockScoring, wide: torch.dty
     ``q`` ``[..., heads, queries, d]``, ``k`` ``[..., kv heads, keys, d]``. ``scoring``: how scores are computed.
     """
     hidden, offset, factor, change = scoring
-    scores = _multiply_by_key_heads(q, k.transpose(-2, -1)).to(wide).mul_(factor)
+    scaled = q * (factor if change.cap is None else factor / change.cap)  # smaller than the scores
+    scores = _multiply_by_key_heads(scaled, k.transpose(-2, -1)).to(wide)
     bent = None
     if change.cap is not None:
-        bent = scores.div_(change.cap).tanh_()
+        bent = scores.tanh_()
         scores = bent * change.cap
     if change.slopes is not None:
         places = [torch.arange(x.shape[-2], device=q.device, dtype=wide) for x in (q, k)]

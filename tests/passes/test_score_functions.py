@@ -19,6 +19,7 @@ from partitioner.passes.normalize.document_masks import list_prefix_attentions, 
 from partitioner.passes.normalize.pipeline import normalize
 from partitioner.passes.ops import attention
 from partitioner.passes.ops.attention import Band, PositionRange, cut_tile, parts_of, tiles_after, tiles_of
+from partitioner.passes.ops.score_changes import choose_block_size
 from tests.helpers.attention.score_models import HEADS, KV_HEADS, NOTATIONS, Attend, Marks, make_batch
 from tests.helpers.normal_forms import operators
 
@@ -86,7 +87,7 @@ def test_the_operator_gives_what_a_matrix_of_scores_gives(
     expected = _dense(q, k, v, data, band, cap)
     limits = [-1 if limit is None else limit for limit in band]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK", block)
+        patch.setattr(attention, "choose_block_size", lambda heads, on_cpu: block)
         patch.setattr(attention, "_ROWS", 2 * block)
         found, lse = torch.ops.partition.scored_attention(q, k, v, *data.values(), [], -1, *limits, None, cap)
         weight = draw(*found.shape)
@@ -98,12 +99,12 @@ def test_the_operator_gives_what_a_matrix_of_scores_gives(
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
-def _cover(tiles: Any, places: Sequence[Tensor], band: Band) -> Tensor:
+def _cover(tiles: Any, places: Sequence[Tensor], band: Band, size: int) -> Tensor:
     """How often each pair of a query and a key, at ``places`` of the sequence, is in ``tiles``, which are cut into
-    blocks. The offset of each block is that of all of its pairs."""
+    blocks of ``size``. The offset of each block is that of all of its pairs."""
     seen = torch.zeros(len(places[0]), len(places[1]), dtype=torch.int64)
     for tile in tiles:
-        for part in cut_tile(tile, band):
+        for part in cut_tile(tile, band, size):
             block = seen[slice(*part.rows), slice(*part.keys)]
             distance = torch.arange(block.shape[0])[:, None] - torch.arange(block.shape[1])
             real = places[0][slice(*part.rows), None] - places[1][slice(*part.keys)]
@@ -129,18 +130,38 @@ def test_keys_after_and_up_to_a_query_are_all_keys(
     own, keys = (parts_of(length, num_ranks, r, zigzag) for r in (rank, other))
     places = tuple(torch.cat([torch.arange(p.place, p.place + p.length) for p in parts]) for parts in (own, keys))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK", block)
         patch.setattr(attention, "_ROWS", block + 1)
-        behind = _cover(tiles_after(own, keys), places, Band())
-        before = _cover(tiles_of(own, keys, Band(None, 0), in_order=True), places, Band(None, 0))
+        behind = _cover(tiles_after(own, keys), places, Band(), block)
+        before = _cover(tiles_of(own, keys, Band(None, 0), in_order=True), places, Band(None, 0), block)
     assert torch.equal(behind, (places[1] > places[0][:, None]).long())
     assert torch.equal(before, (places[1] <= places[0][:, None]).long())
 
 
 def test_no_block_has_more_scores_than_its_size():
     tiles = tiles_of((PositionRange(0, 2000, 0),), (PositionRange(0, 2000, 0),), Band(None, 0))
-    parts = [part for tile in tiles for part in cut_tile(tile, Band(None, 0))]
+    parts = [part for tile in tiles for part in cut_tile(tile, Band(None, 0), 256)]
     assert max(max(p.rows[1] - p.rows[0], p.keys[1] - p.keys[0]) for p in parts) <= 256
+
+
+@pytest.mark.parametrize(
+    ("heads", "on_cpu", "size"), [(16, False, 1024), (64, False, 512), (2000, False, 256), (1, True, 256)]
+)
+def test_blocks_are_as_large_as_their_scores_allow(heads: int, on_cpu: bool, size: int):
+    assert choose_block_size(heads, on_cpu) == size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_short_types_are_near_those_of_float32(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 40, 8, generator=generator).to(dtype).requires_grad_() for n in (4, 2, 2))
+    weight, slopes = torch.randn(2, 4, 40, 8, generator=generator), torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    results = []
+    for operands in ((q, k, v), tuple(x.detach().float().requires_grad_() for x in (q, k, v))):
+        out, _ = torch.ops.partition.scored_attention(*operands, None, None, slopes, [], -1, -1, 0, None, 2.0)
+        results.append((out, *torch.autograd.grad((out.float() * weight).sum(), operands)))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.float(), theirs, rtol=0.05, atol=0.05)
 
 
 # --- recognition ------------------------------------------------------------------------------------------------------

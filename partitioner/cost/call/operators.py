@@ -21,6 +21,7 @@ from partitioner.passes.ir.gradient_flow import accumulated_in
 from partitioner.passes.ops.attention import Band, most_pairs
 from partitioner.passes.ops.cross_entropy import NARROW
 from partitioner.passes.ops.documents import count_document_pairs
+from partitioner.passes.ops.score_changes import choose_block_size
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.attention import find_attention_band, find_document_lengths
 from partitioner.passes.rules.factors import get_node_argument
@@ -146,6 +147,10 @@ _ATTENTION = frozenset(
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
     context_attention document_attention context_document_attention scored_attention context_scored_attention""".split()
 )
+_SCORED = frozenset(("scored_attention", "context_scored_attention"))
+# See ``passes/ops/score_changes.py``: passes over the scores, in forward and backward, and those for a cap and slopes.
+_SCORE_PASSES, _CAP_PASSES, _SLOPE_PASSES = (11, 19), (4, 7), (2, 2)
+_SCORE_LAUNCHES = 16, 26  # for each block
 # FLOPs of a fused attention's backward relative to its forward: five products to two (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
 
@@ -293,7 +298,8 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
     if is_product(node):
         flops, smallest = _compute_product_work(node, name, operands, results)
         kind = "attention" if name in _ATTENTION else "matmul"
-        return [_build_kernel(kind, [*operands, *results], flops, smallest, _find_precision(operands))]
+        kernel = _build_kernel(kind, [*operands, *results], flops, smallest, _find_precision(operands))
+        return [kernel, *_list_score_kernels(node, operands, results, kernel, backward=False)]
     if name.startswith(_WRITTEN_OVER):  # rows are read, and written over a copy of the table
         return [
             _build_kernel("pointwise", [operands[0], results[0]]),
@@ -328,7 +334,29 @@ def form_kernels(
     flops *= _ATTENTION_BACKWARD if backward else 1.0
     traffic = [*operands, *results] if not backward else [*operands, *operands, results[0], results[0]]
     launches = (1 + backward) * num_ranks
-    return [_build_kernel("attention", traffic, flops, smallest, _find_precision(operands), launches=launches)]
+    kernel = _build_kernel("attention", traffic, flops, smallest, _find_precision(operands), launches=launches)
+    return [kernel, *_list_score_kernels(node, operands, results, kernel, backward)]
+
+
+def _list_score_kernels(
+    node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], products: Kernel, backward: bool
+) -> list[Kernel]:
+    """Return the kernels that change the scores of the attention ``node`` block by block, because no fused kernel does;
+    empty for an attention whose scores stay unchanged. ``operands``: queries, keys and values on one rank, and more.
+    ``results``: what it writes. ``products``: the kernel of its products, whose FLOPs give the number of scores.
+    ``backward``: return the kernels of the backward.
+    """
+    if operator_name(node) not in _SCORED:
+        return []
+    each = 2.0 * (operands[0].shape[-1] + results[0].shape[-1]) * (_ATTENTION_BACKWARD if backward else 1.0)
+    heads = math.prod(operands[0].shape[:-2])
+    scores = products.flops / each
+    passes = _SCORE_PASSES[backward]
+    passes += _CAP_PASSES[backward] * (get_node_argument(node, "cap", None) is not None)
+    passes += _SLOPE_PASSES[backward] * (get_node_argument(node, "slopes", None) is not None)
+    made = Operand((max(1, round(scores)),), accumulated_in(operands[0].dtype))
+    blocks = math.ceil(scores / max(1, heads) / choose_block_size(heads, on_cpu=False) ** 2)
+    return [_build_kernel("pointwise", [made] * passes, launches=_SCORE_LAUNCHES[backward] * blocks)]
 
 
 def backward_kernels(
@@ -349,11 +377,9 @@ def backward_kernels(
     if name in _ATTENTION:
         flops, smallest = _compute_product_work(node, name, operands, results)
         traffic = [*operands, *(o.gradient for o in operands), result, result]
-        return [
-            _build_kernel(
-                "attention", traffic, flops * _ATTENTION_BACKWARD, smallest, _find_precision(operands), launches=2
-            )
-        ]
+        flops *= _ATTENTION_BACKWARD
+        kernel = _build_kernel("attention", traffic, flops, smallest, _find_precision(operands), launches=2)
+        return [kernel, *_list_score_kernels(node, operands, results, kernel, backward=True)]
     if is_product(node):
         return _product_backward(node, name, operands, results, needs)
     if name in _LOOKUPS:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,32 @@ def kernels(node: fx.Node) -> tuple[list[Kernel], list[Kernel]]:
 
 def last(made: Block) -> fx.Node:
     return made.outputs[0]
+
+
+def test_changed_scores_are_passed_over_block_by_block():
+    """16 heads of 4,096 positions, half of the pairs: 134,250,496 scores of 4 bytes. A cap is 4 more passes over them
+    in forward and 7 in backward, slopes are 2. A block has 1,024 queries and keys, so there are 8.002 of them: 9."""
+    scores, traffic = 16 * 4096 * 4097 // 2, {}
+    x = {name: torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16) for name in "qkv"}
+    for cap in (None, 50.0):
+        for slopes in (False, True):
+
+            def attend(f: Any, q: Any, k: Any, v: Any, s: Any, cap: Any = cap, slopes: bool = slopes) -> Any:
+                marks = None, None, s if slopes else None
+                target = torch.ops.partition.scored_attention.default
+                return f(operator.getitem, f(target, q, k, v, *marks, [], -1, -1, 0, None, cap), 0)
+
+            made = block(attend, {}, {**x, "s": torch.empty(16)})
+            node = next(n for n in made.graph.nodes if "scored" in str(n.target))
+            operands = [Operand((1, 16, 4096, 128), torch.bfloat16)] * 3
+            forward = forward_kernels(node, operands, operands[:1])
+            backward = backward_kernels(node, operands, operands[:1], [True] * 3)
+            assert [k.kind for k in (*forward, *backward)] == ["attention", "pointwise"] * 2
+            traffic[cap, slopes] = forward[1].num_bytes / scores / 4, backward[1].num_bytes / scores / 4
+            assert (forward[1].launches, backward[1].launches) == (16 * 9, 26 * 9)
+    assert traffic[None, True] == (11 + 2, 19 + 2)
+    assert traffic[50.0, False] == (11 + 4, 19 + 7)
+    assert traffic[50.0, True] == (11 + 6, 19 + 9)
 
 
 def test_a_product_is_two_products_backward():

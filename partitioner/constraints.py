@@ -275,7 +275,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     def leaves_schedule(self) -> bool:
         """Return whether the user fixed neither the schedule nor the number of virtual stages, and did not request a
         larger search (the constraint ``ahead``). The search then tries 1F1B and ZB-1P on every mesh, and all other
-        schedules only on the best meshes.
+        schedules only where an estimate promises a faster step.
         """
         return self.schedule is None and self.virtual_stages is None and not self.ahead
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from partitioner.passes.errors import PartitionError
 
 ActionKind = Literal["F", "B", "I", "W"]
@@ -164,6 +167,22 @@ def peak_in_flight(order: Order) -> int:
     return max((sum(counts.values()) for counts in in_flight(order)), default=0)
 
 
+def count_halves_in_flight(order: Order, chunks: int) -> NDArray[np.int64]:
+    """Return, for each action of a rank, the numbers of microbatches in flight after it, shape ``[actions, chunks,
+    2]``. The last dim is microbatches whose forward has run and whose backward has not begun, then microbatches whose
+    backward has run for inputs but not yet for weights. ``order``: the actions of the rank in the order of execution.
+    ``chunks``: number of virtual stages of the rank.
+    """
+    split = {(action.microbatch, action.chunk) for action in order if action.kind == "W"}
+    changes = {"F": (1, 0), "W": (0, -1), "B": (-1, 0), "I": (-1, 0)}
+    change = np.zeros((len(order), chunks, 2), dtype=np.int64)
+    change[np.arange(len(order)), [action.chunk for action in order]] = [
+        (-1, 1) if action.kind in ("B", "I") and (action.microbatch, action.chunk) in split else changes[action.kind]
+        for action in order
+    ] or np.zeros((0, 2), dtype=np.int64)
+    return change.cumsum(axis=0)
+
+
 def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], ...]]:
     """Return, for each action of a rank, the numbers of microbatches in flight after it: a tuple with one pair per
     virtual stage of the rank.
@@ -172,21 +191,7 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
     counts those whose backward has run for inputs but not yet for weights. ``order``: the actions of the rank in the
     order of execution. ``chunks``: number of virtual stages of the rank.
     """
-    split = {(a.microbatch, a.chunk) for a in order if a.kind == "W"}
-    current = [(0, 0)] * chunks
-    seen = []
-    for action in order:
-        whole, half = current[action.chunk]
-        if action.kind == "F":
-            whole += 1
-        elif action.kind == "W":
-            half -= 1
-        elif action.kind in ("B", "I"):
-            whole -= 1
-            half += (action.microbatch, action.chunk) in split
-        current[action.chunk] = whole, half
-        seen.append(tuple(current))
-    return seen
+    return [tuple(map(tuple, counts)) for counts in count_halves_in_flight(order, chunks).tolist()]
 
 
 def in_flight(order: Order) -> list[Counter[int]]:

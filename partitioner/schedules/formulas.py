@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from partitioner.schedules.actions import Timetable, halves_in_flight
+from partitioner.schedules.actions import Timetable, count_halves_in_flight
 from partitioner.schedules.csv_table import ScheduleTable, table_of
 from partitioner.schedules.makespan import Phases, compute_makespan
 from partitioner.schedules.registry import build_timetable
@@ -156,21 +157,25 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
     together = []
     for order, stages in zip(table.orders, table.held, strict=True):
-        found = {tuple(counts[c] for c in range(len(stages))) for counts in halves_in_flight(order, len(stages))}
+        found = np.unique(count_halves_in_flight(order, len(stages)), axis=0)
         for c, k in enumerate(stages):
-            pairs[k] = _compute_upper_hull({counts[c] for counts in found})
-        together.append(_not_less(sorted(found)))
+            pairs[k] = _compute_upper_hull({(whole, half) for whole, half in found[:, c].tolist()})
+        together.append(_not_less(found))
     return InFlightMicrobatches(tuple(pairs), tuple(together))
 
 
-def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
+def _not_less(counts: NDArray[np.int64]) -> tuple[tuple[Counts, ...], ...]:
     """Return the elements of ``counts`` at which memory may peak: those that no other element equals or exceeds in
-    every number. An element is a tuple of pairs of numbers of microbatches in flight; all elements have the same
-    length. ``counts`` has no duplicates.
+    every number. An element has, for each virtual stage of a rank, the pair of its microbatches in flight. ``counts``:
+    the elements, without duplicates, shape ``[elements, virtual stages, 2]``.
     """
-    each = np.array(counts).reshape(len(counts), -1)
-    less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])
-    return tuple(one for one, is_less in zip(counts, less.tolist(), strict=True) if not is_less)
+    rows = counts.reshape(len(counts), -1)
+    is_left, greatest = np.ones(len(rows), dtype=bool), list[int]()
+    for one in np.argsort(-rows.sum(axis=1), kind="stable").tolist():  # none exceeds another one with a larger sum
+        if is_left[one]:
+            greatest.append(one)
+            is_left &= (rows > rows[one]).any(axis=1)
+    return tuple(tuple((whole, half) for whole, half in counts[one].tolist()) for one in sorted(greatest))
 
 
 def _compute_upper_hull(counts: set[Counts]) -> tuple[Counts, ...]:

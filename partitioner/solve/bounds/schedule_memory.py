@@ -16,6 +16,7 @@ from partitioner.errors import CapacityError
 from partitioner.passes.ir.model import Call
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.formulas import held_microbatches
+from partitioner.schedules.registry import ranks_of
 from partitioner.units import bytes_text
 
 _ROUNDS = 64  # rounds of :func:`_least_mean`
@@ -134,6 +135,54 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
         kept_before.update(kept)
     seconds = [cost.forward_s + cost.backward_s for _, cost in calls]
     return MicrobatchMemory(ActivationBytes(whole, seconds), ActivationBytes(inputs, seconds), tuple(sorted(again)))
+
+
+def estimate_recompute_seconds(
+    calls: Sequence[CallCost], free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None
+) -> float:
+    """Return approximately the seconds that the busiest rank of a pipeline recomputes activations for each microbatch;
+    infinite if activations fit with no recomputation. It is assumed that each virtual stage has an equal share of the
+    work and bytes of ``calls``, the costs of the block calls (such as layers) of the model.
+
+    ``free``: bytes of a rank for activations. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``:
+    number of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes. A
+    rank either recomputes some of its virtual stages selectively, or whole calls, or both.
+    """
+    whole, half = _count_in_flight_moments(schedule, p, m, v)
+    pairs = [pair for call in calls for pair in zip(call.input_bytes, call.saved_inputs, strict=True)]
+    inputs = sum(size for size, is_kept in pairs if is_kept)
+    saved, carried = sum(call.saved_bytes for call in calls), sum(call.carried_bytes for call in calls)
+    selective, selective_s = sum(call.selective_bytes for call in calls), sum(call.selective_s for call in calls)
+    stages = len(ranks_of(schedule, p, v))
+    over = (whole * (saved + inputs) + half * (carried + inputs)) / stages - free
+    excess = float((over * stages / np.maximum(whole, 1e-3)).max())  # bytes of a microbatch, of the whole model
+    if excess <= 0:
+        return 0.0
+    if excess > saved:
+        return math.inf
+    of_rank = len(calls) / p  # calls of a rank
+    whole_s, chunks = sum(call.recompute_s for call in calls) / len(calls), stages / p
+    seconds = [math.ceil(of_rank * excess / saved) * whole_s]
+    if selective > 0:
+        seconds.append(math.ceil(chunks * min(1.0, excess / selective)) / chunks * selective_s / p)
+    if 0 < selective < excess:
+        seconds[-1] += math.ceil(of_rank * (excess - selective) / (saved - selective)) * whole_s
+    return min(seconds)
+
+
+@lru_cache(maxsize=1024)
+def _count_in_flight_moments(
+    schedule: str | ScheduleTable, p: int, m: int, v: int | None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return two arrays with an entry for each moment at which the memory of a rank may peak: the number of
+    microbatches in flight in all of its virtual stages together whose backward has not begun, and of those between
+    the two halves of a split backward. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``: number
+    of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
+    """
+    together = held_microbatches(schedule, p, m, v).together
+    sums = {tuple(map(sum, zip(*counts, strict=True))) for of_rank in together for counts in of_rank}
+    moments = np.array(sorted(sums), dtype=np.float64)
+    return moments[:, 0], moments[:, 1]
 
 
 @lru_cache(maxsize=1024)

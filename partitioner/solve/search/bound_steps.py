@@ -17,7 +17,14 @@ from partitioner.errors import CapacityError
 from partitioner.passes.errors import PartitionError
 from partitioner.schedules.formulas import is_formula, is_plain, is_split, most_in_flight
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.bounds.schedule_memory import MicrobatchMemory, RankCapacity, least_of, most_held, needs_of
+from partitioner.solve.bounds.schedule_memory import (
+    MicrobatchMemory,
+    RankCapacity,
+    estimate_recompute_seconds,
+    least_of,
+    most_held,
+    needs_of,
+)
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluate_placement import split_of, virtual_ranks
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
@@ -339,27 +346,18 @@ class BoundCascade:
         return self._needs[key]
 
     def again_s(self, candidate: MeshCandidate) -> float:
-        """Return approximately how many seconds of a step of ``candidate`` recomputation takes. It is assumed that work
-        is divided evenly into stages, and that all ranks hold as many microbatches as the fullest rank. ``candidate``:
+        """Return approximately how many seconds of a step of ``candidate`` recomputation takes; infinite if activations
+        do not fit with it. It is assumed that work and memory are divided evenly over virtual stages. ``candidate``:
         mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the candidate has no
         plan.
         """
         model, of_block, _ = self.evaluator.least(candidate)
-        costs = [of_block[call.block] for call in model.calls if not call.prologue]
+        costs = [of_block[call.block] for call in model.calls if not call.shared and not call.prologue]
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)
-        held = 1 / float(most_held(candidate.schedule, candidate.pp, int(m), candidate.virtual_stages).min())
         free = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate)
         free -= max(cost.working_bytes for cost in costs)
-        kept = [(c.selective_s, c.selective_bytes) for c in costs]
-        kept += [(c.forward_s, c.saved_bytes - c.selective_bytes) for c in costs]
-        inputs = [zip(c.input_bytes, c.saved_inputs, strict=True) for c in costs]
-        left = sum(size for each in inputs for size, is_kept in each if is_kept)
-        left += sum(size for _, size in kept) - max(0.0, free) * candidate.pp / held
-        seconds = 0.0
-        for rate, size in sorted((made_s / size, size) for made_s, size in kept if size > 0):
-            seconds += rate * min(max(0.0, left), size)
-            left -= size
-        return float(m / speeds * seconds)
+        how = candidate.schedule, candidate.pp, int(m), candidate.virtual_stages
+        return float(m * candidate.pp / speeds * estimate_recompute_seconds(costs, free, *how))
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages, if

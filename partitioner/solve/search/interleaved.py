@@ -1,18 +1,20 @@
-"""Try schedules with several virtual stages on a rank for the best plans that the search has found.
+"""Try candidates outside the search that may be faster than its best plan: schedules with several virtual stages on a
+rank, and sequences that more ranks share.
 
 The search and its bounds use schedules with one stage on each rank. For other schedules the bounds are loose where
-memory is short, because the memory of a rank depends on the order of its actions. After the search, these schedules are
-tried for the best pipelines found, with the mesh and microbatch unchanged.
+memory is short, because the memory of a rank depends on the order of its actions. They are therefore ranked by an
+estimate of the step time, and solved in this order.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
@@ -26,24 +28,15 @@ from partitioner.solve.search.outcomes import (
     build_candidate_report,
     build_refused_report,
 )
-from partitioner.solve.search.space import SearchSpace, even_chunks, list_context_variants, several_stages
+from partitioner.solve.search.space import SearchSpace, list_short_context_candidates, several_stages
 
 PATIENCE = 200  # consecutive families without a better plan after which such schedules are skipped
 
 _MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
 _ROUNDING = 1e-9  # of a step
-_BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried; their greatest time relative to the best
-_PROBED, _FEW = 6, 8  # how many further meshes are tried; virtual stages that are tried first
-_WORTH_IT = 1.01  # others of a group are tried if the first takes at most this times the best step time
-_HOPED, _MOST_ASKED = (
-    0.93,
-    1000,
-)  # greatest estimate relative to the best plan (estimates are a tenth too low); most bounds
-_BEST_CONTEXT, _NEAR_CONTEXT = (
-    2,
-    1.02,
-)  # how many meshes are tried with more cp; their greatest time relative to the best
-_RELAXED = 4  # number of a candidate's bounds that use the sharding of the largest microbatch
+_BEYOND_BOUND = 1.05  # least ratio of a step time to its estimate from bounds and recomputation that was seen
+_MOST_FRUITLESS = 5  # candidates in a row that were no better, after which no more are tried
+_MOST_SHARDINGS = 24  # ways to shard layers for which candidates are ranked
 
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
@@ -52,77 +45,6 @@ def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) ->
     constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
-
-
-def schedules_of_several(
-    space: SearchSpace,
-    solved: Mapping[MeshCandidate, EvaluatedCandidate],
-    found: MeshCandidate,
-    rows: Mapping[MeshCandidate, CandidateOutcome],
-    bounds: Bounds,
-) -> list[Sequence[MeshCandidate]]:
-    """Return groups of candidates with several virtual stages on each rank, in the order in which they should be tried.
-    In each group, the first candidate shows whether the others are worth trying.
-
-    The groups are variants of the best candidates in ``solved`` (candidate -> its plan with step time), of solved
-    pipelines that lose much time to bubbles and recomputation, and of unsolved candidates whose bounds suggest a plan
-    faster than that of ``found``. ``found``: the best candidate so far. ``rows``: candidate -> its outcome in the
-    search: its plan, a lower bound on its step time, or the reason why it has no plan. ``bounds``: computes lower
-    bounds on the step times of candidates. ``space``: the search space (cluster, batch, constraints and sizes of the
-    model).
-    """
-    enough = solved[found].step_time
-    best: dict[MeshCandidate, MeshCandidate] = {}
-    waiting: dict[MeshCandidate, tuple[float, MeshCandidate]] = {}
-    for candidate, known in sorted(solved.items(), key=lambda item: item[1].step_time):
-        parts = known.breakdown or {}
-        filled_s = known.step_time - parts.get("bubble", 0.0)
-        lower_bound_s = filled_s - parts.get("recompute", 0.0)
-        if candidate.pp > 1 and known.step_time > _NEAR * enough and lower_bound_s < enough:
-            waiting.setdefault(mesh_of(candidate), (lower_bound_s, candidate))
-        elif candidate.pp > 1 and known.step_time <= _NEAR * enough and filled_s < enough and len(best) < _BEST:
-            best.setdefault(mesh_of(candidate), candidate)
-    groups: list[Sequence[MeshCandidate]] = [
-        [other] for candidate in best.values() for other in several_stages(space, candidate)
-    ]
-    for _, candidate in sorted(waiting[mesh] for mesh in waiting.keys() - best.keys())[:_BEST]:
-        sharing = candidate.sharing(1)
-        groups.append(
-            sorted(several_stages(space, sharing if sharing in rows else candidate), key=_rank_by_distance_from_few)
-        )
-    for candidate in _list_promising_candidates(space, rows.values(), {*map(mesh_of, solved)}, enough, bounds):
-        if len(best) >= _BEST + _PROBED:
-            break
-        if mesh_of(candidate) not in best:
-            best[mesh_of(candidate)] = candidate
-            groups.append(sorted(several_stages(space, candidate), key=_rank_by_distance_from_few))
-    return groups
-
-
-def _rank_by_distance_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
-    """Return a sort key of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage), by which interleaved
-    schedules with about 8 virtual stages on a rank come first: the pair (whether its schedule is not interleaved,
-    difference of its number of virtual stages from 8).
-    """
-    return candidate.schedule != "interleaved", abs(candidate.virtual_stages - _FEW)
-
-
-def contexts_of_best(
-    space: SearchSpace, tried: Mapping[MeshCandidate, float], known: Collection[MeshCandidate]
-) -> list[Sequence[MeshCandidate]]:
-    """Return variants of the best candidates in which twice as many ranks share each sequence (the axis ``cp``), in the
-    order in which they should be tried. Each is returned as a list with one element. ``tried``: candidate -> seconds of
-    its step, for the candidates that were solved. ``known``: candidates to leave out, because they were searched
-    already. ``space``: the search space (cluster, batch, constraints and sizes of the model).
-    """
-    enough = min(tried.values()) * _NEAR_CONTEXT
-    near: dict[MeshCandidate, MeshCandidate] = {}
-    for candidate in sorted(tried, key=tried.__getitem__):
-        if tried[candidate] <= enough:
-            near.setdefault(mesh_of(candidate), candidate)
-    best = list(near.values())[:_BEST_CONTEXT]
-    found = dict.fromkeys(other for candidate in best for other in list_context_variants(space, candidate))
-    return [[other] for other in found if other not in known]
 
 
 def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
@@ -142,156 +64,156 @@ def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
             yield mesh_of(replace(candidate, cp=candidate.cp // 2, **{axis: 2 * getattr(candidate, axis)}))
 
 
-def _list_promising_candidates(
+def list_promising_candidates(
     space: SearchSpace,
-    rows: Iterable[CandidateOutcome],
-    solved: Collection[MeshCandidate],
-    cutoff_s: float,
+    found: MeshCandidate,
+    solved: Mapping[MeshCandidate, EvaluatedCandidate],
+    rows: Mapping[MeshCandidate, CandidateOutcome],
     bounds: Bounds,
+    best_s: Callable[[], float],
 ) -> Iterator[MeshCandidate]:
-    """Yield unsolved 1F1B candidates that would take clearly less than ``cutoff_s`` seconds with interleaved stages,
-    fastest first. ``rows``: the outcomes of the search. ``bounds``: computes lower bounds on candidates. ``solved``:
-    keys of the meshes and microbatch sizes that were solved already, which are skipped; a key is a candidate with fixed
-    schedule, virtual stages and ZeRO.
+    """Yield candidates that the search has not tried and that may be faster than the best plan, the most promising
+    first. Stop when none is expected to be faster, or when several in a row were not.
 
-    To estimate a step time, the lower bound of a candidate is reduced in proportion to the smaller pipeline bubble, and
-    the recomputation that memory requires is added. ``space``: the search space (cluster, batch, constraints and sizes
-    of the model).
+    They have several virtual stages on a rank, or more ranks share a sequence. The expected step time is a lower bound
+    without memory, plus the recomputation that memory requires, plus a part for all that the bound leaves out.
+
+    ``found``: the best candidate of the search. ``solved``: candidate -> its plan. ``rows``: candidate -> its
+    outcome in the search. ``bounds``: computes lower bounds on the step times of candidates. ``best_s``: function
+    that returns the seconds of a step of the best plan so far. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model).
     """
-    heap: list[tuple[float, int, int]] = []  # seconds, the index in `nodes`, the number of bounds computed
-    nodes: list[Sequence[MeshCandidate]] = []
-    together, steps = bounds.family_bounds, bounds.candidate_bounds[:_RELAXED]
-    alone, last = len(together), len(together) + len(steps)
-
-    def push(seconds: float, candidates: Sequence[MeshCandidate], step: int) -> None:
-        heapq.heappush(heap, (seconds, len(nodes), step))
-        nodes.append(candidates)
-
-    families = defaultdict[MeshCandidate, list[CandidateOutcome]](list)
-    left = [
-        row for row in rows if row.status == "bounded" and row.candidate.pp > 1 and row.candidate.schedule == "1f1b"
-    ]
-    for row in [row for row in left if row.candidate.zero < 2] or left:
-        if mesh_of(row.candidate) not in solved:
-            families[mesh_of(row.candidate)].append(row)
-    known = {row.candidate: row.bound for row in left}
-    for members in families.values():
-        shorter = _bound_interleaved_ratio(space, members[0].candidate)
-        push(shorter * min(row.bound for row in members), [row.candidate for row in members], 0)
-    asked = 0
-    while heap and heap[0][0] < _HOPED * cutoff_s:
-        lower_bound_s, number, step = heapq.heappop(heap)
-        candidates = nodes[number]
-        shorter = _bound_interleaved_ratio(space, candidates[0])
-        if step > last:
-            yield candidates[0]
-        elif step == alone and len(candidates) > 1:
-            for candidate in candidates:
-                push(max(lower_bound_s, shorter * known[candidate]), [candidate], step)
-        elif asked < _MOST_ASKED:
-            asked += 1
-            with suppress(PartitionError):  # the candidate has no plan
-                if step == last:
-                    seconds = lower_bound_s + bounds.again_s(_interleave_candidate(space, candidates[0]))
-                elif step < alone:
-                    seconds = shorter * together[step](candidates, cutoff_s / shorter)
-                else:
-                    seconds = shorter * steps[step - alone](candidates[0], cutoff_s / shorter)
-                push(max(lower_bound_s, seconds), candidates, step + 1)
+    left = _list_untried_candidates(space, found, solved, rows)
+    if not left:
+        return
+    heap = [(seconds, number, 0) for number, seconds in enumerate(bounds.times(left).tolist())]
+    heapq.heapify(heap)
+    kinds: set[tuple[int, ...]] = set()
+    fruitless = 0
+    while heap and heap[0][0] * _BEYOND_BOUND < best_s() and fruitless < _MOST_FRUITLESS:
+        seconds, number, step = heapq.heappop(heap)
+        candidate = left[number]
+        if step == 2:
+            before = best_s()
+            yield candidate
+            fruitless = 0 if best_s() < before else fruitless + 1
+            continue
+        kinds.add(kind := (candidate.tp, candidate.cp, candidate.ep, candidate.etp))
+        if len(kinds) > _MOST_SHARDINGS and step == 0:
+            kinds.remove(kind)
+            continue
+        with suppress(PartitionError):  # the candidate has no plan
+            more = bounds.family_bounds[0]([candidate], math.inf) if step == 0 else seconds + bounds.again_s(candidate)
+            heapq.heappush(heap, (max(seconds, more), number, step + 1))
 
 
-def _count_most_virtual_stages(space: SearchSpace, candidate: MeshCandidate) -> int:
-    return even_chunks(space, candidate.pp)[-1]
-
-
-def _interleave_candidate(space: SearchSpace, candidate: MeshCandidate) -> MeshCandidate:
-    return replace(candidate, schedule="interleaved", virtual_stages=_count_most_virtual_stages(space, candidate))
-
-
-def _bound_interleaved_ratio(space: SearchSpace, candidate: MeshCandidate) -> float:
-    """Return a lower bound on (step time under the interleaved schedule) / (step time under 1F1B) for ``candidate``,
-    with the most virtual stages per rank that the search ``space`` (cluster, batch, constraints and sizes of the model)
-    contains. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+def _list_untried_candidates(
+    space: SearchSpace,
+    found: MeshCandidate,
+    solved: Mapping[MeshCandidate, EvaluatedCandidate],
+    rows: Mapping[MeshCandidate, CandidateOutcome],
+) -> list[MeshCandidate]:
+    """Return the candidates outside the search that may be faster than its best plan: the pipelines of the search with
+    several virtual stages on a rank, and all candidates in which more ranks share a sequence. Each has ZeRO stage 1 if
+    possible, or that of a plan which was found. ``found``: the best candidate of the search. ``solved``: candidate ->
+    its plan. ``rows``: candidate -> its outcome in the search. ``space``: the search space (cluster, batch, constraints
+    and sizes of the model).
     """
-    idle = (candidate.pp - 1) / candidate.num_microbatches(space.global_batch)
-    return (1 + idle / _count_most_virtual_stages(space, candidate)) / (1 + idle)
+    plain: dict[MeshCandidate, dict[MeshCandidate, None]] = defaultdict(dict)
+    some = [candidate for candidate, row in rows.items() if candidate.pp > 1 and row.status != "infeasible"]
+    for candidate in some:
+        if (candidate.zero == 1 and not candidate.dp_shard) or candidate in solved:
+            plain[mesh_of(candidate)][replace(candidate, schedule="1f1b", virtual_stages=1)] = None
+    for candidate in some:  # ZeRO may be fixed
+        if mesh_of(candidate) not in plain:
+            plain[mesh_of(candidate)][replace(candidate, schedule="1f1b", virtual_stages=1)] = None
+    fine = list_short_context_candidates(space, {(found.zero, found.dp_shard), (1, 0), (0, 0)})
+    every = [*(candidate for each in plain.values() for candidate in each), *(c for c in fine if c.pp > 1)]
+    several = [other for candidate in every for other in several_stages(space, candidate)]
+    return [other for other in dict.fromkeys((*fine, *several)) if other not in rows]
 
 
-def best_schedule(
-    evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
-    attempt: Callable[[MeshCandidate], EvaluatedCandidate],
-    bounds: Bounds,
-    last: Callable[[MeshCandidate, float], float],
-    several: Sequence[Sequence[MeshCandidate]],
-    found: SolvedCandidate,
-    certificate: Certificate,
-    deadline: float,
-) -> tuple[SolvedCandidate, Certificate]:
-    """Return the best plan among ``found`` and the candidates in ``several`` (groups with several virtual stages on a
-    rank), and ``certificate`` with a row for each candidate tried.
+@dataclass
+class BestSchedule:
+    """The best plan while candidates outside the search are tried, most of them with several virtual stages on a rank.
 
     ``found``: the best plan of the search, with its estimated step time. ``certificate``: the record of how near that
-    plan is to the optimum, with a table of candidates. ``evaluate``: plans a candidate and computes a lower bound on
-    the step time of all its plans. ``attempt``: plans a candidate without such a bound. ``last``: returns the tightest
-    lower bound in seconds on a candidate; its second argument is a bound in seconds at which the computation may stop.
-    ``bounds``: computes quicker lower bounds. The function stops trying candidates at ``deadline``
-    (:func:`time.monotonic`) or on ``KeyboardInterrupt``.
+    plan is to the optimum, with a table of candidates. ``attempt``: plans a candidate quickly, without a lower bound.
+    ``evaluate``: plans a candidate thoroughly, and computes a lower bound on the step time of all its plans. ``last``:
+    returns the tightest lower bound in seconds on a candidate; its second argument is a bound in seconds at which the
+    computation may stop. ``bounds``: computes quicker lower bounds.
     """
-    best, rows, cut_off = found, list[Candidate](), certificate.cut_off
-    better: EvaluatedCandidate | None = None
 
-    def tried(candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate | None:
-        """Return the plan of ``candidate``. Return ``None`` if it has none, or, without planning it, if its lower
-        bounds show that its step takes at least ``cutoff_s`` seconds. A candidate that was planned, or has no plan,
-        gets a row in the list ``rows`` of the enclosing function. ``candidate``: mesh sizes, microbatch size, schedule
+    found: SolvedCandidate
+    certificate: Certificate
+    attempt: Callable[[MeshCandidate], EvaluatedCandidate]
+    evaluate: Callable[[MeshCandidate], EvaluatedCandidate]
+    last: Callable[[MeshCandidate, float], float]
+    bounds: Bounds
+    _better: EvaluatedCandidate | None = None
+    _rows: list[Candidate] = field(default_factory=list)
+
+    def best_s(self) -> float:
+        """Return the seconds of a step of the best plan so far."""
+        return self._better.step_time if self._better is not None else self.found.estimate.step_time
+
+    def follow(self, candidates: Iterable[MeshCandidate], deadline: float) -> tuple[SolvedCandidate, Certificate]:
+        """Try ``candidates``, and return the best plan and the certificate with a row for each of them. Stop at
+        ``deadline`` (:func:`time.monotonic`) or on ``KeyboardInterrupt``. A candidate is a combination of mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
+        cut_off = self.certificate.cut_off
+        try:
+            for candidate in candidates:
+                if time.monotonic() > deadline:
+                    cut_off = "time limit"
+                    break
+                self._try_candidate(candidate)
+        except KeyboardInterrupt:  # the best so far is a plan
+            cut_off = "interruption"
+        best = self.found
+        if self._better is not None:
+            best = self._evaluate_thoroughly(self._better)
+        certificate = self.certificate.model_copy(update={"cut_off": cut_off})
+        return best, _add_rows_to_certificate(certificate, self._rows, best, self.found)
+
+    def _try_candidate(self, candidate: MeshCandidate) -> None:
+        """Plan ``candidate`` quickly, keep it if it is the best so far, and add a row to the table of candidates. It is
+        not planned if its lower bounds show that it is no better. ``candidate``: mesh sizes, microbatch size, schedule
         and ZeRO stage.
         """
-        least = float(bounds.times([candidate])[0])
-        if least >= cutoff_s:
-            return None
+        cutoff_s = self.best_s() * (1 - _ROUNDING)
+        least = float(self.bounds.times([candidate])[0])
         try:
-            least = max([least, *(bound([candidate], cutoff_s) for bound in bounds.family_bounds)])
-            told = attempt(candidate) if least < cutoff_s else None
+            least = max([least, *(bound([candidate], cutoff_s) for bound in self.bounds.family_bounds)])
+            if least >= cutoff_s:
+                return
+            told = self.attempt(candidate)
         except PartitionError as error:
-            rows.append(build_refused_report(candidate, error))
-            return None
-        if told is not None:
-            rows.append(
-                _at_least(
-                    build_candidate_report(candidate, told), max(least, 0.0 if told.partly else told.least or 0.0)
-                )
-            )
-        return told
+            self._rows.append(build_refused_report(candidate, error))
+            return
+        proven = max(least, 0.0 if told.partly else told.least or 0.0)
+        self._rows.append(_at_least(build_candidate_report(candidate, told), proven))
+        if told.step_time < cutoff_s:
+            self._better = told
 
-    left = [list(group) for group in several]
-    try:
-        while left:
-            group = left[0]
-            if not group:
-                del left[0]
-                continue
-            if time.monotonic() > deadline:
-                cut_off = "time limit"
-                break
-            cutoff_s = best.estimate.step_time * (1 - _ROUNDING)
-            told = tried(group.pop(0), cutoff_s)
-            if told is not None and told.step_time > _WORTH_IT * cutoff_s:
-                group.clear()
-            elif told is not None and told.step_time < cutoff_s:
-                best, better = told.payload, told
-    except KeyboardInterrupt:  # the best so far is a plan
-        cut_off = "interruption"
-    certificate = certificate.model_copy(update={"cut_off": cut_off})
-    if better is not None:
-        whole = (
-            better if better.partly else evaluate(best.candidate)
-        )  # bounds that cover some placements only do not count
-        proven = last(best.candidate, whole.step_time) if whole.partly else whole.lower_bound_s
+    def _evaluate_thoroughly(self, better: EvaluatedCandidate) -> SolvedCandidate:
+        """Return the best plan of the candidate of ``better``, a plan that was found quickly. Its row in the table of
+        candidates gets the step time of the returned plan and a tight lower bound.
+        """
+        best: SolvedCandidate = better.payload
+        try:
+            whole = self.evaluate(best.candidate)
+        except PartitionError:  # the quick plan stands
+            return best
+        # bounds that cover some placements only do not count
+        proven = self.last(best.candidate, whole.step_time) if whole.partly else whole.lower_bound_s
         chosen = build_candidate_report(best.candidate, whole)
         if whole.step_time < best.estimate.step_time:
-            best, rows = whole.payload, [chosen if _is_same_candidate(row, chosen) else row for row in rows]
-        rows = [_at_least(row, proven) if _is_same_candidate(row, chosen) else row for row in rows]
-    return best, _add_rows_to_certificate(certificate, rows, best, found)
+            best = whole.payload
+            self._rows = [chosen if _is_same_candidate(row, chosen) else row for row in self._rows]
+        self._rows = [_at_least(row, proven) if _is_same_candidate(row, chosen) else row for row in self._rows]
+        return best
 
 
 def without_limit(
@@ -368,12 +290,11 @@ def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
 
 __all__ = [
     "PATIENCE",
-    "best_schedule",
-    "contexts_of_best",
+    "BestSchedule",
     "estimate_interleaved_effort",
+    "list_promising_candidates",
     "mesh_of",
     "meshes_around",
-    "schedules_of_several",
     "solved_to_evaluated",
     "without_limit",
 ]

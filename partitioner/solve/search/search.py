@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 
@@ -33,12 +33,11 @@ from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress,
 from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.interleaved import (
     PATIENCE,
-    best_schedule,
-    contexts_of_best,
+    BestSchedule,
     estimate_interleaved_effort,
+    list_promising_candidates,
     mesh_of,
     meshes_around,
-    schedules_of_several,
     solved_to_evaluated,
     without_limit,
 )
@@ -258,15 +257,27 @@ class _CandidateAttempts:
     best_s: float
 
     def evaluate(
-        self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
+        self,
+        candidate: MeshCandidate,
+        *,
+        proven: bool = True,
+        improved: bool = True,
+        devices: tuple[int, ...] | None = None,
     ) -> EvaluatedCandidate:
         """Return the best plan of ``candidate``. ``proven``: whether to compute a tight lower bound on its plans.
+        ``improved``: whether to search also for cuts into stages with less idle time, if the schedule is simulated.
         ``devices``: the device index of each rank; if ``None``, the placement (assignment of ranks to devices) is
         searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if
         there is no plan.
         """
         is_complete = self.evaluator.placements.complete(candidate.grid)
-        solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
+        solve = partial(
+            self.evaluator.solve,
+            devices=devices,
+            proven=proven and is_complete,
+            improved=improved,
+            cutoff_s=self.best_s,
+        )
         try:
             found = solved_to_evaluated(self.siblings.tried(candidate, solve))
         except PartitionError as error:
@@ -328,35 +339,28 @@ def _search_candidates(
     found, certificate = result.best.payload, result.certificate
     ahead: tuple[SolvedCandidate, Future[EmittedProgram]] | None = None
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
-        evaluator.locals.end()  # ends the helper process, since another may be started
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
-        several = schedules_of_several(space, known, found.candidate, result.rows, floors)
-        if (
-            emit is not None
-            and sum(estimate_interleaved_effort(space, candidate) for group in several for candidate in group[:1])
-            > _MUCH_EFFORT
-        ):
-            ahead = found, Future(partial(emit, found))
         devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
 
         def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
-            """Plan a candidate without a lower bound. If all placements (assignments of ranks to devices) would be
-            tried, use the devices of a known plan instead: one with the same mesh, or one with half as many ranks along
-            ``cp`` and twice as many along ``tp`` or ``dp``. ``candidate``: mesh sizes, microbatch size, schedule and
-            ZeRO stage.
+            """Plan a candidate quickly, without a lower bound and without a search for better cuts. If all placements
+            (assignments of ranks to devices) would be tried, use the devices of a known plan instead: one with the same
+            mesh, or one with half as many ranks along ``cp`` and twice as many along ``tp`` or ``dp``. ``candidate``:
+            mesh sizes, microbatch size, schedule and ZeRO stage.
             """
             key = next((key for key in meshes_around(candidate) if key in devices), None)
             same = devices[key] if key is not None and evaluator.placements.complete(candidate.grid) else None
-            found = attempts.evaluate(candidate, proven=False, devices=same)
-            tried[candidate] = found.step_time
+            found = attempts.evaluate(candidate, proven=False, improved=False, devices=same)
             devices.setdefault(mesh_of(candidate), found.payload.devices)
             return found if same is None else replace(found, least=0.0)
 
-        tried = {candidate: solved.step_time for candidate, solved in known.items()}
-        best = partial(best_schedule, attempts.evaluate, attempt, floors, floors.bound_tightly, deadline=deadline)
-        found, certificate = best(several, found, certificate)
-        if certificate.cut_off is None:
-            found, certificate = best(contexts_of_best(space, tried, result.rows), found, certificate)
+        schedules = BestSchedule(found, certificate, attempt, attempts.evaluate, floors.bound_tightly, floors)
+        promising = list_promising_candidates(space, found.candidate, known, result.rows, floors, schedules.best_s)
+        first = list(islice(promising, 1))
+        evaluator.locals.end()  # ends the helper process, since another may be started
+        if emit is not None and first and estimate_interleaved_effort(space, first[0]) > _MUCH_EFFORT:
+            ahead = found, Future(partial(emit, found))
+        found, certificate = schedules.follow(chain(first, promising), deadline)
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
         found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))
 

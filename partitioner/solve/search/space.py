@@ -7,7 +7,7 @@ candidates that every report shows for comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,9 +120,9 @@ def _describe_allowed_rank_counts(schedule: str | ScheduleTable) -> str:
 
 Times = Callable[[Sequence["MeshCandidate"]], NDArray[np.float64]]  # lower bounds in seconds on many candidates
 
-_LEAST_TOKENS = 8192  # of a sequence on a rank; shorter pieces are tried only beside the best plans
+_LEAST_TOKENS = 8192  # of a sequence on a rank; shorter pieces are tried only where an estimate is better
 
-_FEWEST_TOKENS = 2048  # the same beside the best plans, and if there are more ranks than the batch can be divided over
+_FEWEST_TOKENS = 2048  # the same there, and if there are more ranks than the batch can be divided over
 _CHOICES = {"zb-1p": (1, 2, 4)}  # numbers of virtual stages to try for schedules that allow any
 _UNEVEN = 1.1  # the largest virtual stage may have this many times an even share of the layers
 _MORE_CHUNKS = 1.8  # least ratio of two numbers of virtual stages that are tried
@@ -132,7 +132,7 @@ _WIDEST = 8  # greatest tp that is searched if no node has more devices
 
 _PART_GROWS = 4  # ratio of consecutive sizes of dp_shard that are tried
 
-_BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried after the search on the best meshes, as is "interleaved"
+_BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried after the search, as is "interleaved"
 _OVERLAPPING = {"zb-2p": (1,)}  # tried in addition if steps overlap: the next step fills its idle time
 
 
@@ -436,25 +436,32 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
     return [replace(candidate, schedule=name, virtual_stages=v) for name, v in found]
 
 
-def list_context_variants(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
-    """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
-    one with half of ``dp``. Sizes that the user fixed stay. Empty if a rank would have too few tokens. ``space``: the
-    search space (cluster, batch, constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size,
-    schedule and ZeRO stage.
+def list_short_context_candidates(space: SearchSpace, sharing: Collection[tuple[int, int]]) -> list[MeshCandidate]:
+    """Return 1F1B candidates in which more ranks share a sequence than in the candidates of the search, so that each
+    has fewer than 8,192 tokens of it, but at least 2,048. Sizes that the user fixed stay. ``sharing``: the ways to
+    shard states to include if the constraints allow them, pairs (ZeRO stage, number of ``dp`` ranks; 0: all).
+    ``space``: the search space (cluster, batch, constraints and sizes of the model).
     """
-    pinned, cp = space.constraints, 2 * candidate.cp
-    if pinned.cp is not None or not space.splits_positions(cp) or space.length < _FEWEST_TOKENS * cp:
+    pinned = space.constraints
+    if pinned.cp is not None or space.length < 2 * _FEWEST_TOKENS:
         return []
-    free = [axis for axis in ("tp", "dp") if getattr(pinned, axis) is None and getattr(candidate, axis) % 2 == 0]
-    found = [replace(candidate, cp=cp, **{axis: getattr(candidate, axis) // 2}) for axis in free]
-    return [
-        other
-        for other in found
-        if other.microbatch_size in space.sizes(other.dp)
-        and space.allows(other)
-        and (other.zero, other.dp_shard) in _list_zero_options(space, other.dp, other.cp)
-        and (other.ep, other.etp) in _expert_axes(space, other.dp * other.cp * other.tp, other.tp)
-    ]
+    known = set(list_mesh_shapes(space))
+    sizes = [cp for cp in list_divisors(space.length // _FEWEST_TOKENS) if cp > 1 and space.splits_positions(cp)]
+    found = []
+    for cp in sizes:
+        finer = replace(space, constraints=pinned.model_copy(update={"cp": cp}))
+        for pp, dp, tp, _ in list_mesh_shapes(finer):
+            if (pp, dp, tp, cp) in known:
+                continue
+            options = [way for way in _list_zero_options(space, dp, cp) if way in sharing]
+            found += [
+                candidate
+                for ep, etp in _expert_axes(space, dp * cp * tp, tp)
+                for zero, shard in options
+                for size in space.sizes(dp)
+                if space.allows(candidate := MeshCandidate(pp, dp, tp, size, "1f1b", cp, ep, etp, zero, 1, shard))
+            ]
+    return found
 
 
 def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
@@ -504,7 +511,7 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
         schedules = (
             f"The proof covers the pipeline schedules {covered} with one stage on each rank. "
             f"Schedules with several stages on a rank ({', '.join(['interleaved', *_BESIDE])} with 2 or more) were "
-            "tried on the best meshes only."
+            "tried only where an estimate promised a faster step."
         )
         found |= {"schedule": schedules, "virtual_stages": schedules}
     if space.length and pinned.cp is None:
@@ -538,12 +545,12 @@ def _describe_tried_context(space: SearchSpace) -> str:
         others = "Elsewhere" if rare else "Over other numbers of ranks"
         uneven = " or not two equal pieces" if usual else ""
         return (
-            f"Context parallelism was tried {' and '.join(filter(None, sizes))}. {others} it was tried beside the best "
-            f"plans only, because {least}{uneven}."
+            f"Context parallelism was tried {' and '.join(filter(None, sizes))}. {others} it was tried only where an "
+            f"estimate promised a faster step, because {least}{uneven}."
         )
     if space.length < 2 * _FEWEST_TOKENS or space.length % 4:
         return "Context parallelism was not tried: ranks would have too few tokens of a sample, or not equally many."
-    return f"Context parallelism was tried beside the best plans only, because {least}."
+    return f"Context parallelism was tried only where an estimate promised a faster step, because {least}."
 
 
 def _describe_tried_parts(space: SearchSpace) -> str:

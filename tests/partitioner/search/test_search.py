@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,17 +20,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from partitioner import Plan, partition, prepare
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
+from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.step.gradient_reduction import GradientReduction
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
 from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.errors import InputsError
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.bounds.schedule_memory import estimate_recompute_seconds
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, SearchResult, ZeroInfeasibility
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.interleaved import schedules_of_several
+from partitioner.solve.search.interleaved import list_promising_candidates
 from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate
 from partitioner.solve.search.search import search_for_plan
 from partitioner.solve.search.space import (
@@ -40,8 +42,8 @@ from partitioner.solve.search.space import (
     find_baseline_candidates,
     left_out,
     list_candidates,
-    list_context_variants,
     list_hybrid_candidates,
+    list_short_context_candidates,
     several_stages,
 )
 from partitioner.topology import Topology
@@ -389,53 +391,86 @@ def test_virtual_stages_are_even():
 
 
 class Told:
-    """Bounds that are told, by ZeRO for a candidate; ``held``: a candidate that does not fit."""
+    """Bounds that are told: by number of pipeline stages and virtual stages, the quick bound, that of a sharding, and
+    the recomputation; a string says why there is no plan."""
 
-    def __init__(self, held: MeshCandidate | None = None) -> None:
-        self.held = held
-        self.family_bounds: list[Callable[[Sequence[MeshCandidate], float], float]] = [lambda candidates, cutoff_s: 0.0]
-        self.candidate_bounds: list[Callable[[MeshCandidate, float], float]] = [self._held]
+    def __init__(self, seconds: dict[tuple[int, int], tuple[float, float, float | str]]) -> None:
+        self.seconds = seconds
+        self.family_bounds: list[Callable[[Sequence[MeshCandidate], float], float]] = [
+            lambda candidates, cutoff_s: self._of(candidates[0])[1]
+        ]
+        self.candidate_bounds: list[Callable[[MeshCandidate, float], float]] = []
+
+    def _of(self, candidate: MeshCandidate) -> tuple[float, float, float | str]:
+        is_told = candidate.schedule == "interleaved" and candidate.zero == 1
+        return self.seconds.get((candidate.pp, candidate.virtual_stages), (99.0, 99.0, 0.0)) if is_told else (99.0,) * 3
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        return np.zeros(len(candidates))
+        return np.array([self._of(candidate)[0] for candidate in candidates])
 
     def again_s(self, candidate: MeshCandidate) -> float:
-        return 5.0 if candidate.tp == 2 else 0.0
-
-    def _held(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        if candidate == self.held:
-            raise CapacityError("too large")
-        return 0.0
+        found = self._of(candidate)[2]
+        if isinstance(found, str):
+            raise CapacityError(found)
+        return found
 
 
-def test_meshes_that_their_bubble_kept_from_a_plan_are_tried_with_several_virtual_stages():
-    """Of 32 layers on 64 devices, where the best plan has one stage and takes ten seconds."""
-    plain, narrow, wide = (
-        MeshCandidate(1, 64, 1, 1),
-        MeshCandidate(8, 4, 1, 2, zero=1),
-        MeshCandidate(8, 4, 2, 1, zero=1),
-    )
-    deep = MeshCandidate(8, 8, 1, 1, zero=1)
-    rows = {
-        p: CandidateOutcome(p, bound)
-        for p, bound in {
-            narrow: 12.0, wide: 12.0, narrow.sharing(2): 11.0, deep: 14.2, deep.sharing(0): 14.0, plain.sharing(1): 1.0
-        }.items()
-    }  # fmt: skip
+def test_candidates_with_several_virtual_stages_are_tried_in_the_order_of_what_they_are_expected_to_take():
+    """Of 32 layers on 64 devices, where the best plan has one stage and takes ten seconds: what is expected to take
+    more than 10 / 1.05 = 9.52 s is not tried."""
+    plain = MeshCandidate(1, 64, 1, 1)
     small = replace(space(batch=64, calls=34), repeated=32)
+    rows = {p: CandidateOutcome(p, 12.0) for p in list_candidates(small)}
     solved = {plain: EvaluatedCandidate(10.0, 1)}
+    told = Told(
+        {
+            (2, 2): (5.0, 8.0, 1.0),
+            (2, 4): (5.0, 8.0, 0.5),
+            (2, 16): (9.6, 0.0, 0.0),  # too long by the quick bound
+            (4, 2): (6.0, 9.6, 0.0),  # by its sharding
+            (4, 4): (6.0, 6.0, 3.6),  # by recomputation
+            (4, 8): (2.0, 2.0, "too large"),
+            (8, 4): (7.0, 7.0, 0.0),
+        }
+    )
+    best = [10.0]
 
-    def found(bounds: Any) -> list[MeshCandidate]:
-        return [group[0] for group in schedules_of_several(small, solved, plain, rows, bounds)]
+    def tried(fruit: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
+        best[0], found = 10.0, []
+        for candidate in list_promising_candidates(small, plain, solved, rows, cast(Any, told), lambda: best[0]):
+            if not found or found[-1] != (candidate.pp, candidate.virtual_stages):
+                found.append((candidate.pp, candidate.virtual_stages))
+            best[0] = min(best[0], fruit.get(found[-1], math.inf))
+        return found
 
-    # eight stages take 1.54 times as long for eight microbatches as four virtual stages let them
-    virtual = [replace(p, schedule="interleaved", virtual_stages=4) for p in (narrow, deep.sharing(0))]
-    assert found(Told()) == virtual  # not what makes too much again, nor what scatters again and again
-    assert found(Told(held=deep.sharing(0))) == [virtual[0], replace(virtual[1], zero=1)]
-    solved[narrow] = EvaluatedCandidate(
-        11.0, 1, breakdown={"bubble": 0.5}
-    )  # a plan, which would not be better without bubble
-    assert found(Told()) == virtual[1:]
+    assert tried({}) == [(8, 4)], "all sizes of microbatches are told the same: after five that are no better it ends"
+    told.seconds[8, 4] = (7.0, 7.0, "too large")
+    assert tried({}) == [(2, 4)]
+    told.seconds[2, 4] = (5.0, 8.0, "too large")
+    assert tried({(2, 2): 9.0}) == [(2, 2)]  # 9 s: nothing else is expected to be faster
+
+
+def test_recomputation_is_estimated_from_what_ranks_hold():
+    """Eight calls of a layer on four ranks, two on each; a call saves 10 bytes, 4 of them selectively, and reads 1.
+
+    Under 1F1B the first rank holds four microbatches of two calls: 4 x 2 x 11 = 88 bytes.
+    """
+    layer = CallCost(
+        forward_s=3.0, saved_bytes=10.0, selective_bytes=4.0, selective_s=0.5, input_bytes=(1.0,), saved_inputs=(True,)
+    )
+
+    def seconds(free: float, schedule: str = "1f1b", cost: CallCost = layer) -> float:
+        return estimate_recompute_seconds([cost] * 8, free, schedule, 4, 8, 2 if schedule == "zb-v" else 1)
+
+    assert seconds(88.0) == 0.0
+    assert seconds(87.0) == seconds(56.0) == 1.0  # both calls selectively: 88 - 4 x 2 x 4 = 56 bytes
+    assert seconds(48.0) == 3.0  # one call in full frees 40 bytes
+    assert seconds(47.0) == 1.0 + 3.0  # one selectively and one in full
+    assert seconds(31.0) == 6.0 and seconds(8.0) == 6.0
+    assert seconds(7.0) == math.inf  # inputs take 4 x 2 x 1 bytes
+    # the last rank of zb-v holds seven half done microbatches, whose bytes recomputation does not free
+    assert seconds(76.0, "zb-v", replace(layer, carried_bytes=10.0)) == math.inf
+    assert seconds(88.0, "zb-v", replace(layer, carried_bytes=10.0)) == 0.0
 
 
 def test_a_sequence_is_shared_where_the_batch_has_too_few_parts():
@@ -893,9 +928,9 @@ def test_a_time_limit_is_a_length_of_time(seconds: Any):
             8,
             8192,
             {},
-            "was tried beside the best plans only, because a rank would have fewer than 8,192 tokens",
+            "was tried only where an estimate promised a faster step, because a rank would have fewer than 8,192 tokens",
         ),
-        (8, 8, 32768, {}, "was tried over 2, 4 ranks. Over other numbers of ranks it was tried beside the best plans"),
+        (8, 8, 32768, {}, "was tried over 2, 4 ranks. Over other numbers of ranks it was tried only where an"),
         (8, 2, 8192, {"pp": 1}, "was tried over 2, 4 ranks where the batch does not divide over the ranks without it."),
         (8, 8, 32769, {}, "was not tried: ranks would have too few tokens of a sample, or not equally many."),
     ],
@@ -912,17 +947,18 @@ def test_what_is_said_of_context_parallelism_is_what_was_tried(
     assert tried == ({2, 4} if "was tried over" in words else set())
 
 
-def test_context_variants_take_their_ranks_from_tp_or_dp():
-    """Two ranks share a sequence of 8,192 tokens: 4,096 each, at least 2,048. With cp=8 a rank would have 1,024."""
-    space = SearchSpace(Topology.preset("dgx-h100", nodes=4), 64, 8, frozenset([4096]), length=8192)
-    candidate = MeshCandidate(2, 4, 4, 1, "interleaved", zero=1, virtual_stages=2)
-    found = list_context_variants(space, candidate)
-    assert [(c.pp, c.dp, c.cp, c.tp) for c in found] == [(2, 4, 2, 2), (2, 2, 2, 4)]
-    assert {(c.schedule, c.virtual_stages, c.zero, c.microbatch_size) for c in found} == {("interleaved", 2, 1, 1)}
-    assert not list_context_variants(space, replace(candidate, cp=4, dp=1))
-    for pins, left in (({"cp": 1}, []), ({"tp": 4}, [(2, 2, 2, 4)]), ({"dp": 4}, [(2, 4, 2, 2)])):
+def test_short_pieces_of_a_sequence_are_candidates_beside_the_search():
+    """Samples of 8,192 tokens over two ranks of 4,096 or four of 2,048; with cp=8 a rank would have 1,024."""
+    space = SearchSpace(Topology.preset("dgx-h100", nodes=1), 64, 8, frozenset([4096]), length=8192)
+    found = list_short_context_candidates(space, {(1, 0)})
+    assert {(c.pp, c.dp, c.cp, c.tp) for c in found} == {
+        (pp, 8 // (pp * cp * tp), cp, tp) for pp in (1, 2, 4) for cp in (2, 4) for tp in (1, 2, 4) if pp * cp * tp <= 8
+    }
+    assert {(c.schedule, c.virtual_stages, c.zero) for c in found} == {("1f1b", 1, 1)}
+    assert not {*found} & {*list_candidates(space)}
+    for pins, left in (({"cp": 1}, set()), ({"tp": 4}, {(1, 1, 2, 4)}), ({"dp": 4}, {(1, 4, 2, 1)})):
         pinned = replace(space, constraints=Constraints(**pins))
-        assert [(c.pp, c.dp, c.cp, c.tp) for c in list_context_variants(pinned, candidate)] == left
+        assert {(c.pp, c.dp, c.cp, c.tp) for c in list_short_context_candidates(pinned, {(1, 0), (0, 0)})} == left
 
 
 def test_context_parallelism_is_tried_beside_the_best_plan():
@@ -956,7 +992,7 @@ def test_context_parallelism_is_tried_beside_the_best_plan():
     assert free.mesh["cp"] == 2
     assert free.certificate.objective < plan(cp=1).certificate.objective
     assert free.certificate.objective <= plan(cp=2).certificate.objective * (1 + 1e-9)
-    assert "beside the best plans" in free.certificate.beyond["cp"]
+    assert "where an estimate promised a faster step" in free.certificate.beyond["cp"]
 
 
 def test_what_is_said_of_parts_that_share_states_is_what_was_tried():

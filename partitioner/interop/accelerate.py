@@ -175,7 +175,7 @@ def _read_deepspeed_section(options: Options, folder: Path | None, processes: in
     else:
         inner = build_deepspeed_layout(_translate_deepspeed(options), "deepspeed_config")
     precision = inner.precision if file is not None and not options.has("mixed_precision") else _read_precision(options)
-    if file is not None and inner.precision not in (precision, "fp32"):
+    if file is not None and inner.precision not in (precision, "fp32", None):
         raise ContradictionError(
             f"{_WHERE}: mixed_precision is {precision}, but {file} enables {inner.precision}; expected the same"
         )

@@ -89,7 +89,10 @@ def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collec
     options = Options(flat, where, ignore=ignore)
     lax = {name for name in flat if name.startswith(tuple(f"{section}." for section in _LAX))}
     misspelt = lax - list_known_names("deepspeed")
-    options.reject_unknown(list_known_names("deepspeed") | {*sections} | misspelt)
+    comments = {name for name in flat if name.rpartition(".")[2].startswith("_")}
+    options.reject_unknown(list_known_names("deepspeed") | {*sections} | misspelt | comments)
+    for name in sorted(comments):
+        options.note(name, "is a comment")
     for name in sorted(misspelt):
         options.note(name, "is not known; DeepSpeed ignores such names")
     layout = {"framework": "deepspeed", **_read_axes(options), **_read_batch(options), **_read_states(options)}
@@ -200,10 +203,11 @@ def _read_states(options: Options) -> dict[str, Any]:
     return found
 
 
-def _read_precision(options: Options) -> str:
-    """Return the precision of matrix products: ``bf16``, ``fp16`` or ``fp32``. ``options``: the options of the
-    configuration.
+def _read_precision(options: Options) -> str | None:
+    """Return the precision of matrix products: ``bf16``, ``fp16`` or ``fp32``; ``None`` if the launcher fills it in.
+    ``options``: the options of the configuration.
     """
+    filled = any(options.given.get(name) == "auto" for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled"))
     bf16 = options.take_flag("bf16.enabled") or options.take_flag("bfloat16.enabled")
     section = options.given.get("bfloat16")
     if isinstance(section, Mapping):
@@ -216,7 +220,8 @@ def _read_precision(options: Options) -> str:
         raise ContradictionError(f"{options.where}: bf16 and fp16 are both enabled; expected one of them")
     if auto and not (bf16 or fp16):
         return "fp16" if "16" in kind and "bf" not in kind else "bf16"
-    return "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    short = "bf16" if bf16 else "fp16" if fp16 else None
+    return short if short or filled else "fp32"
 
 
 def _read_optimizer(options: Options) -> str | None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from partitioner.interop.accelerate import read_accelerate, write_accelerate
 from partitioner.interop.deepspeed import read_deepspeed, write_deepspeed
 from partitioner.interop.layout import LayoutError, TrainingLayout, UnusedOption
 from partitioner.interop.megatron import read_megatron, read_megatron_bridge, write_megatron, write_megatron_bridge
-from partitioner.interop.options import parse_mapping, read_text_file
+from partitioner.interop.megatron_words import list_option_words
+from partitioner.interop.options import load_known_options, parse_mapping, read_text_file
 from partitioner.interop.torchtitan import read_torchtitan, write_torchtitan_module, write_torchtitan_toml
 from partitioner.interop.transformers_arguments import read_transformers, write_transformers
 from partitioner.passes.faults import typed_errors
 from partitioner.runtime.files import write_text
 from partitioner.topology.validate import format_suggestion
 
+_YAML = (".yaml", ".yml")
+_MOST_NAMED = 5  # fields of an unknown format in a message
 Written = tuple[str, tuple[UnusedOption, ...]]
 
 
@@ -50,9 +54,15 @@ def _read_torchtitan(source: _Source) -> TrainingLayout:
 
 
 def _read_megatron(source: _Source) -> TrainingLayout:
-    if source.ending in (".yaml", ".yml"):
+    if source.ending not in _YAML:
+        return read_megatron(source.text, source.ignore)
+    words, others = list_option_words(parse_mapping(source.text, "yaml", str(source.path)))
+    if not words:
         return read_megatron_bridge(source.text)
-    return read_megatron(source.text, source.ignore)
+    layout = read_megatron(words, source.ignore)
+    reason = "is no option of Megatron-LM, but of the script that starts it"
+    beside = (UnusedOption(option=name, value="...", reason=reason) for name in others)
+    return layout.replace(unused=(*layout.unused, *beside))
 
 
 def _write_torchtitan(layout: TrainingLayout, path: Path) -> Written:
@@ -86,7 +96,9 @@ FORMATS: dict[str, Format] = {
         lambda layout, path: write_accelerate(layout),
     ),
     "transformers": Format(
-        lambda source: read_transformers(source.text, source.folder, source.ignore),
+        lambda source: read_transformers(
+            source.text, source.folder, source.ignore, "yaml" if source.ending in _YAML else "json"
+        ),
         lambda layout, path: write_transformers(layout),
     ),
 }
@@ -184,14 +196,42 @@ def _detect_format(source: _Source) -> str:
                 raise LayoutError(f"{source.path} is {what}; expected a configuration of a training framework")
         keys = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
         return "deepspeed" if keys & {*nested} else "transformers"
-    if source.ending in (".yaml", ".yml"):
-        nested = parse_mapping(source.text, "yaml", str(source.path))
-        return "accelerate" if "distributed_type" in nested or "compute_environment" in nested else "megatron"
+    if source.ending in _YAML:
+        return _detect_yaml_format(parse_mapping(source.text, "yaml", str(source.path)), str(source.path))
     if "--" in source.text:
         return "megatron"
     raise LayoutError(
         f"the format of {source.path or 'the text'} is not known; expected format=..., one of {', '.join(FORMATS)}"
     )
+
+
+def _detect_yaml_format(nested: Mapping[str, Any], where: str) -> str:
+    """Return the name of the format of a configuration in YAML, such as ``accelerate``: the format that knows most of
+    its fields. ``nested``: its content. ``where``: the name of its file.
+
+    Raise :class:`LayoutError` if each format knows less than half of the fields; a file with a single field is of
+    Megatron-Bridge.
+    """
+    if "distributed_type" in nested or "compute_environment" in nested:
+        return "accelerate"
+    if list_option_words(nested)[0]:
+        return "megatron"
+    sections = load_known_options()["megatron-bridge"]
+    fields = {"_target_", *sections, *(name for names in sections.values() for name in names)}
+    sectioned = any(isinstance(nested.get(name), Mapping) for name in sections)
+    arguments = load_known_options()["transformers"]
+    known = {"megatron": fields, "transformers": {*arguments[""], *arguments}}
+    counts = {name: sum(str(field) in names for field in nested) for name, names in known.items()}
+    best = max(counts, key=lambda name: counts[name])
+    if sectioned or len(nested) < 2:
+        return "megatron"
+    if 2 * counts[best] < len(nested):
+        beyond = [str(field) for field in nested if not any(str(field) in names for names in known.values())]
+        raise LayoutError(
+            f"{where} has fields of no format that is known, such as {', '.join(beyond[:_MOST_NAMED])}; expected a "
+            f"configuration of {', '.join(FORMATS)}, or format=... and ignore=... for fields of the training script"
+        )
+    return best
 
 
 def write_layout(layout: TrainingLayout, format: str, path: str | os.PathLike[str]) -> tuple[UnusedOption, ...]:

@@ -84,20 +84,24 @@ _BRIDGE_NAMES = {  # field of Megatron-Bridge -> option that means it
 }
 
 
-def read_megatron(text: str, ignore: Collection[str] = ()) -> TrainingLayout:
+def read_megatron(text: str | list[str], ignore: Collection[str] = ()) -> TrainingLayout:
     """Return the training layout (mesh, batch, schedule, state sharding) that a Megatron-LM command line describes.
-    ``text``: the command line, or a shell script that contains it. ``ignore``: names of options that the training
-    script itself defines; they are not reported as unknown.
+    ``text``: the command line, a shell script that contains it, or a list of its words. ``ignore``: names of options
+    that the training script itself defines; they are not reported as unknown.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
-    given, devices = parse_arguments(read_words(text), ignore)
+    given, devices = parse_arguments(read_words(text) if isinstance(text, str) else text, ignore)
     if not given:
         raise LayoutError(
             "the command line has no options; expected arguments of Megatron-LM, like --tensor-model-parallel-size 2"
         )
     own = [name.replace("_", "-") for name in ignore]
-    return _build_layout(Options(given, "Megatron-LM", "--{}", ignore=own), "megatron", devices)
+    added = {name: name for name in given if name.startswith("$")}
+    options = Options(given, "Megatron-LM", "--{}", written=added, ignore=own)
+    for name in added:
+        options.note(name, "what the caller of the script adds is not known")
+    return _build_layout(options, "megatron", devices)
 
 
 def read_megatron_bridge(text: str) -> TrainingLayout:
@@ -293,13 +297,14 @@ def _read_recompute(options: Options) -> str:
     """
     kind = options.take_choice("recompute-granularity", {"full": "full", "selective": "selective"})
     method = options.take_choice("recompute-method", {"uniform": "uniform", "block": "block"})
-    count = options.take_number("recompute-num-layers")
+    count = options.take_number("recompute-num-layers", options.take_number("activations-checkpoint-num-layers"))
     modules = options.take("recompute-modules")
     modules = modules.split() if isinstance(modules, str) else modules
     if options.take_flag("recompute-activations") and kind is None:
         kind = "selective"
-    if options.take_flag("checkpoint-activations"):
-        kind, method = kind or "full", method or "uniform"
+    older = options.take_choice("activations-checkpoint-method", {"uniform": "uniform", "block": "block"})
+    if options.take_flag("checkpoint-activations") or older:
+        kind, method = kind or "full", method or older or "uniform"
     if modules is not None and not (isinstance(modules, list) and all(isinstance(each, str) for each in modules)):
         raise options.wrong_value("recompute-modules", "names of modules, like core_attn layernorm")
     if kind == "full":

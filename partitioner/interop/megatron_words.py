@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from partitioner.interop.layout import LayoutError, OptionValueError, UnknownOptionError
-from partitioner.interop.options import load_known_options
+from partitioner.interop.options import describe_unknown, load_known_options
 from partitioner.topology.validate import format_suggestion
 
 _SHORT = {"nproc_per_node": "per_node", "nnodes": "nodes", "num_processes": "all", "ntasks": "all"}
@@ -18,6 +19,9 @@ _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _COMPARISON = re.compile(r"\[+\s*[\"']?([^\"'\s]*)[\"']?\s*(==?|!=)\s*[\"']?([^\"'\s]*)[\"']?\s*\]+")
 _EMPTINESS = re.compile(r"\[+\s*-([zn])\s+[\"']?([^\"'\]]*)[\"']?\s*\]+")
+_PLACEHOLDER = re.compile(r"<([A-Za-z][\w .,/-]*)>")  # as in <path to the data>
+_CALLERS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")  # options that the caller of a script adds
+_OVERRIDE = re.compile(r"\+{0,2}(\w+)\.\w+=.*", re.DOTALL)
 _MOST_DIGITS = 18
 _MOST_PARTS = 41  # numbers and signs of a product
 _LONGEST = 200_000  # characters of a script
@@ -36,6 +40,7 @@ def read_words(text: str) -> list[str]:
         raise LayoutError(
             f"the text has {len(text)} characters, which is too long; expected a command line or a shell script"
         )
+    text = _PLACEHOLDER.sub(lambda found: found[0].replace(" ", "_"), text)
     variables: dict[str, str] = {}
     started: list[str] = []
     options: list[str] = []
@@ -212,35 +217,87 @@ def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dic
     kinds = {name: kind for kind, names in load_known_options()["megatron"].items() for name in names}
     kinds |= {name.lstrip("-").replace("_", "-"): "list" for name in ignore}
     given: dict[str, Any] = {}
+    unknown: list[str] = []
     index = 0
     while index < end:
         word = rest[index]
         index += 1
+        if _CALLERS.fullmatch(word):
+            given[word] = True
+            continue
         if not word.startswith("--"):
-            raise OptionValueError(
-                f"{word!r} follows no option that takes a value; expected --name value: correct the command line"
-            )
+            raise _describe_stray(word, words)
         name, equals, value = word[2:].partition("=")
         name = name.replace("_", "-")
         if name not in kinds:
-            meant = format_suggestion(name, sorted(kinds))
-            raise UnknownOptionError(
-                f"unknown option --{name} of Megatron-LM; {meant}expected one of its arguments: correct the name, "
-                f"leave it out, or give ignore={name} if it belongs to the training script"
-            )
+            unknown.append(name)
         last = next((i for i in range(index, end) if rest[i].startswith("--")), end)
         values = [value] if equals else rest[index:last]
-        taken = _count_values(kinds[name], values)
-        given[name] = _read_value(name, kinds[name], values[:taken])
+        kind = kinds.get(name, "unknown")
+        taken = _count_values(kind, values)
+        given[name] = _read_value(name, kind, values[:taken])
         index += 0 if equals else taken
+    if unknown and (overrides := _list_overrides(rest)):
+        raise _describe_stray(overrides[0], overrides)
+    if unknown:
+        unknown = list(dict.fromkeys(unknown))
+        meant = format_suggestion(unknown[0], sorted(kinds))
+        raise UnknownOptionError(
+            f"unknown option --{unknown[0]} of Megatron-LM; {meant}expected one of its arguments: "
+            + describe_unknown(unknown, "--{}".format)
+        )
     return given, _count_devices(words[:start])
+
+
+def _list_overrides(words: list[str]) -> list[str]:
+    """Return those of ``words`` that change a recipe of Megatron-Bridge, such as ``train.train_iters=10``."""
+    sections = load_known_options()["megatron-bridge"]
+    return [word for word in words if (found := _OVERRIDE.fullmatch(word)) and found[1] in sections]
+
+
+def _describe_stray(word: str, words: list[str]) -> LayoutError:
+    """Return the error that says that ``word``, one of ``words`` of a command line, belongs to no option."""
+    if overrides := _list_overrides(words):
+        return OptionValueError(
+            f"{overrides[0]!r} changes a recipe of Megatron-Bridge, whose other values are not in the script; expected "
+            "the whole configuration: write it to a YAML file with ConfigContainer.to_yaml()"
+        )
+    if _VARIABLE.fullmatch(word):
+        return OptionValueError(
+            f"{word!r} is not set in the script; expected its value: set the variable there, or write the options out"
+        )
+    return OptionValueError(
+        f"{word!r} follows no option that takes a value; expected --name value: correct the command line"
+    )
+
+
+def list_option_words(nested: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the words of the command line that a YAML file writes as a mapping, with keys such as
+    ``--micro-batch-size``, and the names of all other entries of the file. No words if there is no such key.
+
+    ``nested``: the content of the file. Its options are at the top, or in sections that have nothing else. A value of
+    ``true`` is a flag, and one of ``false`` or nothing leaves the option out.
+    """
+    words: list[str] = []
+    others: list[str] = []
+    for name, value in nested.items():
+        section = value if isinstance(value, Mapping) else {name: value}
+        if not section or not all(str(key).startswith("--") for key in section):
+            others.append(str(name))
+            continue
+        for key, given in section.items():
+            values = given if isinstance(given, list) else [given]
+            if given is not None and given is not False:
+                words += [str(key), *(str(each) for each in values if each is not True)]
+    return words, others
 
 
 def _count_values(kind: str, values: list[str]) -> int:
     """Return how many of ``values``, the words after an option, belong to the option. ``kind``: ``list`` for any
-    number, ``flag`` for an optional ``true`` or ``false``, otherwise one value.
+    number, ``flag`` for an optional ``true`` or ``false``, ``unknown`` for all words that follow, otherwise one value.
     """
-    if kind == "list":
+    values = list(itertools.takewhile(lambda word: not _CALLERS.fullmatch(word), values))
+    if kind in ("list", "unknown"):
         return len(values)
     if kind == "flag":
         return int(bool(values) and values[0].lower() in ("true", "false"))
@@ -250,9 +307,9 @@ def _count_values(kind: str, values: list[str]) -> int:
 def _read_value(name: str, kind: str, values: list[str]) -> Any:
     if kind == "flag":
         return values[0].lower() == "true" if values else True
-    if not values and kind != "list":
+    if not values and kind not in ("list", "unknown"):
         raise OptionValueError(f"--{name} has no value; expected one after it: give it, or leave the option out")
-    return values if kind == "list" else values[0]
+    return values if kind in ("list", "unknown") else values[0]
 
 
 def _count_devices(words: list[str]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -18,6 +18,7 @@ from partitioner.topology.validate import find_alias_problem, format_suggestion
 
 _NO_EFFECT = "has no effect on the time or memory of a planned step"
 _SHOWN = 60  # characters of a value in a message
+_MOST_LISTED = 30  # unknown options in a message
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _LARGEST = 16 << 20  # bytes of a configuration
 _QUOTED = r'("(?:[^"\\\n]|\\.)*")'
@@ -164,7 +165,7 @@ class Options:
             self._taken.add(option)
         value = self.given.get(option)
         if value == "auto":
-            self.note(option, "is left to the launcher; its default is taken")
+            self.note(option, "is left to the launcher, which fills it in; its value is not known")
             return None
         return value
 
@@ -253,17 +254,17 @@ class Options:
             self._notes.append(self._unused(option, reason))
 
     def reject_unknown(self, known: Iterable[str]) -> None:
-        """Raise :class:`UnknownOptionError` for the first option of the configuration that is not in ``known`` (names
-        of options).
+        """Raise :class:`UnknownOptionError` if the configuration has options that are not in ``known`` (names of
+        options). The message names all of them.
         """
         names = frozenset(known)
-        for option in self.given:
-            if option not in names and not self._is_ignored(option):
-                meant = _suggest_option(str(option), names)
-                raise UnknownOptionError(
-                    f"{self.where}: unknown option {self.name(option)}; {meant}expected an option of the framework: "
-                    f"correct the name, leave it out, or give ignore={option} if it belongs to the training script"
-                )
+        unknown = [option for option in self.given if option not in names and not self._is_ignored(option)]
+        if unknown:
+            meant = _suggest_option(str(unknown[0]), names)
+            raise UnknownOptionError(
+                f"{self.where}: unknown option {self.name(unknown[0])}; {meant}expected an option of the framework: "
+                + describe_unknown(unknown, self.name)
+            )
 
     def _is_ignored(self, option: str) -> bool:
         """Return whether the user listed ``option``, or its section, among the options that belong to the training
@@ -282,6 +283,18 @@ class Options:
         text = "" if value is True and self.write.startswith("-") else str(value)
         text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         return UnusedOption(option=self.name(option), value=text, reason=reason)
+
+
+def describe_unknown(unknown: Sequence[Any], write: Callable[[str], str]) -> str:
+    """Return the end of a message on the options ``unknown``: what the user can do, and which of them are unknown
+    besides the first, which the message has named. ``write``: returns the text of an option, such as ``--lr``.
+    """
+    listed = ",".join(str(option) for option in unknown[:_MOST_LISTED])
+    more = len(unknown) - _MOST_LISTED
+    whose = "it belongs" if len(unknown) == 1 else "they belong"
+    text = f"correct the name, leave it out, or give ignore={listed} if {whose} to the training script"
+    others = ", ".join(write(str(option)) for option in unknown[1:_MOST_LISTED])
+    return f"{text} (also unknown: {others}{f' and {more} more' if more > 0 else ''})" if others else text
 
 
 def _suggest_option(option: str, names: Collection[str]) -> str:

@@ -28,7 +28,13 @@ _FOLDED = ("zb-v", "dualpipe-v")  # two stages on each rank, by definition
 _OPTIMIZERS = {"adamw": "adamw", "adam": "adam", "sgd": "sgd_momentum"}
 _TYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 _BOTH = ("optimizer", "parameters")
-_SAMPLE = 2048  # tokens of a sample by default
+_SAMPLE, _MICROBATCH = 2048, 16384  # tokens of a sample and of a microbatch by default
+_TOKENS, _STEP_TOKENS, _CONTEXT = (  # of versions after 0.3, which count tokens
+    "training.num_tokens_per_microbatch_per_dp_rank",
+    "training.num_tokens_per_train_step",
+    "training.max_context_length",
+)
+_ROUNDS = "parallelism.num_pp_microbatches"
 _FULL_AC = {"full": "full", "selective": "alternate", "none": "none", "memory_budget": None}
 
 _BEYOND = {
@@ -130,10 +136,14 @@ def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[st
     own = {name for name in flat if name.rpartition(".")[0] in beside and new}  # components have fields of their own
     sections = {name for name in load_known_options()["torchtitan"] if name} | {"activation_checkpoint"}
     whole = {name for name in flat if name in sections}  # one that is replaced as a whole
-    options.reject_unknown({*known, *own, *whole})
+    of_class = _list_own_fields(nested, flat, {*known, *sections})
+    options.reject_unknown({*known, *own, *whole, *of_class})
+    for name in sorted(name for name in of_class if not isinstance(flat[name], Unreadable)):
+        options.note(name, f"belongs to {nested['class']}; whether it changes time or memory is not known")
     for name, value in flat.items():
         if isinstance(value, Unreadable):
-            options.note(name, "is not known without running the module")
+            default = "; its default is taken" if name.startswith(("training.", "parallelism.")) else ""
+            options.note(name, f"is not known without running the module{default}")
             options.given[name] = None
     take, flag = options.take_number, options.take_flag
     pp = _take_renamed(options, "parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree", 1)
@@ -146,19 +156,20 @@ def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[st
             "torchtitan: parallelism.pipeline_parallel_degree above 1 needs training.disable_cuda_graphs=True; "
             "expected it on, or one pipeline rank"
         )
-    length, sequence = take("training.seq_len", _SAMPLE), flag("parallelism.enable_sequence_parallel", True)
+    batch, sequence = _read_batch(options, pp), flag("parallelism.enable_sequence_parallel", True)
+    length = batch["seq_length"]
     unit = (tp if sequence else 1) * (2 * cp if cp > 1 else 1)
     if length % unit:
         raise ContradictionError(
-            f"torchtitan: training.seq_len={length} is not divisible by tp x 2 cp = {unit}; expected a multiple of it"
+            f"torchtitan: samples of {length} tokens are not divisible by tp x 2 cp = {unit}; expected a multiple of it"
         )
     recompute = _read_recompute(options, nested)
     layout: dict[str, Any] = {
         "framework": "torchtitan", "pp": pp, "tp": tp, "cp": cp, "ep": ep, "etp": (etp or 1) if ep > 1 else None,
-        "sequence_parallel": bool(sequence) if tp > 1 else None, "seq_length": length, "recompute": recompute,
+        "sequence_parallel": bool(sequence) if tp > 1 else None, "recompute": recompute,
         "context": _read_context(options) if cp > 1 else None, "offload": _BOTH if _is_offloaded(options) else (),
         "precision": _read_precision(options, nested), "optimizer": _read_optimizer(options, nested),
-        **_read_data_axes(options, pp), **_read_batch(options, pp), **_read_stages(options, pp),
+        **_read_data_axes(options, pp), **batch, **_read_stages(options, pp),
     }  # fmt: skip
     facts: dict[str, Any] = {"graphs": "all" if graphs and ep == 1 else "none"}
     asynchronous = [f"{section}.enable_async_tensor_parallel" for section in ("compile", "parallelism", "experimental")]
@@ -253,7 +264,71 @@ def _take_renamed(options: Options, name: str, older: str, default: int) -> int:
     return int(next((number for number in (value, former) if number is not None), default))
 
 
+def _list_own_fields(nested: Mapping[str, Any], flat: Mapping[str, Any], known: Collection[str]) -> set[str]:
+    """Return the options of a torchtitan configuration that its class adds to those of torchtitan's ``Trainer.Config``.
+    The set is empty for ``Trainer.Config`` itself, whose unknown options are misspelt.
+
+    ``nested``: the configuration, with sections as inner mappings and the name of its class, if it was read from
+    Python. ``flat``: the same as option -> value. ``known``: the options and sections of torchtitan. Raise
+    :class:`OptionValueError` if the class has neither a section ``training`` nor a section ``parallelism``.
+    """
+    kind = nested.get("class")
+    if kind is None or kind in ("Trainer.Config", "JobConfig"):
+        return set()
+    if not {"training", "parallelism"} & {*nested}:
+        raise OptionValueError(
+            f"torchtitan: {kind} has neither training nor parallelism; expected the configuration of one trainer, such "
+            "as Trainer.Config"
+        )
+    sections = {name.split(".")[0] for name in known if "." in name}
+    return {name for name in flat if name not in known and name.split(".")[0] not in sections}
+
+
 def _read_batch(options: Options, pp: int) -> dict[str, Any]:
+    """Return tokens of a sample, microbatch size and either the number of microbatches or the global batch, as fields
+    of a training layout (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of the
+    configuration.
+    """
+    counted = [name for name in (_TOKENS, _STEP_TOKENS, _CONTEXT, _ROUNDS) if name in options.given]
+    if counted:
+        return _read_token_batch(options, pp, counted[0])
+    return {"seq_length": options.take_number("training.seq_len", _SAMPLE), **_read_sample_batch(options, pp)}
+
+
+def _read_token_batch(options: Options, pp: int, counted: str) -> dict[str, Any]:
+    """Return the same as :func:`_read_batch` for a configuration of a version after 0.3, in which a microbatch and a
+    step have so many tokens. ``counted``: the first of these options that is given. Raise :class:`ContradictionError`
+    if options of earlier versions are given beside them.
+    """
+    former = ("seq_len", "local_batch_size", "batch_size", "global_batch_size")
+    if beside := [name for name in former if options.has(f"training.{name}")]:
+        raise ContradictionError(
+            f"torchtitan: {counted} counts tokens, as versions after 0.3 do, but training.{beside[0]} is of earlier "
+            "versions, which count samples; expected options of one version"
+        )
+    tokens, context = options.take_number(_TOKENS, _MICROBATCH), options.take_number(_CONTEXT, _SAMPLE)
+    step, rounds = options.take_number(_STEP_TOKENS, -1, least=-1), options.take_number(_ROUNDS, 1)
+    samples = max(1, round(tokens / context))
+    length = tokens // samples
+    if length != context:
+        options.note(
+            _TOKENS, f"is no multiple of {_CONTEXT}; a microbatch is taken to have {samples} x {length} tokens"
+        )
+    if pp == 1:
+        options.note(_ROUNDS, "has no effect without a pipeline")
+        rounds = 1
+    found: dict[str, Any] = {"seq_length": length, "microbatch_size": samples}
+    if step < 1:
+        return found | {"microbatches": rounds}
+    if step % (tokens * rounds):
+        raise ContradictionError(
+            f"torchtitan: {_STEP_TOKENS}={step} is not divisible by the {tokens * rounds} tokens of a rank's "
+            "microbatches; expected a multiple of it and of the data-parallel ranks"
+        )
+    return found | {"global_batch": step // tokens * samples}
+
+
+def _read_sample_batch(options: Options, pp: int) -> dict[str, Any]:
     """Return microbatch size and either the number of microbatches or the global batch, as fields of a training layout
     (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of the configuration.
     """

@@ -18,6 +18,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 _MOST_CALLS = 50  # functions of a module that build on each other
 _MOST_CALLS_IN_ALL = 1000
+_SHOWN = 80  # characters of an expression in a message
 
 
 class Unreadable(str):
@@ -56,9 +57,10 @@ def read_config_function(source: str, function: str | None, where: str) -> dict[
     except RecursionError:
         raise LayoutError(f"{where} is nested too deeply; expected a configuration") from None
     if not isinstance(result, dict):
+        shown = " ".join(str(result).split())[:_SHOWN] or "nothing"
         raise LayoutError(
-            f"what {where}:{function} returns is not known without running it; expected Trainer.Config(...) with "
-            "values written out"
+            f"{where}: {function} returns {shown}, which is not known without running the module; expected "
+            "Trainer.Config(...) with values written out, or the function that it builds on, as FILE.py:FUNCTION"
         )
     return result
 

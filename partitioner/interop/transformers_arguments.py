@@ -28,17 +28,20 @@ _WORDS = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3,
 _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 
 
-def read_transformers(text: str, folder: Path | None = None, ignore: Collection[str] = ()) -> TrainingLayout:
-    """Return the training layout (mesh, batch, schedule, state sharding) that a JSON configuration of transformers
+def read_transformers(
+    text: str, folder: Path | None = None, ignore: Collection[str] = (), syntax: str = "json"
+) -> TrainingLayout:
+    """Return the training layout (mesh, batch, schedule, state sharding) that a configuration of transformers
     describes.
 
     ``text``: the fields of a ``DistributedConfig`` or of ``TrainingArguments``. ``folder``: the folder to which the
     path of a DeepSpeed file in the configuration is relative; ``None``: the current folder. ``ignore``: names of
-    options that the training script itself defines; they are not reported as unknown.
+    options that the training script itself defines; they are not reported as unknown. ``syntax``: ``json`` or
+    ``yaml``.
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
-    nested = parse_mapping(text, "json", _WHERE)
+    nested = parse_mapping(text, syntax, _WHERE)
     own = {*load_known_options()["transformers"]["distributed_config"]}
     if (nested and {*map(str, nested)} <= own | {"distributed_config"}) or any(name in nested for name in _SIZES[1:]):
         return _read_distributed(Options(nested, _WHERE))
@@ -168,7 +171,8 @@ def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder:
     """
     where = "deepspeed"
     if isinstance(given, str):
-        path = Path(given) if Path(given).is_absolute() else (folder or Path()) / given
+        path = (folder or Path()) / given  # an absolute path stays as it is
+        path = path if path.exists() or not Path(given).exists() else Path(given)  # a script may start elsewhere
         given, where = parse_mapping(read_text_file(path), "json", str(path)), str(path)
     if not isinstance(given, Mapping):
         raise options.wrong_value("deepspeed", "the path of a JSON file, or its content")
@@ -180,7 +184,7 @@ def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder:
             )
     inner = build_deepspeed_layout(given, where)
     kept = {name: layout[name] for name in ("framework", "recompute", "precision")}
-    if inner.precision != "fp32" and inner.precision != kept["precision"]:
+    if inner.precision not in (None, "fp32", kept["precision"]):
         if kept["precision"] != "fp32":
             raise ContradictionError(
                 f"{_WHERE}: the precision is {kept['precision']}, but {inner.precision} in {where}; expected the same "

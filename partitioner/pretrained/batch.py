@@ -106,7 +106,7 @@ def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) 
     for inputs in every:
         try:
             with torch.no_grad():
-                model(**make_batch(inputs, "meta"))
+                model(**make_batch(inputs, "meta", dtype=find_dtype(model)))
         except Exception as error:
             if _wants_numbers(error):
                 unsure = unsure or inputs
@@ -133,13 +133,24 @@ def _wants_numbers(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "on meta tensors" in str(error)
 
 
-def make_batch(specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 0) -> dict[str, Any]:
+def find_dtype(model: nn.Module) -> torch.dtype:
+    """Return the type of the floating-point parameters of ``model``, which is that of its inputs, too."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def make_batch(
+    specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """Return a batch by argument name: for each entry of ``specs`` (argument name -> shape and content of the input), a
     tensor on ``device`` or a fixed value. On the device ``meta`` tensors have no values; otherwise their values are
-    random, from ``seed``.
+    random, from ``seed``. ``dtype``: the type of tensors that are not of whole numbers.
     """
     generator = torch.Generator().manual_seed(seed)
-    return {name: spec.make(device, generator) for name, spec in specs.items()}
+    made = {name: spec.make(device, generator) for name, spec in specs.items()}
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in made.items()
+    }
 
 
 def choose_length(config: Any) -> int:
@@ -172,6 +183,11 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
     input. ``found``: the model's configuration. ``request``: kind and size of the batch. Raise :class:`PretrainedError`
     if labels are requested and the model takes none.
     """
+    if type(model).forward is nn.Module.forward:
+        raise PretrainedError(
+            f"{type(model).__name__} has no forward, since its parts run one after another; give FILE.py:FUNCTION with "
+            "one of them, or name the class of a part in the field architectures"
+        )
     parameters = inspect.signature(model.forward).parameters
     if request.labels == "pairs":
         yield from _list_pairs(model, found, request)
@@ -265,7 +281,8 @@ def _count_image_features(model: nn.Module, pixels: InputSpec) -> int:
     """
     try:
         with torch.no_grad():
-            made: Any = model.get_image_features(pixel_values=make_batch({"": pixels}, "meta")[""])  # type: ignore[operator]
+            images = make_batch({"pixel_values": pixels}, "meta", dtype=find_dtype(model))
+            made: Any = model.get_image_features(**images)  # type: ignore[operator]
     except Exception:  # of a model whose images need more than pixels
         return 0
     made = getattr(made, "pooler_output", made)
@@ -298,7 +315,10 @@ def _token_spec(config: Any, samples: int, length: int) -> InputSpec:
     """Return the spec of an input of token ids ``[samples, length]`` from the middle of the vocabulary, where no
     special tokens are. ``config``: the model's transformers configuration, which has the size of the vocabulary.
     """
-    text = getattr(config, "get_text_config", lambda: config)()
+    try:
+        text = getattr(config, "get_text_config", lambda: config)()
+    except ValueError:  # of a model with several texts, such as a prompt and codes of sound
+        text = config
     size = read_number(text, "vocab_size") or read_number(config, "vocab_size") or _VOCABULARY
     return InputSpec((samples, length), min(5, size // 4), max(size - size // 8, 1))
 
@@ -311,14 +331,16 @@ def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Itera
     config, samples = found.config, request.samples
     if name.startswith("pixel_values"):
         channels = read_number(config, "num_channels", "in_channels", "in_chans") or 3
-        frames = read_number(config, "num_frames")
+        frames = read_number(config, "num_frames", "frames_per_clip")
         for height, width in _list_image_sizes(found):
-            yield InputSpec((samples, channels, height, width))
-            if frames is not None:
-                yield InputSpec((samples, frames, channels, height, width))
+            image = InputSpec((samples, channels, height, width))
+            clip = () if frames is None else (InputSpec((samples, frames, channels, height, width)),)
+            yield from (*clip, image) if name.endswith("_videos") else (image, *clip)
     elif name.startswith(("input_values", "input_features", "audio_values", "features")):
         waveforms, spectra = [*_list_waveforms(found, request)], [*_list_spectra(found, request)]
         yield from (*waveforms, *spectra) if name == "input_values" else (*spectra, *waveforms)
+    elif name.endswith("_values"):
+        yield from _list_series(found, request)
     elif name.endswith("_mask"):
         yield InputSpec((samples, request.length or choose_length(config)), low=1, high=2)
     else:
@@ -362,7 +384,19 @@ def _as_size(value: Any) -> tuple[int, int] | None:
 def _list_waveforms(found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
     rate = found.preprocessor.get("sampling_rate")
     usual = _SECONDS * (rate if isinstance(rate, int) and rate > 0 else _RATE)
-    yield InputSpec((request.samples, request.length or usual))
+    length = request.length or usual
+    yield InputSpec((request.samples, length))
+    yield InputSpec((request.samples, 1, length))  # with a dim of channels
+
+
+def _list_series(found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
+    """Yield the shapes of time series to try: one number at each time, and several. ``found``: the model's
+    configuration. ``request``: kind and size of the batch.
+    """
+    length = request.length or read_number(found.config, "context_length") or choose_length(found.config)
+    channels = read_number(found.config, "num_input_channels", "input_size")
+    shape = (request.samples, length)
+    yield from map(InputSpec, ((*shape, channels), shape) if channels else (shape,))
 
 
 def _list_spectra(found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:

@@ -29,7 +29,8 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 # Words in the name of a field -> its largest value: above it, building the model would take all memory.
 _LIMITS = (
-    (re.compile(r"(layers?|depths?|num_blocks|experts|stages)$"), 10_000),
+    (re.compile(r"(layers?|depths?|num_blocks|stages)$"), 10_000),
+    (re.compile(r"experts$"), 100_000),
     (re.compile(r"size|dim|position|label|length|channel|head|width|token"), 10**8),
 )
 

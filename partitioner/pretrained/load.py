@@ -7,6 +7,7 @@ configuration; no model is known by name here.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from partitioner.api import partition
@@ -23,7 +24,15 @@ from partitioner.passes.errors import PartitionError
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
 from partitioner.pretrained.adapters import Lora, add_adapters
-from partitioner.pretrained.batch import BatchRequest, Labels, choose_batch, list_left_out, longest_sample, make_batch
+from partitioner.pretrained.batch import (
+    BatchRequest,
+    Labels,
+    choose_batch,
+    find_dtype,
+    list_left_out,
+    longest_sample,
+    make_batch,
+)
 from partitioner.pretrained.configuration import (
     Configuration,
     PretrainedError,
@@ -43,7 +52,7 @@ _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
     "causal": (("CAUSAL_LM", "tokens"), ("IMAGE_TEXT_TO_TEXT", "tokens")),
     "seq2seq": (("SEQ_TO_SEQ_CAUSAL_LM", "tokens"),),
     "masked": (("MASKED_LM", "tokens"),),
-    "image": (("IMAGE_CLASSIFICATION", "class"),),
+    "image": (("IMAGE_CLASSIFICATION", "class"), ("VIDEO_CLASSIFICATION", "class")),
     "audio": (("AUDIO_CLASSIFICATION", "class"), ("SPEECH_SEQ_2_SEQ", "text"), ("CTC", "few")),
     "contrastive": (("ZERO_SHOT_IMAGE_CLASSIFICATION", "pairs"),),
 }
@@ -57,11 +66,11 @@ class PretrainedModel:
     """A model that was built from its configuration.
 
     Attributes:
-        model: the model, in training mode; on the meta device, without values, unless ``load_pretrained`` was called
-            with ``values=True``.
+        model: the model, in training mode, or in evaluation mode if it is for inference; on the meta device, without
+            values, unless ``load_pretrained`` was called with ``values=True``.
         inputs: one batch that the model accepts, by argument name.
         task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or
-            ``contrastive``.
+            ``contrastive``; ``inference`` for a class that is planned without a loss because none of these is its task.
         weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
             has adapters, whose weights are in no folder.
         longest: the longest sample in tokens, from the number of positions of the model; ``None`` if it has no limit,
@@ -106,7 +115,7 @@ def load_pretrained(
         task: what the model is trained for, such as ``causal``. ``None``: the task of the class in the configuration's
             ``architectures``, or else the task that follows from its type, ``is_encoder_decoder`` and ``is_decoder``.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
-        objective: ``train``: the batch has labels; ``infer``: it has none.
+        objective: ``train``: the batch has labels; ``infer``: it has none, and the model is in evaluation mode.
         values: give the model real weights, from the safetensors files beside ``config.json`` if there are any, else
             random. If false, the model is on the meta device and needs no memory.
 
@@ -118,27 +127,26 @@ def load_pretrained(
             raise PretrainedError(f"{name} must be a whole number, 1 or more; got {number!r}")
     adapters = None if lora is None else Lora.parse(lora)
     found = read_configuration(source)
-    choice = _choose_class(found, task)
+    choice = _choose_class(found, task, objective)
     name, labels, notes = choice.name, choice.labels, choice.notes
-    model = _build_model(found, name)
+    trains = objective == "train"
+    model = _build_model(found, name).train(trains)
     if adapters is not None:
         add_adapters(model, adapters)
-    if labels == "few" and objective == "train":
+    if labels == "few" and trains:
         raise PretrainedError(
             f"{found.source}: {name} has a CTC loss, whose shapes depend on the lengths of the transcripts, and a plan "
             "has fixed shapes; plan it for inference (--objective infer), give another --task, or give "
             "FILE.py:FUNCTION with a loss of plain operators"
         )
-    request = BatchRequest(labels, batch, seq, objective == "train")
+    request = BatchRequest(labels, batch, seq, trains)
     with quiet_transformers():
         specs = choose_batch(model, found, request)
     if values:
-        model = _build_model(found, name, device="cpu")
+        model = _build_model(found, name, device="cpu").train(trains)
         if adapters is not None:
             add_adapters(model, adapters)
-    inputs = make_batch(specs, "cpu" if values else "meta")
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    inputs = {n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in inputs.items()}
+    inputs = make_batch(specs, "cpu" if values else "meta", dtype=find_dtype(model))
     if left_out := list_left_out(model, specs):
         notes = (
             *notes,
@@ -214,9 +222,10 @@ class ModelChoice:
     notes: tuple[str, ...] = ()
 
 
-def _choose_class(found: Configuration, asked: str | None) -> ModelChoice:
+def _choose_class(found: Configuration, asked: str | None, objective: str = "train") -> ModelChoice:
     """Return the class of the model for the configuration ``found``. ``asked``: the task that the user chose; ``None``:
     the task of the class that the configuration names, or else of the class that follows from the type of the model.
+    ``objective``: ``infer`` for a model without a loss, which may have any class that the configuration names.
 
     Raise :class:`PretrainedError` if there is no class for the task, or if no task was chosen and several are possible.
     """
@@ -232,13 +241,17 @@ def _choose_class(found: Configuration, asked: str | None) -> ModelChoice:
             task = _follow_type(found, named)[0][2]
             labels = next(each[1] for each in named if each[2] == task)
         return ModelChoice(name, labels, task, "as architectures says", _note_attention(found, name, task, every))
+    other = stated if stated is not None and _is_model_class(stated) else None
+    if other is not None and asked is None and objective == "infer":
+        return ModelChoice(other, _find_labels(other), "inference", "as architectures says")
     of_task = [each for each in every if each[2] == (asked or each[2])]
     if not of_task:
         have = ", ".join(dict.fromkeys(task for _, _, task in every)) or "none"
         what = f"for the task {asked}" if asked else "for a task that is known here"
+        way = f"plan {other} for inference (--objective infer)" if other and not asked else "give another --task"
         raise PretrainedError(
-            f"{found.source}: transformers has no {found.config.model_type} model {what} (it has: {have}); give "
-            "another --task, or FILE.py:FUNCTION"
+            f"{found.source}: transformers has no {found.config.model_type} model {what} (it has: {have}); {way}, or "
+            "give FILE.py:FUNCTION with a loss"
         )
     if asked is not None:
         name, labels, task = of_task[0]
@@ -315,6 +328,20 @@ def _note_attention(
     )
 
 
+def _is_model_class(name: str) -> bool:
+    """Return whether transformers has a class ``name`` of models."""
+    transformers = import_transformers()
+    cls = getattr(transformers, name, None)
+    return isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+
+
+def _find_labels(name: str) -> Labels:
+    """Return the kind of labels that a model of the transformers class ``name`` would have: one for each token of a
+    text, or one for each sample of anything else."""
+    cls: Any = getattr(import_transformers(), name)
+    return "tokens" if "input_ids" in inspect.signature(cls.forward).parameters else "class"
+
+
 def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
     """Return the model classes that transformers has for the configuration ``config``, the usual class first. Each is a
     tuple: name of the class, kind of its labels (such as ``tokens``), name of its task (such as ``causal``).
@@ -336,7 +363,7 @@ def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
 
 
 def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Module:
-    """Return a model of transformers in training mode. ``found``: its configuration, with the place from which it was
+    """Return a model of transformers. ``found``: its configuration, with the place from which it was
     read. ``name``: the name of the model's class in transformers. ``device``: ``meta``, where the weights have no
     values, or ``cpu``.
 
@@ -359,7 +386,7 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
     except Exception as error:
         raise build_error(error, what) from None
     assert isinstance(model, nn.Module)
-    return model.train()
+    return model
 
 
 def _part_for(cls: Any, config: Any) -> Any:

@@ -128,6 +128,31 @@ def wide() -> Trainer.Config:
 """,
         {"tp": 2, "pp": 2, "seq_length": 8192, "recompute": "full", "schedule": "interleaved", "microbatches": 2},
     ),
+    "torchtitan of August 2026: tokens instead of samples": (
+        "config_registry.py",
+        """def wide() -> Trainer.Config:
+    return Trainer.Config(model_spec=model_registry("8B"), tokenizer=HuggingFaceTokenizer.Config(path="x"),
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=4 * 8192, max_context_length=8192,
+            num_tokens_per_train_step=64 * 4 * 8192, disable_cuda_graphs=True),
+        parallelism=ParallelismConfig(pipeline_parallel_degree=2, num_pp_microbatches=8))
+""",
+        {"pp": 2, "microbatch_size": 4, "seq_length": 8192, "global_batch": 256, "microbatches": None},
+    ),
+    "torchtitan of August 2026: a microbatch of one sample that is cut": (
+        "config_registry.py",
+        """def wide() -> Trainer.Config:
+    return Trainer.Config(training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=4096, max_context_length=8192))
+""",
+        {"microbatch_size": 1, "seq_length": 4096, "microbatches": 1},
+    ),
+    "torchtitan: a trainer with fields of its own": (
+        "config_registry.py",
+        """def wide() -> ImageTrainer.Config:
+    return ImageTrainer.Config(encoder=EncoderConfig(path="x"), parallelism=ParallelismConfig(tensor_parallel_degree=2),
+        training=TrainingConfig(local_batch_size=4, seq_len=512))
+""",
+        {"tp": 2, "microbatch_size": 4, "seq_length": 512},
+    ),
     "torchtitan 0.2: TOML": (
         "train.toml",
         """# a comment
@@ -229,6 +254,30 @@ srun -l --container-image "image" sh -c "${run_cmd}"
 """,
         {"pp": 4, "virtual_stages": 4, "global_batch": 512, "precision": "bf16"},
     ),
+    "megatron: what the caller adds, a folder to fill in, options of 2.5": (
+        "old.sh",
+        """OUTPUT="<path to the output>/run"
+options=" --tensor-model-parallel-size 8 --activations-checkpoint-method uniform --micro-batch-size 1 --fp16 "
+torchrun --nproc_per_node=8 pretrain_gpt.py $options --global-batch-size 16 --save ${OUTPUT} --use-flash-attn "$@"
+""",
+        {"tp": 8, "recompute": "full", "precision": "fp16", "global_batch": 16, "devices": 8},
+    ),
+    "megatron: options as a mapping": (
+        "model_config.yaml",
+        """ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1}
+MODEL_ARGS:
+  --num-layers: 24
+  --micro-batch-size: 4
+  --global-batch-size: 128
+  --pipeline-model-parallel-size: 2
+  --bf16: true
+  --sequence-parallel: false
+  --moe-layer-freq: ([0]*3+[1]*21)
+  --data-path: ${DATA_PATH}/text
+TEST_TYPE: regular
+""",
+        {"pp": 2, "global_batch": 128, "microbatch_size": 4, "precision": "bf16", "sequence_parallel": None},
+    ),
     "megatron-bridge": (
         "recipe.yaml",
         """_target_: megatron.bridge.training.config.ConfigContainer
@@ -252,8 +301,62 @@ ddp: {use_distributed_optimizer: true, overlap_grad_reduce: true, overlap_param_
         "fsdp_config": {"transformer_layer_cls_to_wrap": ["LayerOfTheModel"], "activation_checkpointing": false}}""",
         {"microbatch_size": 2, "microbatches": 8, "zero": 3, "recompute": "full", "precision": "bf16"},
     ),
+    "transformers: TrainingArguments in YAML": (
+        "sft.yaml",
+        """### train
+output_dir: saves/full/sft
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-5
+num_train_epochs: 3.0
+bf16: true
+""",
+        {"framework": "transformers", "microbatch_size": 1, "microbatches": 2, "precision": "bf16"},
+    ),
+    "deepspeed: a comment as an option": (
+        "autotp.json",
+        """{"_comment": "with tensor parallelism", "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": "auto"},
+        "compile": {"disable": false, "backend": "inductor"}, "tensor_parallel": {"autotp_size": 2}}""",
+        {"tp": 2, "microbatch_size": 1, "precision": None},
+    ),
 }
 REFUSED: dict[str, tuple[str, str, str]] = {
+    "megatron: several options of the training script": (
+        "own.sh",
+        "torchrun train.py --bf16 --freeze-tower --tile-size 4 8 --micro-batch-size 1 --tower-type vit\n",
+        "give ignore=freeze-tower,tile-size,tower-type if they belong .*also unknown: --tile-size, --tower-type",
+    ),
+    "megatron: options in a variable that is not set": (
+        "variable.sh",
+        "torchrun pretrain_gpt.py --bf16 ${MODEL_ARGS}\n",
+        "'..MODEL_ARGS.' is not set in the script",
+    ),
+    "megatron-bridge: changes to a recipe": (
+        "recipe.sh",
+        "torchrun run_recipe.py --recipe small train.global_batch_size=64 model.tensor_model_parallel_size=2\n",
+        "to_yaml",
+    ),
+    "yaml: of no known framework": (
+        "other.yaml",
+        "base: small\nadapter: none\nsequence_len: 4096\nmicro_batch: 2\nlearning_rate: 0.1\n",
+        "fields of no format that is known, such as base, adapter",
+    ),
+    "torchtitan: a controller of several trainers": (
+        "controller.py",
+        "def made() -> Controller.Config:\n    return Controller.Config(trainer=Trainer.Config())\n",
+        "neither training nor parallelism",
+    ),
+    "torchtitan: a function of another module": (
+        "wrapped.py",
+        "def made() -> Trainer.Config:\n    return compiled(base(), registry)\n",
+        r"returns compiled\(base\(\), registry\)",
+    ),
+    "torchtitan: tokens and samples": (
+        "both.py",
+        "def made() -> Trainer.Config:\n"
+        "    return Trainer.Config(training=TrainingConfig(max_context_length=512, local_batch_size=2))\n",
+        "options of one version",
+    ),
     "megatron: a size that the caller gives": (
         "arguments.sh",
         "torchrun pretrain_gpt.py --tensor-model-parallel-size $TP --micro-batch-size 1 --global-batch-size 8\n",
@@ -289,3 +392,29 @@ def test_what_is_refused_says_what_to_do(name: str, tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=part) as error:
         read_layout(tmp_path / file)
     assert "expected" in str(error.value)
+
+
+def test_entries_beside_the_options_of_a_mapping_are_listed(tmp_path: Path) -> None:
+    file, text, _ = READ["megatron: options as a mapping"]
+    (tmp_path / file).write_text(text)
+    listed = {option.option: option.reason for option in read_layout(tmp_path / file).unused}
+    assert "of the script that starts it" in listed["ENV_VARS"] and "TEST_TYPE" in listed
+    assert "--data-path" in listed
+
+
+def test_options_that_a_caller_or_a_subclass_adds_are_listed(tmp_path: Path) -> None:
+    for name, option in (
+        ("megatron: what the caller adds, a folder to fill in, options of 2.5", "$@"),
+        ("torchtitan: a trainer with fields of its own", "encoder"),
+    ):
+        file, text, _ = READ[name]
+        (tmp_path / file).write_text(text)
+        assert option in {each.option for each in read_layout(tmp_path / file).unused}
+
+
+def test_a_deepspeed_file_is_found_from_the_folder_where_a_script_starts(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (tmp_path / "examples" / "sft.yaml").write_text("output_dir: x\nbf16: true\ndeepspeed: examples/ds.json\n")
+    monkeypatch.chdir(tmp_path)
+    assert read_layout(tmp_path / "examples" / "sft.yaml").zero == 3

@@ -4,16 +4,18 @@ The operator computes scores block by block. These are recognised, however the m
 
 * soft-capping: ``cap * tanh(score / cap)``;
 * ALiBi: a mask to which ``slopes * (key - query)`` is added, or ``slopes * key``, which gives the same weights;
-* a prefix: a boolean of the key, by which every query of the document sees it, *or* a causal condition.
+* a prefix: a boolean of the key, by which every query of the document sees it, *or* a causal condition or a window;
+  a window may also limit both.
 
 Attention may be torch's operator with such a mask, or eager: a product, changes of the scores, a softmax and a product.
-``flex_attention`` with a score function is traced as the latter. Eager attention without any of the three stays as it
-is. Requires: a graph in normal form, in which :func:`drop_constant_masks` has replaced other masks.
+``flex_attention`` with a score function is traced as the latter. Eager attention with none of the three, but within
+documents, is replaced by ``partition::document_attention``; any other stays as it is. Requires: a graph in normal form,
+in which :func:`drop_constant_masks` has replaced other masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ from partitioner.passes.normalize.constant_folding import (
 )
 from partitioner.passes.normalize.document_masks import DocumentMask, counts_along, insert_document_ids
 from partitioner.passes.ops.attention import Band, limits_of
+from partitioner.passes.ops.documents import document_ops
 from partitioner.passes.ops.scored_attention import scored_ops
 
 _Move = Callable[[Tensor], Tensor]
@@ -392,16 +395,22 @@ class ScoreForm(NamedTuple):
     """How an attention changes its scores, and which keys a query sees.
 
     ``band``: the positions around its own that a query sees. ``documents``: the document ids, if a query sees keys of
-    its own document only; ``None`` if a row is one document. ``prefix``: the flags of a prefix, that is, keys that all
-    queries of their document see; ``None`` for none. It is a :class:`DocumentMask` whose ``source`` is the node of the
-    flags in place of document ids. ``slopes``: for ALiBi, (node of a number for each head, factor); the slope of a head
-    is the product of the two. ``None`` for none.
+    its own document only; ``None`` if a row is one document. ``prefix``: the flags of a prefix, that is, keys that
+    queries of their document see in a wider range of positions than ``band``; ``None`` for none. It is a
+    :class:`DocumentMask` whose ``source`` is the node of the flags in place of document ids, and whose ``band`` is this
+    range. ``slopes``: for ALiBi, (node of a number for each head, factor); the slope of a head is the product of the
+    two. ``None`` for none.
     """
 
     band: Band
     documents: DocumentMask | None
     prefix: DocumentMask | None
     slopes: tuple[fx.Node, float] | None
+
+    def list_reach(self) -> list[list[int]]:
+        """Return the last argument of ``partition::scored_attention`` in a list: within which positions a query sees
+        the keys of the prefix. The list is empty without a prefix, or if there are no such limits."""
+        return [] if self.prefix is None or self.prefix.band.is_full else [list(limits_of(self.prefix.band))]
 
 
 def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm | None:
@@ -434,13 +443,12 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
     band = seen.band if isinstance(seen, DocumentMask) else seen
     prefix = slopes = None
     if flagged:
-        without = classify_mask(rest, length, length)
-        full = without is not None and (without.band if isinstance(without, DocumentMask) else without).is_full
-        prefix = _find_row_flags(flagged[0].flags, length)
-        if not full or not band.is_causal or prefix is None:
+        without, prefix = classify_mask(rest, length, length), _find_row_flags(flagged[0].flags, length)
+        if without is None or prefix is None or isinstance(without, DocumentMask) != isinstance(seen, DocumentMask):
             return None
+        prefix = prefix._replace(band=without.band if isinstance(without, DocumentMask) else without)
     if biases:
-        slopes = _find_head_slopes(biases[0], heads, length, band.is_causal and not flagged)
+        slopes = _find_head_slopes(biases[0], heads, length, band.after == 0 and not flagged)
         if slopes is None:
             return None
     return ScoreForm(band, seen if isinstance(seen, DocumentMask) else None, prefix, slopes)
@@ -619,18 +627,16 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
 
 
 # --- the rewrite ------------------------------------------------------------------------------------------------------
-def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor], fixed: Collection[str]) -> None:
+def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
     """Replace attention in ``graph``, in place, by ``partition::scored_attention``, if its scores are capped by
     ``tanh``, if they have an ALiBi bias, or if its mask has a prefix (keys that all queries of their document see,
     although the mask is causal otherwise). If a mask only shows a range of positions, or the keys of the query's
     document, it is removed, as :func:`drop_constant_masks` does. Any other attention stays as it is.
 
-    ``constants``: placeholder name -> value, of the constants that the graph reads. ``fixed``: the names of the
-    placeholders of constants and buffers. Slopes that depend on any other placeholder, such as parameters that are
-    trained, are not recognised.
+    ``constants``: placeholder name -> value, of the constants that the graph reads.
     """
     evaluator = ScoreEvaluator(constants)
-    writer = _OperandWriter(graph, fixed)
+    writer = _OperandWriter(graph)
     changed = False
     for node in list(graph.nodes):
         if node.target is aten.scaled_dot_product_attention.default:
@@ -661,9 +667,8 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     if form.prefix is None and form.slopes is None:  # which drop_constant_masks finds where constants are small
         return replace_mask(graph, node, form.documents or form.band, writer.ids)
     further = writer.write_operands(form, query[0], query[1])
-    if further is None:
-        return False
-    arguments = (*node.args[:3], *further, [], -1, *limits_of(form.band), node.kwargs.get("scale"), None)
+    how = (node.kwargs.get("scale"), None, *form.list_reach())
+    arguments = (*node.args[:3], *further, [], -1, *limits_of(form.band), *how)
     replace_attention(graph, node, scored_ops.scored_attention.default, arguments)
     return True
 
@@ -679,9 +684,10 @@ def _widen(value: Any) -> Any:
 
 
 def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
-    """Replace an attention that the model writes as elementary operators by ``partition::scored_attention``, in place,
-    if it caps its scores, has an ALiBi bias, or has a prefix (keys that all queries of their document see). Return
-    whether it was done. ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds
+    """Replace an attention that the model writes as elementary operators, in place: by ``partition::scored_attention``
+    if it caps its scores, has an ALiBi bias, or has a prefix (keys that all queries of their document see); otherwise
+    by ``partition::document_attention`` if a query sees keys of its own document only. Return whether it was done.
+    ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds
     the symbolic values of masks. ``writer``: inserts further operands, such as document ids."""
     matched = _match_eager(softmax, evaluator)
     if matched is None:
@@ -697,15 +703,16 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
         return False
     cap, scale = found.cap_and_scale
     form = classify_scores(found.masks, query.shape[1], query.shape[2])
-    if form is None or (cap is None and form.prefix is None and form.slopes is None):
+    changed = form is not None and (cap is not None or form.prefix is not None or form.slopes is not None)
+    if form is None or not (changed or form.documents):
         return False
     further = writer.write_operands(form, query.shape[0], query.shape[1])
-    if further is None:
-        return False
     keys = _transpose(graph, found.key, result)  # type: ignore[arg-type]
-    how: tuple[Any, ...] = ([], -1, *limits_of(form.band), scale, cap)
-    arguments = (found.query, keys, found.value, *further, *how)
-    replace_attention(graph, result, scored_ops.scored_attention.default, arguments)
+    target, how = document_ops.document_attention.default, ([], *limits_of(form.band), scale)
+    if changed:
+        target = scored_ops.scored_attention.default
+        how = (*further[1:], [], -1, *limits_of(form.band), scale, cap, *form.list_reach())  # type: ignore[assignment]
+    replace_attention(graph, result, target, (found.query, keys, found.value, further[0], *how))
     return True
 
 
@@ -724,22 +731,20 @@ class _OperandWriter:
     ids, flags of a prefix (keys that all queries of their document see), and slopes of heads. Each tensor is inserted
     only once.
 
-    ``fixed``: the names of the placeholders of constants and buffers, on which slopes may depend. ``ids``: a cache of
-    document ids for other attention operators: (node from which they are made, batch size) -> node of the ids.
+    ``ids``: a cache of document ids for other attention operators: (node from which they are made, batch size) -> node
+    of the ids.
     """
 
-    def __init__(self, graph: fx.Graph, fixed: Collection[str]) -> None:
-        self.graph, self.fixed = graph, fixed
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
         self.ids: dict[tuple[fx.Node, int], fx.Node] = {}
         self._made: dict[Any, fx.Node] = {}
 
-    def write_operands(self, form: ScoreForm, rows: int, heads: int) -> tuple[fx.Node | None, ...] | None:
+    def write_operands(self, form: ScoreForm, rows: int, heads: int) -> tuple[fx.Node | None, ...]:
         """Return three nodes for an attention: document ids ``[rows, positions]``, flags of a prefix (keys that all
         queries of their document see) ``[rows, positions]``, and slopes ``[heads]``. A node is ``None`` if the
-        attention has no such operand. Return ``None`` alone if the slopes may be trained. ``form``: how the attention
-        changes its scores. ``rows``: the batch size. ``heads``: the number of query heads."""
-        if form.slopes is not None and not self._is_fixed(form.slopes[0]):
-            return None
+        attention has no such operand. ``form``: how the attention changes its scores. ``rows``: the batch size.
+        ``heads``: the number of query heads."""
         marks = [None if m is None else self._write_rows(m, rows) for m in (form.documents, form.prefix)]
         return *marks, None if form.slopes is None else self._write_slopes(*form.slopes, heads)
 
@@ -766,17 +771,3 @@ class _OperandWriter:
                 made.meta.update({k: v for k, v in source.meta.items() if k != "val"})
             self._made[where] = made
         return self._made[where]
-
-    def _is_fixed(self, node: fx.Node) -> bool:
-        """Return whether ``node`` depends on constants and buffers alone, so that training does not change it."""
-        stack = [node]
-        seen = set()
-        while stack:
-            top = stack.pop()
-            if top in seen:
-                continue
-            seen.add(top)
-            if top.op == "placeholder" and top.name not in self.fixed:
-                return False
-            stack += top.all_input_nodes
-        return True

@@ -105,21 +105,22 @@ class VectorSum:
 
 @dataclass(frozen=True, eq=False)
 class HeadBias:
-    """A bias of attention scores, such as ALiBi: ``slopes`` times the sum of the tensors ``parts``. ``slopes``: a
-    number for each head, taken from a tensor of the graph. ``parts``: constant tensors that broadcast, such as the
-    positions of keys and the negative positions of queries."""
+    """A bias of attention scores, such as ALiBi: ``factor`` times ``slopes`` times the sum of the tensors ``parts``.
+    ``slopes``: a number for each head, taken from a tensor of the graph. ``parts``: constant tensors that broadcast,
+    such as the positions of keys and the negative positions of queries."""
 
     slopes: Elements
     parts: tuple[Tensor, ...]
+    factor: float = 1.0
 
     def map_tensors(self, move: _Move) -> HeadBias:
         """Return this bias of attention scores after a rearrangement of its dims. ``move``: the function that
         rearranges the dims of a tensor, such as a transpose."""
-        return HeadBias(self.slopes.map_tensors(move), tuple(move(p) for p in self.parts))
+        return HeadBias(self.slopes.map_tensors(move), tuple(move(p) for p in self.parts), self.factor)
 
     def scale(self, number: float) -> HeadBias:
         """Return this bias of attention scores times ``number``."""
-        return HeadBias(self.slopes, tuple(p * number for p in self.parts))
+        return replace(self, factor=self.factor * number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -501,7 +502,7 @@ def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> 
             steps = steps[torch.ones_like(steps, dtype=torch.bool).tril(-1)]
         if bool((steps != steps.reshape(-1)[0]).any()):
             return None
-        factor += float(steps.reshape(-1)[0])
+        factor += bias.factor * float(steps.reshape(-1)[0])
     return (source, factor) if factor else None
 
 
@@ -559,9 +560,8 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> bool:
     """Store in ``found`` what the model does to the scores of an attention, by following the operators from ``node``,
     the input of the softmax, back to the product of queries and keys. Return whether the operators were recognised:
-    after the product, first factors and a cap by ``tanh``, then masks and biases. ``evaluator``: finds the symbolic
-    value of masks."""
-    scaled = False  # no mask may come before a factor or a cap
+    after the product, first factors and a cap by ``tanh``, then masks and biases, which may be followed by factors if
+    there is no cap. ``evaluator``: finds the symbolic value of masks."""
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         target, args = node.target, node.args
         if target is aten.matmul.default:
@@ -570,7 +570,7 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
         if target is aten.to.dtype and get_node_tensor(node).is_floating_point():
             node = args[0]  # type: ignore[assignment]
         elif target is aten.tanh.default and found.inner is None:
-            found.inner, scaled, node = 1.0, True, args[0]  # type: ignore[assignment]
+            found.inner, node = 1.0, args[0]  # type: ignore[assignment]
         elif target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
             number = _as_number(evaluator.find_value(args[1]) if isinstance(args[1], fx.Node) else args[1])
             if not number:
@@ -580,13 +580,30 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
                 found.factor *= number
             else:
                 found.inner *= number
-            scaled, node = True, args[0]  # type: ignore[assignment]
+            node = args[0]  # type: ignore[assignment]
         else:
-            inner = None if scaled else _match_mask(node, found, evaluator)
-            if inner is None:
+            inner = None if found.inner is not None else _match_mask(node, found, evaluator)
+            scaled = None if inner is None else _scale_mask(found.masks.pop(), found.factor)
+            if inner is None or scaled is None:
                 return False
+            found.masks.append(scaled)
             node = inner
     return False
+
+
+def _scale_mask(value: Any, factor: float) -> Any:
+    """Return the symbolic value of a mask or bias of attention scores, times ``factor``, by which the model multiplies
+    their sum. ``value``: the symbolic value of the mask or bias. ``None`` if ``factor`` is not positive, or if the
+    product has no symbolic value."""
+    if factor == 1.0:
+        return value
+    if factor <= 0.0 or isinstance(value, tuple) or (isinstance(value, Tensor) and value.dtype is torch.bool):
+        return None
+    if isinstance(value, ConditionalValue):
+        return replace(value, shown=value.shown * factor, hidden=value.hidden * factor)
+    if isinstance(value, BiasedMask):
+        return BiasedMask(value.bias.scale(factor), _scale_mask(value.mask, factor))
+    return value.scale(factor) if isinstance(value, HeadBias) else value * factor
 
 
 def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> fx.Node | None:

@@ -88,6 +88,13 @@ def sloped_by_keys(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     return _weigh((_products(q, k) + bias).masked_fill(list_distances(length) < 0, -math.inf), v)
 
 
+def sloped_before_factor(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
+    """The factor is for the sum of products, bias and mask."""
+    products = torch.matmul(q, _repeated(k, q.shape[1]).transpose(2, 3))
+    apart = torch.zeros(1, dtype=q.dtype).masked_fill(~compare_documents(m.ids), torch.finfo(q.dtype).min)
+    return _weigh((products + _bias(m.slopes, q.shape[2]) + apart + _later(q)) / q.shape[-1] ** 0.5, v)
+
+
 def sloped_by_distance(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     """The distance is subtracted, however it is signed: keys behind the query are hidden."""
     bias = -m.slopes[None, :, None, None] * list_distances(q.shape[2]).abs()
@@ -207,7 +214,8 @@ def flex_sloped(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
 
 
 _ALL = (
-    capped, capped_documents, capped_window, capped_both_ways, sloped, sloped_by_keys, sloped_by_distance,
+    capped, capped_documents, capped_window, capped_both_ways, sloped, sloped_by_keys, sloped_before_factor,
+    sloped_by_distance,
     sloped_documents, sloped_both_ways, prefix, prefix_added, prefix_of_constant_length, prefix_of_documents,
     prefix_capped_sloped, prefix_beside_window, prefix_in_window, flex_everything, flex_prefix, flex_prefix_window,
     flex_sloped,

@@ -268,9 +268,11 @@ class ShapeFamily:
             low, *others = sorted({each[axis] for each in self.shapes})
             if not others or not low < shape[axis] < others[-1]:
                 continue
-            highs = [high for high in others[:-3:-1] if high > shape[axis]]
-            ends = [tuple((shape[0], s) if axis else (s, shape[1]) for s in (high, low)) for high in highs]
-            return [(first, last, (first[axis], low, shape[axis])) for first, last in ends]
+            found = []
+            for high in (size for size in others[:-3:-1] if size > shape[axis]):
+                first, last = ((shape[0], s) if axis else (s, shape[1]) for s in (high, low))
+                found.append((first, last, (high, low, shape[axis])))
+            return found
         return []
 
     def _capture(self, shape: Shape) -> Captured:

@@ -349,11 +349,12 @@ def _count_prefix_pairs(evaluator: ConstantEvaluator, node: fx.Node) -> int:
     starts, ends = torch.cat([border, changes], 1), torch.cat([changes, border], 1)
     earlier = place - place.masked_fill(~starts, 0).cummax(1).values  # positions of the document before and after
     later = place.masked_fill(~ends, length).flip(1).cummin(1).values.flip(1) - place
-    reach = node.args[_REACH] if len(node.args) > _REACH else (-1, -1)
+    inner: Any = node.args[8:10]
+    outer: Any = node.args[_REACH] if len(node.args) > _REACH else (-1, -1)
     pairs = torch.zeros_like(place)
-    # A query before the key sees it "after" its own position, and the other way round.
-    for there, inner, outer in zip((later, earlier), node.args[8:10], reach, strict=True):  # type: ignore[arg-type]
-        seen = [there if limit < 0 else there.clamp(max=limit) for limit in (outer, inner)]
+    # Queries after the key see it before their own position.
+    for there, *limits in zip((later, earlier), outer, inner, strict=True):
+        seen = [there if limit < 0 else there.clamp(max=limit) for limit in limits]
         pairs = pairs + seen[0] - seen[1]
     return round(int((pairs * flags.expand(rows, length)).sum()) / rows)
 

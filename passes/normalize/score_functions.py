@@ -725,10 +725,11 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
         return False
     further = writer.write_operands(form, query.shape[0], query.shape[1])
     keys = _transpose(graph, found.key, result)  # type: ignore[arg-type]
-    target, how = document_ops.document_attention.default, ([], *limits_of(form.band), scale)
+    target = document_ops.document_attention.default
+    how: tuple[Any, ...] = ([], *limits_of(form.band), scale)
     if changed:
         target = scored_ops.scored_attention.default
-        how = (*further[1:], [], -1, *limits_of(form.band), scale, cap, *form.list_reach())  # type: ignore[assignment]
+        how = (*further[1:], [], -1, *limits_of(form.band), scale, cap, *form.list_reach())
     replace_attention(graph, result, target, (found.query, keys, found.value, further[0], *how))
     return True
 

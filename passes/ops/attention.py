@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -214,8 +214,9 @@ def tiles_between(
     found: list[Tile] = []
     if inner.after not in (None, outer.after):
         later = Band(-inner.after - 1, outer.after)
-        tiles = tiles_after if later == _AFTER else partial(tiles_of, band=later, in_order=True)
-        found += (t._replace(limits=later) if t.kind == "band" else t for t in tiles(queries, keys))
+        every = later == _AFTER  # keys of all later positions
+        tiles = tiles_after(queries, keys) if every else tiles_of(queries, keys, later, in_order=True)
+        found += (t._replace(limits=later) if t.kind == "band" else t for t in tiles)
     if inner.before not in (None, outer.before):
         earlier = Band(outer.before, -inner.before - 1)
         tiles = tiles_of(queries, keys, earlier, in_order=True)

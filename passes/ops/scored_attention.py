@@ -127,7 +127,7 @@ def scored_attention_backward(
     as there; and whether the slopes are trained (absent: they are not).
     """
     ids, prefix, slopes, out, lse, before, after, scale, cap, *rest = how
-    reach, trained = (*rest, *((), False)[len(rest) :])
+    reach, trained = rest[0] if rest else (), len(rest) > 1 and rest[1]
     band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
     found = DocumentGradients(grad, q, out, lse, marks.group_rows(), band, scale, ScoreChange(cap, slopes, trained))
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))

@@ -65,7 +65,8 @@ def last(made: Block) -> fx.Node:
 
 def test_changed_scores_are_passed_over_block_by_block():
     """16 heads of 4,096 positions, half of the pairs: 134,250,496 scores of 4 bytes. A cap is 4 more passes over them
-    in forward and 7 in backward, slopes are 2, and their gradient is 3. A block has 1,024 queries and keys, so there are 8.002 of them: 9."""
+    in forward and 7 in backward, slopes are 2, and their gradient is 3. A block has 1,024 queries and keys, so there
+    are 8.002 of them: 9."""
     scores, traffic = 16 * 4096 * 4097 // 2, {}
     x = {name: torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16) for name in "qkv"}
     for cap in (None, 50.0):

@@ -161,24 +161,28 @@ class ShapeFamily:
         """Return the graph for ``shape`` (samples, positions), derived from the graphs for the largest and the smallest
         number of positions, or else of samples. ``None`` if neither number lies between the largest and the smallest,
         or if the graph cannot be derived."""
-        ends = self._find_surrounding_shapes(shape)
-        if ends is None:
-            return None
-        first, last, line = ends
-        return resize_captured(self._normal_at(first), self._normal_at(last), line)
+        for first, last, line in self._list_surrounding_shapes(shape)[:1]:
+            return resize_captured(self._normal_at(first), self._normal_at(last), line)
+        return None
 
     def _derive_folded(self, shape: Shape) -> FoldedModel | None:
         """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), without capturing it
         for this shape. A shape between the largest and the smallest number of positions, or else of samples, is derived
-        from the models for these two. For other shapes the model that a forked process has captured is returned.
-        ``None`` if neither is possible; the caller then captures the model.
+        from the models for these two, or for the second largest and the smallest: the largest batch may read the whole
+        of a table, such as one of positions, of which all others read a part. For other shapes the model that a forked
+        process has captured is returned. ``None`` if neither is possible; the caller then captures the model.
         """
-        ends = self._find_surrounding_shapes(shape)
-        if ends is None:
+        ends = self._list_surrounding_shapes(shape)
+        if not ends:
             return self._read_folded(shape)
-        first, last, line = ends
-        main, other = (self.prepared_at(end).at(None, None, torch_device(self.topology))[0] for end in (first, last))
-        return resize_folded(main, other, line)
+        for first, last, line in ends:
+            main, other = (
+                self.prepared_at(end).at(None, None, torch_device(self.topology))[0] for end in (first, last)
+            )
+            found = resize_folded(main, other, line)
+            if found is not None:
+                return found
+        return None
 
     @contextmanager
     def look_ahead(self) -> Iterator[None]:
@@ -225,11 +229,13 @@ class ShapeFamily:
         return sorted(corners - {self.shapes[0]}, reverse=True)
 
     def capture_ends(self) -> None:
-        """Capture the model for the shapes with the smallest or largest numbers of samples and positions, from which
-        the models for all other shapes are derived. Processes that are forked from this one afterwards need not capture
-        them again.
+        """Capture the model for the shapes from which the models for all other shapes are derived: those with the
+        smallest or largest numbers of samples and positions and, if some models cannot be derived from these, those
+        with the second largest. Processes that are forked from this one afterwards need not capture them again.
         """
-        for shape in self._list_ends():
+        ends = self._list_ends()
+        others = [s for s in self.shapes[1:] if s not in ends and len(self._list_surrounding_shapes(s)) == 1]
+        for shape in (*ends, *others):
             self.prepared_at(shape).at(None, None, torch_device(self.topology))
 
     def _read_ahead(self) -> _FoundAhead | None:
@@ -251,19 +257,23 @@ class ShapeFamily:
         mark_gradients(model, self.sample.objective == "train")
         return model
 
-    def _find_surrounding_shapes(self, shape: Shape) -> tuple[Shape, Shape, tuple[int, int, int]] | None:
-        """Return (larger, smaller, sizes): two shapes (samples, positions) between which ``shape`` lies, and from which
-        its graph can be derived. They differ in the number of positions or, if that is impossible, of samples.
-        ``sizes``: this number in ``larger``, in ``smaller`` and in ``shape``. ``None`` if both numbers of ``shape`` are
-        the largest or smallest ones.
+    def _list_surrounding_shapes(self, shape: Shape) -> list[tuple[Shape, Shape, tuple[int, int, int]]]:
+        """Return a list of (larger, smaller, sizes): two shapes (samples, positions) between which ``shape`` lies, and
+        from which its graph may be derived. They differ in the number of positions or, if that is impossible, of
+        samples: the largest and the smallest first, then the second largest and the smallest. ``sizes``: this number in
+        ``larger``, in ``smaller`` and in ``shape``. Empty if both numbers of ``shape`` are the largest or smallest
+        ones.
         """
         for axis in (1, 0):
-            sizes = [each[axis] for each in self.shapes]
-            low, high = min(sizes), max(sizes)
-            if low < shape[axis] < high:
+            low, *others = sorted({each[axis] for each in self.shapes})
+            if not others or not low < shape[axis] < others[-1]:
+                continue
+            found = []
+            for high in (size for size in others[:-3:-1] if size > shape[axis]):
                 first, last = ((shape[0], s) if axis else (s, shape[1]) for s in (high, low))
-                return first, last, (high, low, shape[axis])
-        return None
+                found.append((first, last, (high, low, shape[axis])))
+            return found
+        return []
 
     def _capture(self, shape: Shape) -> Captured:
         return replace(self.prepared_at(shape), given=None).normalize_capture(None, torch_device(self.topology))

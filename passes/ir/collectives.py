@@ -79,10 +79,10 @@ _SCHEMAS = {
     "-> (Tensor, Tensor, Tensor)",
     "context_scored_attention": "(Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor? prefix, Tensor? slopes, "
     "int[] lengths, int ahead, int before, int after, float? scale, float? cap, str axis, int size, bool zigzag, "
-    "str algorithm) -> (Tensor, Tensor)",
+    "str algorithm, int[] reach=[]) -> (Tensor, Tensor)",
     "context_scored_attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor? prefix, "
     "Tensor? slopes, Tensor out, Tensor lse, int before, int after, float? scale, float? cap, str axis, int size, "
-    "bool zigzag, str algorithm) -> (Tensor, Tensor, Tensor)",
+    "bool zigzag, str algorithm, int[] reach=[], bool trained=False) -> (Tensor, Tensor, Tensor, Tensor)",
 }
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
@@ -119,6 +119,19 @@ def _create_attention_gradients(
     The operator's other arguments are not read.
     """
     return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
+
+
+def create_scored_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None,
+    *how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return empty gradients of queries, keys, values and slopes of an attention with changed scores, for shape
+    inference of its backward. The gradient of the slopes has no elements unless the last argument of ``how`` says that
+    they are trained. ``q``, ``k``, ``v``, ``slopes``: those of one rank. The operator's other arguments are not read.
+    """
+    sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    like = q.new_empty(0, dtype=sums) if slopes is None else slopes
+    return *_create_attention_gradients(grad, q, k, v), like.new_empty(q.shape[1] if how[-1] is True else 0)
 
 
 def _by_position(like: Tensor, width: int) -> Tensor:
@@ -171,7 +184,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "context_document_attention": _make_attention_results,
     "context_document_attention_backward": _create_attention_gradients,
     "context_scored_attention": _make_attention_results,
-    "context_scored_attention_backward": _create_attention_gradients,
+    "context_scored_attention_backward": create_scored_gradients,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
@@ -309,10 +322,11 @@ def _save_scored_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 
 
 def _scored_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    rest = (None,) * (5 + len(ctx.kept))
     if grad is None:
-        return None, None, None, *rest
-    return *ops.context_scored_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), *rest
+        return (None,) * (8 + len(ctx.kept))
+    trained = ctx.needs_input_grad[5]
+    found = ops.context_scored_attention_backward(grad, *ctx.saved_tensors, *ctx.kept, trained)
+    return *found[:3], None, None, found[3] if trained else None, *(None,) * (2 + len(ctx.kept))
 
 
 torch.library.register_autograd(

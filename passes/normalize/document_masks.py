@@ -265,6 +265,7 @@ def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.
 
 
 # --- typical lengths, for the cost model ------------------------------------------------------------------------------
+_REACH = 12  # the position of the argument ``reach`` of ``partition::scored_attention``, which may be absent
 _MOST_DOCUMENTS = 256  # whose lengths are kept; a plan stores them with each attention
 
 
@@ -289,9 +290,9 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
     tensors by the path of the model input, such as ``input_ids``. Return an empty tuple if there is no such operator,
     if the inputs are meta tensors, or if the document ids depend on more than inputs and constants.
 
-    Some attention is causal except for a prefix: marked keys that every query of their document sees. For such an
-    operator, also store the mean number per row of pairs of a query and a later key that it sees because of the prefix,
-    counted in ``inputs``; -1 if it is unknown.
+    Some attention is causal, or in a window, except for a prefix: marked keys that queries of their document see beyond
+    it. For such an operator, also store the mean number per row of pairs of a query and a key that it sees because of
+    the prefix alone, counted in ``inputs``; -1 if it is unknown.
     """
     nodes = list_document_attentions(captured.graph)
     evaluator = ConstantEvaluator(_list_known_values(captured, inputs))
@@ -302,7 +303,7 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
         node.args = (*node.args[:place], list(found), *node.args[place + 1 :])
     for node in list_prefix_attentions(captured.graph):
         place = _place_of(node, "ahead")
-        ahead = _count_pairs_ahead(evaluator, node.args[4], node.args[3])  # type: ignore[arg-type]
+        ahead = _count_prefix_pairs(evaluator, node)
         node.args = (*node.args[:place], ahead, *node.args[place + 1 :])
     return tuple(nodes[0].args[_place_of(nodes[0], "lengths")]) if nodes else ()  # type: ignore[arg-type]
 
@@ -329,24 +330,33 @@ def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict
     return values
 
 
-def _count_pairs_ahead(evaluator: ConstantEvaluator, prefix: fx.Node, ids: fx.Node | None) -> int:
-    """Return how many pairs of a query and a later key of its document an attention has because of its prefix, as the
-    mean over the rows of the batch; -1 if it is unknown. The prefix is the set of keys that every query of their
-    document sees, although the attention is causal otherwise.
-
-    ``prefix`` ``[batch, positions]``: the node of a boolean tensor, true at the keys of the prefix. ``ids`` ``[batch,
-    positions]``: the node of the document ids; ``None`` if a row is one document. ``evaluator``: computes the value of
-    a node from constants and given inputs.
+def _count_prefix_pairs(evaluator: ConstantEvaluator, node: fx.Node) -> int:
+    """Return how many pairs of a query and a key of its document the attention ``node`` has because of its prefix, as
+    the mean over the rows of the batch; -1 if it is unknown. The prefix is the set of keys that queries of their
+    document see in a wider range of positions than other keys. ``evaluator``: computes the value of a node from
+    constants and given inputs.
     """
+    ids, prefix = node.args[3:5]
+    assert isinstance(prefix, fx.Node)
     flags = evaluator.find_value(prefix)
-    documents = torch.zeros(1, 1) if ids is None else evaluator.find_value(ids)
+    documents = evaluator.find_value(ids) if isinstance(ids, fx.Node) else torch.zeros(1, 1)
     if not isinstance(flags, Tensor) or not isinstance(documents, Tensor):
         return -1
     rows, length = list_node_sizes(prefix)
     own, place = documents.expand(rows, length), torch.arange(length).expand(rows, length)
-    starts = torch.cat([torch.ones(rows, 1, dtype=torch.bool), own[:, 1:] != own[:, :-1]], 1)
-    place = place - place.masked_fill(~starts, 0).cummax(1).values  # in the document
-    return round(int((place * flags.expand(rows, length)).sum()) / rows)
+    changes = own[:, 1:] != own[:, :-1]
+    border = torch.ones(rows, 1, dtype=torch.bool)
+    starts, ends = torch.cat([border, changes], 1), torch.cat([changes, border], 1)
+    earlier = place - place.masked_fill(~starts, 0).cummax(1).values  # positions of the document before and after
+    later = place.masked_fill(~ends, length).flip(1).cummin(1).values.flip(1) - place
+    inner: Any = node.args[8:10]
+    outer: Any = node.args[_REACH] if len(node.args) > _REACH else (-1, -1)
+    pairs = torch.zeros_like(place)
+    # Queries after the key see it before their own position.
+    for there, *limits in zip((later, earlier), outer, inner, strict=True):
+        seen = [there if limit < 0 else there.clamp(max=limit) for limit in limits]
+        pairs = pairs + seen[0] - seen[1]
+    return round(int((pairs * flags.expand(rows, length)).sum()) / rows)
 
 
 def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:

@@ -150,8 +150,7 @@ def _normalize_graph(captured: Captured) -> Captured:
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
     results = _list_result_names(graph)
     drop_constant_masks(graph, constants)
-    fixed = {p for p, s in captured.placeholders.items() if s in captured.states and _is_fixed(captured, s)}
-    replace_score_functions(graph, constants, fixed)
+    replace_score_functions(graph, constants)
     replace_packed_sequences(graph)
     pick_before_softmax(graph)
     remove_row_sorts(graph)
@@ -214,11 +213,6 @@ def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:
         constants={**captured.constants, **added},
         placeholders={**captured.placeholders, **{placeholder_name(name): name for name in added}},
     )
-
-
-def _is_fixed(captured: Captured, name: str) -> bool:
-    """Return whether the state ``name`` of ``captured`` is a constant or a buffer that no step changes."""
-    return captured.states[name].kind != "parameter" and name not in captured.updates
 
 
 def _is_constant(captured: Captured, name: str) -> bool:

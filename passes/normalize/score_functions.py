@@ -4,16 +4,18 @@ The operator computes scores block by block. These are recognised, however the m
 
 * soft-capping: ``cap * tanh(score / cap)``;
 * ALiBi: a mask to which ``slopes * (key - query)`` is added, or ``slopes * key``, which gives the same weights;
-* a prefix: a boolean of the key, by which every query of the document sees it, *or* a causal condition.
+* a prefix: a boolean of the key, by which every query of the document sees it, *or* a causal condition or a window;
+  a window may also limit both.
 
 Attention may be torch's operator with such a mask, or eager: a product, changes of the scores, a softmax and a product.
-``flex_attention`` with a score function is traced as the latter. Eager attention without any of the three stays as it
-is. Requires: a graph in normal form, in which :func:`drop_constant_masks` has replaced other masks.
+``flex_attention`` with a score function is traced as the latter. Eager attention with none of the three, but within
+documents, is replaced by ``partition::document_attention``; any other stays as it is. Requires: a graph in normal form,
+in which :func:`drop_constant_masks` has replaced other masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ from partitioner.passes.normalize.constant_folding import (
 )
 from partitioner.passes.normalize.document_masks import DocumentMask, counts_along, insert_document_ids
 from partitioner.passes.ops.attention import Band, limits_of
+from partitioner.passes.ops.documents import document_ops
 from partitioner.passes.ops.scored_attention import scored_ops
 
 _Move = Callable[[Tensor], Tensor]
@@ -102,21 +105,22 @@ class VectorSum:
 
 @dataclass(frozen=True, eq=False)
 class HeadBias:
-    """A bias of attention scores, such as ALiBi: ``slopes`` times the sum of the tensors ``parts``. ``slopes``: a
-    number for each head, taken from a tensor of the graph. ``parts``: constant tensors that broadcast, such as the
-    positions of keys and the negative positions of queries."""
+    """A bias of attention scores, such as ALiBi: ``factor`` times ``slopes`` times the sum of the tensors ``parts``.
+    ``slopes``: a number for each head, taken from a tensor of the graph. ``parts``: constant tensors that broadcast,
+    such as the positions of keys and the negative positions of queries."""
 
     slopes: Elements
     parts: tuple[Tensor, ...]
+    factor: float = 1.0
 
     def map_tensors(self, move: _Move) -> HeadBias:
         """Return this bias of attention scores after a rearrangement of its dims. ``move``: the function that
         rearranges the dims of a tensor, such as a transpose."""
-        return HeadBias(self.slopes.map_tensors(move), tuple(move(p) for p in self.parts))
+        return HeadBias(self.slopes.map_tensors(move), tuple(move(p) for p in self.parts), self.factor)
 
     def scale(self, number: float) -> HeadBias:
         """Return this bias of attention scores times ``number``."""
-        return HeadBias(self.slopes, tuple(p * number for p in self.parts))
+        return replace(self, factor=self.factor * number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,16 +396,22 @@ class ScoreForm(NamedTuple):
     """How an attention changes its scores, and which keys a query sees.
 
     ``band``: the positions around its own that a query sees. ``documents``: the document ids, if a query sees keys of
-    its own document only; ``None`` if a row is one document. ``prefix``: the flags of a prefix, that is, keys that all
-    queries of their document see; ``None`` for none. It is a :class:`DocumentMask` whose ``source`` is the node of the
-    flags in place of document ids. ``slopes``: for ALiBi, (node of a number for each head, factor); the slope of a head
-    is the product of the two. ``None`` for none.
+    its own document only; ``None`` if a row is one document. ``prefix``: the flags of a prefix, that is, keys that
+    queries of their document see in a wider range of positions than ``band``; ``None`` for none. It is a
+    :class:`DocumentMask` whose ``source`` is the node of the flags in place of document ids, and whose ``band`` is this
+    range. ``slopes``: for ALiBi, (node of a number for each head, factor); the slope of a head is the product of the
+    two. ``None`` for none.
     """
 
     band: Band
     documents: DocumentMask | None
     prefix: DocumentMask | None
     slopes: tuple[fx.Node, float] | None
+
+    def list_reach(self) -> list[list[int]]:
+        """Return the last argument of ``partition::scored_attention`` in a list: within which positions a query sees
+        the keys of the prefix. The list is empty without a prefix, or if there are no such limits."""
+        return [] if self.prefix is None or self.prefix.band.is_full else [list(limits_of(self.prefix.band))]
 
 
 def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm | None:
@@ -434,13 +444,12 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
     band = seen.band if isinstance(seen, DocumentMask) else seen
     prefix = slopes = None
     if flagged:
-        without = classify_mask(rest, length, length)
-        full = without is not None and (without.band if isinstance(without, DocumentMask) else without).is_full
-        prefix = _find_row_flags(flagged[0].flags, length)
-        if not full or not band.is_causal or prefix is None:
+        without, prefix = classify_mask(rest, length, length), _find_row_flags(flagged[0].flags, length)
+        if without is None or prefix is None or isinstance(without, DocumentMask) != isinstance(seen, DocumentMask):
             return None
+        prefix = prefix._replace(band=without.band if isinstance(without, DocumentMask) else without)
     if biases:
-        slopes = _find_head_slopes(biases[0], heads, length, band.is_causal and not flagged)
+        slopes = _find_head_slopes(biases[0], heads, length, band.after == 0 and not flagged)
         if slopes is None:
             return None
     return ScoreForm(band, seen if isinstance(seen, DocumentMask) else None, prefix, slopes)
@@ -493,7 +502,7 @@ def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> 
             steps = steps[torch.ones_like(steps, dtype=torch.bool).tril(-1)]
         if bool((steps != steps.reshape(-1)[0]).any()):
             return None
-        factor += float(steps.reshape(-1)[0])
+        factor += bias.factor * float(steps.reshape(-1)[0])
     return (source, factor) if factor else None
 
 
@@ -551,9 +560,8 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> bool:
     """Store in ``found`` what the model does to the scores of an attention, by following the operators from ``node``,
     the input of the softmax, back to the product of queries and keys. Return whether the operators were recognised:
-    after the product, first factors and a cap by ``tanh``, then masks and biases. ``evaluator``: finds the symbolic
-    value of masks."""
-    scaled = False  # no mask may come before a factor or a cap
+    after the product, first factors and a cap by ``tanh``, then masks and biases, which may be followed by factors if
+    there is no cap. ``evaluator``: finds the symbolic value of masks."""
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         target, args = node.target, node.args
         if target is aten.matmul.default:
@@ -562,7 +570,7 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
         if target is aten.to.dtype and get_node_tensor(node).is_floating_point():
             node = args[0]  # type: ignore[assignment]
         elif target is aten.tanh.default and found.inner is None:
-            found.inner, scaled, node = 1.0, True, args[0]  # type: ignore[assignment]
+            found.inner, node = 1.0, args[0]  # type: ignore[assignment]
         elif target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
             number = _as_number(evaluator.find_value(args[1]) if isinstance(args[1], fx.Node) else args[1])
             if not number:
@@ -572,13 +580,30 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
                 found.factor *= number
             else:
                 found.inner *= number
-            scaled, node = True, args[0]  # type: ignore[assignment]
+            node = args[0]  # type: ignore[assignment]
         else:
-            inner = None if scaled else _match_mask(node, found, evaluator)
-            if inner is None:
+            inner = None if found.inner is not None else _match_mask(node, found, evaluator)
+            scaled = None if inner is None else _scale_mask(found.masks.pop(), found.factor)
+            if inner is None or scaled is None:
                 return False
+            found.masks.append(scaled)
             node = inner
     return False
+
+
+def _scale_mask(value: Any, factor: float) -> Any:
+    """Return the symbolic value of a mask or bias of attention scores, times ``factor``, by which the model multiplies
+    their sum. ``value``: the symbolic value of the mask or bias. ``None`` if ``factor`` is not positive, or if the
+    product has no symbolic value."""
+    if factor == 1.0:
+        return value
+    if factor <= 0.0 or isinstance(value, tuple) or (isinstance(value, Tensor) and value.dtype is torch.bool):
+        return None
+    if isinstance(value, ConditionalValue):
+        return replace(value, shown=value.shown * factor, hidden=value.hidden * factor)
+    if isinstance(value, BiasedMask):
+        return BiasedMask(value.bias.scale(factor), _scale_mask(value.mask, factor))
+    return value.scale(factor) if isinstance(value, HeadBias) else value * factor
 
 
 def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> fx.Node | None:
@@ -619,18 +644,16 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
 
 
 # --- the rewrite ------------------------------------------------------------------------------------------------------
-def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor], fixed: Collection[str]) -> None:
+def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
     """Replace attention in ``graph``, in place, by ``partition::scored_attention``, if its scores are capped by
     ``tanh``, if they have an ALiBi bias, or if its mask has a prefix (keys that all queries of their document see,
     although the mask is causal otherwise). If a mask only shows a range of positions, or the keys of the query's
     document, it is removed, as :func:`drop_constant_masks` does. Any other attention stays as it is.
 
-    ``constants``: placeholder name -> value, of the constants that the graph reads. ``fixed``: the names of the
-    placeholders of constants and buffers. Slopes that depend on any other placeholder, such as parameters that are
-    trained, are not recognised.
+    ``constants``: placeholder name -> value, of the constants that the graph reads.
     """
     evaluator = ScoreEvaluator(constants)
-    writer = _OperandWriter(graph, fixed)
+    writer = _OperandWriter(graph)
     changed = False
     for node in list(graph.nodes):
         if node.target is aten.scaled_dot_product_attention.default:
@@ -661,9 +684,8 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     if form.prefix is None and form.slopes is None:  # which drop_constant_masks finds where constants are small
         return replace_mask(graph, node, form.documents or form.band, writer.ids)
     further = writer.write_operands(form, query[0], query[1])
-    if further is None:
-        return False
-    arguments = (*node.args[:3], *further, [], -1, *limits_of(form.band), node.kwargs.get("scale"), None)
+    how = (node.kwargs.get("scale"), None, *form.list_reach())
+    arguments = (*node.args[:3], *further, [], -1, *limits_of(form.band), *how)
     replace_attention(graph, node, scored_ops.scored_attention.default, arguments)
     return True
 
@@ -679,9 +701,10 @@ def _widen(value: Any) -> Any:
 
 
 def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
-    """Replace an attention that the model writes as elementary operators by ``partition::scored_attention``, in place,
-    if it caps its scores, has an ALiBi bias, or has a prefix (keys that all queries of their document see). Return
-    whether it was done. ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds
+    """Replace an attention that the model writes as elementary operators, in place: by ``partition::scored_attention``
+    if it caps its scores, has an ALiBi bias, or has a prefix (keys that all queries of their document see); otherwise
+    by ``partition::document_attention`` if a query sees keys of its own document only. Return whether it was done.
+    ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds
     the symbolic values of masks. ``writer``: inserts further operands, such as document ids."""
     matched = _match_eager(softmax, evaluator)
     if matched is None:
@@ -697,15 +720,17 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
         return False
     cap, scale = found.cap_and_scale
     form = classify_scores(found.masks, query.shape[1], query.shape[2])
-    if form is None or (cap is None and form.prefix is None and form.slopes is None):
+    changed = form is not None and (cap is not None or form.prefix is not None or form.slopes is not None)
+    if form is None or not (changed or form.documents):
         return False
     further = writer.write_operands(form, query.shape[0], query.shape[1])
-    if further is None:
-        return False
     keys = _transpose(graph, found.key, result)  # type: ignore[arg-type]
-    how: tuple[Any, ...] = ([], -1, *limits_of(form.band), scale, cap)
-    arguments = (found.query, keys, found.value, *further, *how)
-    replace_attention(graph, result, scored_ops.scored_attention.default, arguments)
+    target = document_ops.document_attention.default
+    how: tuple[Any, ...] = ([], *limits_of(form.band), scale)
+    if changed:
+        target = scored_ops.scored_attention.default
+        how = (*further[1:], [], -1, *limits_of(form.band), scale, cap, *form.list_reach())
+    replace_attention(graph, result, target, (found.query, keys, found.value, further[0], *how))
     return True
 
 
@@ -724,22 +749,20 @@ class _OperandWriter:
     ids, flags of a prefix (keys that all queries of their document see), and slopes of heads. Each tensor is inserted
     only once.
 
-    ``fixed``: the names of the placeholders of constants and buffers, on which slopes may depend. ``ids``: a cache of
-    document ids for other attention operators: (node from which they are made, batch size) -> node of the ids.
+    ``ids``: a cache of document ids for other attention operators: (node from which they are made, batch size) -> node
+    of the ids.
     """
 
-    def __init__(self, graph: fx.Graph, fixed: Collection[str]) -> None:
-        self.graph, self.fixed = graph, fixed
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
         self.ids: dict[tuple[fx.Node, int], fx.Node] = {}
         self._made: dict[Any, fx.Node] = {}
 
-    def write_operands(self, form: ScoreForm, rows: int, heads: int) -> tuple[fx.Node | None, ...] | None:
+    def write_operands(self, form: ScoreForm, rows: int, heads: int) -> tuple[fx.Node | None, ...]:
         """Return three nodes for an attention: document ids ``[rows, positions]``, flags of a prefix (keys that all
         queries of their document see) ``[rows, positions]``, and slopes ``[heads]``. A node is ``None`` if the
-        attention has no such operand. Return ``None`` alone if the slopes may be trained. ``form``: how the attention
-        changes its scores. ``rows``: the batch size. ``heads``: the number of query heads."""
-        if form.slopes is not None and not self._is_fixed(form.slopes[0]):
-            return None
+        attention has no such operand. ``form``: how the attention changes its scores. ``rows``: the batch size.
+        ``heads``: the number of query heads."""
         marks = [None if m is None else self._write_rows(m, rows) for m in (form.documents, form.prefix)]
         return *marks, None if form.slopes is None else self._write_slopes(*form.slopes, heads)
 
@@ -766,17 +789,3 @@ class _OperandWriter:
                 made.meta.update({k: v for k, v in source.meta.items() if k != "val"})
             self._made[where] = made
         return self._made[where]
-
-    def _is_fixed(self, node: fx.Node) -> bool:
-        """Return whether ``node`` depends on constants and buffers alone, so that training does not change it."""
-        stack = [node]
-        seen = set()
-        while stack:
-            top = stack.pop()
-            if top in seen:
-                continue
-            seen.add(top)
-            if top.op == "placeholder" and top.name not in self.fixed:
-                return False
-            stack += top.all_input_nodes
-        return True

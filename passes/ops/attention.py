@@ -75,15 +75,16 @@ class Tile(NamedTuple):
 
     ``rows`` and ``keys``: (start, stop) in the local tensors. ``kind``: which keys of the tile are visible. "all": its
     queries see all of its keys. "diagonal": it is square, and its query ``i`` (from 0) sees its keys 0 to ``i``.
-    "band": a query sees those of its keys whose distance from it is within limits, which the tile does not store.
-    "after": a query sees those of its keys that are after it. ``offset``: the position of the first query minus that of
-    the first key.
+    "band": a query sees those of its keys whose distance from it is within ``limits``. ``offset``: the position of the
+    first query minus that of the first key. ``limits``: the positions around its own that a query sees in a tile of the
+    kind "band"; ``None``: those that the attention has for all its tiles.
     """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
-    kind: Literal["all", "diagonal", "band", "after"]
+    kind: Literal["all", "diagonal", "band"]
     offset: int
+    limits: Band | None = None
 
 
 def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
@@ -196,7 +197,31 @@ def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile, in_order: b
     return False
 
 
-AFTER = Band(-1, None)  # all keys after the query's own position
+_AFTER = Band(-1, None)  # all keys after the query's own position
+
+
+@lru_cache(maxsize=4096)
+def tiles_between(
+    queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], inner: Band, outer: Band
+) -> tuple[Tile, ...]:
+    """Return the tiles (rectangles of queries and keys) of the pairs whose distance is within ``outer`` but not within
+    ``inner``. Attention with a prefix, keys that a query sees within ``outer``, computes these tiles for the keys of
+    the prefix in addition to those of ``inner``, in which it sees all keys.
+
+    ``queries``, ``keys``: ranges of positions in one sequence. ``inner`` and ``outer``: positions around a query's own;
+    ``inner`` has no position that ``outer`` lacks.
+    """
+    found: list[Tile] = []
+    if inner.after not in (None, outer.after):
+        later = Band(-inner.after - 1, outer.after)
+        every = later == _AFTER  # keys of all later positions
+        tiles = tiles_after(queries, keys) if every else tiles_of(queries, keys, later, in_order=True)
+        found += (t._replace(limits=later) if t.kind == "band" else t for t in tiles)
+    if inner.before not in (None, outer.before):
+        earlier = Band(outer.before, -inner.before - 1)
+        tiles = tiles_of(queries, keys, earlier, in_order=True)
+        found += (t._replace(limits=earlier) if t.kind == "band" else t for t in tiles)
+    return tuple(found)
 
 
 def tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]) -> tuple[Tile, ...]:
@@ -221,7 +246,7 @@ def tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, .
                 rows = q.start + start, q.start + stop
                 if first < end:
                     masked = rows[0], q.start + min(stop, end - 1 - offset)
-                    found.append(Tile(masked, (k.start + first, k.start + end), "after", offset + start - first))
+                    found.append(Tile(masked, (k.start + first, k.start + end), "band", offset + start - first, _AFTER))
                 if end < k.length:
                     found.append(Tile(rows, (k.start + end, k.start + k.length), "all", offset + start - end))
     return tuple(found)
@@ -230,8 +255,8 @@ def tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, .
 def cut_tile(tile: Tile, band: Band, size: int) -> Iterator[Tile]:
     """Yield the parts of ``tile``, a rectangle of queries and keys, of at most ``size`` queries and ``size`` keys each,
     without those in which no query sees a key. A query of a part may see no key of this part. ``band``: the positions
-    around its own at which a query sees keys, in a tile of the kind "band"."""
-    limits = {"all": Band(), "diagonal": Band(None, 0), "band": band, "after": AFTER}[tile.kind]
+    around its own at which a query sees keys, in a tile of the kind "band" without limits of its own."""
+    limits = {"all": Band(), "diagonal": Band(None, 0), "band": tile.limits or band}[tile.kind]
     shift = 0 if tile.kind == "diagonal" else tile.offset  # of query 0 from key 0, as the limits count it
     before, after = limits
     for i in range(0, tile.rows[1] - tile.rows[0], size):
@@ -242,7 +267,7 @@ def cut_tile(tile: Tile, band: Band, size: int) -> Iterator[Tile]:
             if (before is not None and nearest > before) or (after is not None and farthest < -after):
                 continue
             whole = (before is None or farthest <= before) and (after is None or nearest >= -after)
-            yield Tile(rows, keys, "all" if whole else tile.kind, tile.offset + i - j)
+            yield Tile(rows, keys, "all" if whole else tile.kind, tile.offset + i - j, tile.limits)
 
 
 _Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band"]]
@@ -414,7 +439,8 @@ class AttentionGradients:
     ``grad``: the gradient of the result. ``q``: the queries ``[..., heads, queries, d]``. ``out`` and ``lse``: the
     result, and the logsumexp ``[..., heads, queries]`` of the scores over all keys. ``of_q``: the gradient of the
     queries so far. ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores;
-    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax.
+    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``of_slopes``: the
+    gradient of its slopes so far, ``[heads]``; without elements unless they are trained.
     """
 
     grad: Tensor
@@ -425,10 +451,13 @@ class AttentionGradients:
     scale: float | None
     change: ScoreChange = UNCHANGED
     of_q: Tensor = field(init=False)
+    of_slopes: Tensor = field(init=False)
     _masks: _Masks = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.of_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
+        wide = find_accumulation_dtype(self.q)
+        self.of_q = torch.zeros_like(self.q, dtype=wide)
+        self.of_slopes = self.q.new_zeros(self.q.shape[-3] if self.change.trained else 0, dtype=wide)
 
     def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
         """Add the gradients through one tile of an attention to three tensors in place: ``self.of_q``, ``of_k`` and
@@ -452,6 +481,8 @@ class AttentionGradients:
             self.of_q[..., rows, :] += found[0]
             of_k[..., keys, :] += found[1]
             of_v[..., keys, :] += found[2]
+            if found[3] is not None:
+                self.of_slopes += found[3]
 
 
 def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
@@ -461,11 +492,11 @@ def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
 
     ``q``: a tensor of the mask's type and device. ``made``: a cache of masks: (number of queries, number of keys,
     position of the first query minus that of the first key, visible positions around the query's own) -> mask.
-    ``band``: the positions around its own that a query sees in a tile of the kind "band".
+    ``band``: the positions around its own that a query sees in a tile of the kind "band" without limits of its own.
     """
     if tile.kind in ("all", "diagonal"):
         return None
-    limits = AFTER if tile.kind == "after" else band
+    limits = tile.limits or band
     sizes = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.offset)
     if (*sizes, limits) not in made:
         made[*sizes, limits] = band_mask(*sizes, limits, q)
@@ -548,9 +579,9 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
 
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of queries, keys and values through one tile (a rectangle of queries and keys), in their
-    shapes.
+    shapes, and that of the slopes that change scores ``[heads]``, or ``None`` if there are no trained ones.
 
     ``grad``: the gradient of the attention's result for the tile's queries. ``q``, ``k``, ``v``: the tile's queries,
     keys and values ``[batch, heads, positions, d]``. ``out`` and ``lse``: result and logsumexp of the tile's queries
@@ -578,7 +609,7 @@ def attend_backward(
         inner = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
         of_scores = (weights * (grad @ values.transpose(-2, -1) - inner) * factor).to(q.dtype)
         of_q, of_k = of_scores @ keys, of_scores.transpose(-2, -1) @ q
-    return of_q, _sum_repeated_heads(of_k, k), _sum_repeated_heads(of_v, v)
+    return of_q, _sum_repeated_heads(of_k, k), _sum_repeated_heads(of_v, v), None
 
 
 def has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:

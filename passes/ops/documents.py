@@ -38,12 +38,14 @@ from partitioner.passes.ops.attention import (
     has_flash,
     most_pairs,
     parts_of,
-    tiles_after,
+    tiles_between,
     tiles_of,
 )
 from partitioner.passes.ops.score_changes import UNCHANGED, ScoreChange
 
 aten = torch.ops.aten
+
+EVERYWHERE = Band()  # all positions
 
 Runs = dict[int, tuple[PositionRange, ...]]  # id of a document -> its runs of positions in one row
 Tiles = tuple[Tile, ...]
@@ -96,14 +98,16 @@ def document_tiles(
     band: Band,
     prefixes: Iterable[Runs] | None = None,
     in_order: bool = False,
+    reach: Band = EVERYWHERE,
 ) -> list[Tiles]:
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention within
     documents has to compute.
 
     ``queries`` and ``keys``: for each row, a dict from document id to its runs (ranges of consecutive positions).
     ``band``: the positions around its own that a query sees. ``prefixes``: for each row, a dict from document id to
-    runs of keys that all queries of the document see, besides the keys in ``band``, which must then be causal; ``None``
-    for none. ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence.
+    runs of keys that the queries of the document see within ``reach``, besides the keys in ``band``; ``None`` for none.
+    ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence. ``reach``: the
+    positions around a query's own within which it sees keys of a prefix; they include those in ``band``.
     """
     found = [
         tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band, in_order))
@@ -112,7 +116,10 @@ def document_tiles(
     if prefixes is None:
         return found
     return [
-        (*tiles, *(tile for d, runs in own.items() if d in shown for tile in tiles_after(runs, shown[d])))
+        (
+            *tiles,
+            *(tile for d, runs in own.items() if d in shown for tile in tiles_between(runs, shown[d], band, reach)),
+        )
         for tiles, own, shown in zip(found, queries, prefixes, strict=True)
     ]
 
@@ -180,7 +187,8 @@ class DocumentGradients:
     ``grad``: the gradient of the result. ``q``: the queries. ``out`` and ``lse``: result, and logsumexp of the scores
     over all keys. ``groups``: slices of the batch dim with the rows that are computed together. ``band``: the positions
     around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``change``:
-    how the scores are changed before the softmax. ``of_q``: the gradient of the queries so far.
+    how the scores are changed before the softmax. ``of_q``: the gradient of the queries so far. ``of_slopes``: that of
+    the slopes that change the scores ``[heads]``; without elements unless they are trained.
     """
 
     grad: Tensor
@@ -192,16 +200,18 @@ class DocumentGradients:
     scale: float | None
     change: ScoreChange = UNCHANGED
     of_q: Tensor = field(init=False)
+    of_slopes: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.of_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
+        self.of_slopes = self.q.new_zeros(self.q.shape[1] if self.change.trained else 0, dtype=self.of_q.dtype)
         masks: dict[tuple[int, int, int, Band], Tensor] = {}
         self._rows = []
         for g in self.groups:
             found = AttentionGradients(
                 self.grad[g], self.q[g], self.out[g], self.lse[g], self.band, self.scale, self.change, _masks=masks
             )
-            found.of_q = self.of_q[g]
+            found.of_q, found.of_slopes = self.of_q[g], self.of_slopes
             self._rows.append(found)
 
     def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:

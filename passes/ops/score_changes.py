@@ -28,11 +28,13 @@ class ScoreChange:
 
     ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``slopes`` ``[heads]``: for each head
     of the queries, the number that is added to a score for each position by which the key is after the query (and
-    subtracted for each position before it); ``None`` for none. The slopes are added after the cap.
+    subtracted for each position before it); ``None`` for none. The slopes are added after the cap. ``trained``: whether
+    the slopes need a gradient.
     """
 
     cap: float | None = None
     slopes: Tensor | None = None
+    trained: bool = False
 
     @property
     def is_none(self) -> bool:
@@ -86,9 +88,9 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, scoring: BlockScoring, wide: t
 
 def attend_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, Tensor], scoring: BlockScoring
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values through one block, in the shapes of ``q``, ``k`` and ``v`` and
-    the type of the logsumexp.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of queries, keys and values through one block, in the shapes of ``q``, ``k`` and ``v``, and
+    that of the slopes ``[heads]``, or ``None`` if they are not trained. All have the type of the logsumexp.
 
     ``grad`` ``[..., heads, queries, d]``: the gradient of the attention's result. ``q``, ``k``, ``v``: the block's
     queries, keys and values. ``results``: the result and the logsumexp ``[..., heads, queries]`` of the scores, over
@@ -102,11 +104,15 @@ def attend_block_backward(
     grad = grad.to(q.dtype)
     of_v = _sum_over_queries(weights.to(q.dtype), grad, v).to(wide)
     of_scores = weights.mul_(_multiply_by_key_heads(grad, v.transpose(-2, -1)).to(wide).sub_(inner))
+    of_slopes = None
+    if scoring.change.trained:
+        of_slopes = (of_scores * _list_distances(q, k, scoring.offset, wide)).sum((-2, -1))
+        of_slopes = of_slopes.reshape(-1, of_slopes.shape[-1]).sum(0)
     if bent is not None:
         of_scores = torch.ops.aten.tanh_backward.default(of_scores, bent)
     of_scores = of_scores.to(q.dtype)
     of_q, of_k = _multiply_by_key_heads(of_scores, k), _sum_over_queries(of_scores, q, k)
-    return of_q.to(wide).mul_(scoring.factor), of_k.to(wide).mul_(scoring.factor), of_v
+    return of_q.to(wide).mul_(scoring.factor), of_k.to(wide).mul_(scoring.factor), of_v, of_slopes
 
 
 def _compute_scores(q: Tensor, k: Tensor, scoring: BlockScoring, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -123,12 +129,17 @@ def _compute_scores(q: Tensor, k: Tensor, scoring: BlockScoring, wide: torch.dty
         bent = scores.tanh_()
         scores = bent * change.cap
     if change.slopes is not None:
-        places = [torch.arange(x.shape[-2], device=q.device, dtype=wide) for x in (q, k)]
-        distance = places[1] - places[0].unsqueeze(1) - offset
-        scores += change.slopes.to(wide).view(-1, 1, 1) * distance
+        scores += change.slopes.to(wide).view(-1, 1, 1) * _list_distances(q, k, offset, wide)
     if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
     return scores, bent
+
+
+def _list_distances(q: Tensor, k: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
+    """Return by how many positions each key is after each query, ``[queries, keys]``. ``q``, ``k``: the queries ``[...,
+    queries, d]`` and keys of a block. ``offset``: the position of the first query minus that of the first key."""
+    places = [torch.arange(x.shape[-2], device=q.device, dtype=dtype) for x in (q, k)]
+    return places[1] - places[0].unsqueeze(1) - offset
 
 
 def _multiply_by_key_heads(x: Tensor, y: Tensor) -> Tensor:

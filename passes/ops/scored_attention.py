@@ -4,8 +4,9 @@
 arguments, each of which may be missing:
 
 * ``cap``: soft-capping of the scores; ``slopes`` ``[heads]``: ALiBi (``passes/ops/score_changes.py``);
-* ``prefix`` ``[b, s]``: true at the keys that all queries of their document see, wherever they are. With a causal band,
-  this is the mask of a prefix language model (Raffel et al. 2020).
+* ``prefix`` ``[b, s]``: true at keys that the queries of their document see within ``reach``, a wider range of
+  positions than the band of other keys; by default wherever they are. With a causal band, this is the mask of a prefix
+  language model (Raffel et al. 2020).
 
 Without ``ids`` every row of the batch is one document. Scores exist for one block of queries and keys at a time.
 """
@@ -18,16 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from partitioner.passes.ir.collectives import NAMESPACE, _library
+from partitioner.passes.ir.collectives import NAMESPACE, _library, create_scored_gradients
 from partitioner.passes.ops.attention import (
     Band,
     PositionRange,
     band_of,
     by_position,
-    empty_gradients,
     empty_results,
 )
 from partitioner.passes.ops.documents import (
+    EVERYWHERE,
     DocumentAttention,
     DocumentGradients,
     Tiles,
@@ -65,7 +66,12 @@ def mark_rows(q: Tensor, ids: Tensor | None, prefix: Tensor | None) -> RowMarks:
 
 
 def list_marked_tiles(
-    queries: RowMarks, keys: RowMarks, own: Sequence[PositionRange], others: Sequence[PositionRange], band: Band
+    queries: RowMarks,
+    keys: RowMarks,
+    own: Sequence[PositionRange],
+    others: Sequence[PositionRange],
+    band: Band,
+    reach: Band,
 ) -> list[Tiles]:
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention has to
     compute.
@@ -73,10 +79,18 @@ def list_marked_tiles(
     ``queries``, ``keys``: documents and prefixes (keys that all queries of their document see) of the local positions
     of the queries and of the keys. ``own``, ``others``: where these positions are in the whole sequence: ranges of
     positions for the queries (``own``) and for the keys (``others``). ``band``: the positions around its own that a
-    query sees; it must be causal if there are prefixes.
+    query sees. ``reach``: those within which it sees keys of a prefix; they include those in ``band``.
     """
     shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, others)
-    return document_tiles(find_runs(queries.ids, own), find_runs(keys.ids, others), band, shown, in_order=True)
+    return document_tiles(
+        find_runs(queries.ids, own), find_runs(keys.ids, others), band, shown, in_order=True, reach=reach
+    )
+
+
+def reach_of(limits: Sequence[int] = ()) -> Band:
+    """Return the positions around its own within which a query sees keys of a prefix, from the operator's argument
+    ``limits``: how many there are before and after its own (-1: no limit); empty: no limits."""
+    return band_of(*limits) if limits else EVERYWHERE
 
 
 def scored_attention(
@@ -90,47 +104,57 @@ def scored_attention(
     position by which its key is after the query; ``None`` for none. ``how``: the further arguments of the operator, in
     order. Two are for the cost model alone: typical lengths of documents, and the mean number per row of pairs of a
     query and a later key that it sees because of the prefix. Then: how many positions a query sees before and after its
-    own (-1: no limit); the factor of the scores (``None``: ``1 / sqrt(d)``); and their cap (``None`` for none).
+    own (-1: no limit); the factor of the scores (``None``: ``1 / sqrt(d)``); their cap (``None`` for none); and the
+    numbers of positions before and after its own within which a query sees keys of a prefix (absent: no limit).
     """
-    _, _, before, after, scale, cap = how
+    _, _, before, after, scale, cap, *reach = how
     band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
     attention = DocumentAttention(q, marks.group_rows(), band, scale, v.shape[-1], ScoreChange(cap, slopes))
-    attention.add(list_marked_tiles(marks, marks, parts, parts, band), k, v)
+    attention.add(list_marked_tiles(marks, marks, parts, parts, band, reach_of(*reach)), k, v)
     return attention.result()
 
 
 def scored_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values of an attention with changed scores or prefixes, in the shapes
-    of ``q``, ``k`` and ``v``.
+    of ``q``, ``k`` and ``v``, and that of the slopes ``[h]``, which has no elements unless they are trained.
 
     ``grad``: the gradient of its result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values ``[b, kv, s,
     d]``. ``how``: the further arguments of the operator: document ids, prefixes and slopes as in
     :func:`scored_attention`; the result and the logsumexp of the scores; how many positions a query sees before and
-    after its own (-1: no limit); the factor and the cap of the scores.
+    after its own (-1: no limit); the factor and the cap of the scores; within which positions it sees keys of a prefix,
+    as there; and whether the slopes are trained (absent: they are not).
     """
-    ids, prefix, slopes, out, lse, before, after, scale, cap = how
+    ids, prefix, slopes, out, lse, before, after, scale, cap, *rest = how
+    reach, trained = rest[0] if rest else (), len(rest) > 1 and rest[1]
     band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
-    found = DocumentGradients(grad, q, out, lse, marks.group_rows(), band, scale, ScoreChange(cap, slopes))
+    found = DocumentGradients(grad, q, out, lse, marks.group_rows(), band, scale, ScoreChange(cap, slopes, trained))
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
-    found.add(list_marked_tiles(marks, marks, parts, parts, band), k, v, of_k, of_v)
-    return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+    found.add(list_marked_tiles(marks, marks, parts, parts, band, reach_of(reach)), k, v, of_k, of_v)
+    gradients = found.of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+    return *(by_position(x) for x in gradients), round_slopes(found.of_slopes, slopes)  # type: ignore[return-value]
+
+
+def round_slopes(gradient: Tensor, slopes: Tensor | None) -> Tensor:
+    """Return the gradient of slopes in their type. ``slopes``: ``None`` if the attention has none."""
+    return gradient if slopes is None else gradient.to(slopes.dtype)
 
 
 _library.define(
     "scored_attention(Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor? prefix, Tensor? slopes, int[] lengths, "
-    "int ahead, int before, int after, float? scale, float? cap) -> (Tensor, Tensor)"
+    "int ahead, int before, int after, float? scale, float? cap, int[] reach=[]) -> (Tensor, Tensor)"
 )
 _library.define(
     "scored_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor? prefix, Tensor? slopes, "
-    "Tensor out, Tensor lse, int before, int after, float? scale, float? cap) -> (Tensor, Tensor, Tensor)"
+    "Tensor out, Tensor lse, int before, int after, float? scale, float? cap, int[] reach=[], "
+    "bool trained=False) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 for _device in ("CPU", "CUDA"):
     _library.impl("scored_attention", scored_attention, _device)
     _library.impl("scored_attention_backward", scored_attention_backward, _device)
 torch.library.register_fake(f"{NAMESPACE}::scored_attention", empty_results, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::scored_attention_backward", empty_gradients, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::scored_attention_backward", create_scored_gradients, lib=_library)
 scored_ops = torch.ops.partition
 
 
@@ -142,8 +166,10 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _compute_gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 12
-    return *torch.ops.partition.scored_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), *(None,) * 9
+        return (None,) * (8 + len(ctx.kept))
+    trained = ctx.needs_input_grad[5]
+    found = torch.ops.partition.scored_attention_backward(grad, *ctx.saved_tensors, *ctx.kept, trained)
+    return *found[:3], None, None, found[3] if trained else None, *(None,) * (2 + len(ctx.kept))
 
 
 torch.library.register_autograd(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,7 +25,7 @@ from partitioner.passes.ir.layouts import PARTIAL
 from partitioner.passes.ops import caches  # noqa: F401 - registers an operator that has a rule here
 from partitioner.passes.ops.attention import Band, band_of, limits_of
 from partitioner.passes.ops.documents import document_ops
-from partitioner.passes.ops.scored_attention import scored_ops
+from partitioner.passes.ops.scored_attention import reach_of, scored_ops
 from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
@@ -45,6 +46,8 @@ from partitioner.passes.rules.pointwise import shard_elementwise
 from partitioner.passes.rules.registry import register_family
 
 aten = torch.ops.aten
+
+_REACH = 12  # the position of the argument ``reach`` of ``partition::scored_attention``, which may be absent
 
 CONTEXT_FORMS = ("all_gather", "ring")
 
@@ -226,6 +229,15 @@ def find_attention_band(node: fx.Node) -> Band | None:
     return Band(None, 0) if get_node_argument(node, "is_causal") else Band()
 
 
+def find_exchanged_band(node: fx.Node) -> Band | None:
+    """Return the range of key positions, relative to its own position, at which a query of the attention ``node`` may
+    see keys, so that ranks have to exchange them: that of all keys or, if it is wider, that of the keys of a prefix.
+    ``None`` in the cases of :func:`find_attention_band`."""
+    if node.target in _BANDS and get_node_argument(node, "prefix", None) is not None:
+        return reach_of(get_node_argument(node, "reach", ()))
+    return find_attention_band(node)
+
+
 def _context_forms(node: fx.Node) -> dict[str, Form]:
     """Return a dict with one entry for each algorithm (``all_gather`` and ``ring``) by which ranks can exchange keys
     and values: its name -> how it runs the attention ``node`` with a sequence that is sharded over the ranks.
@@ -244,9 +256,11 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
     seen, node = find_attention_band(local.node), local.node
     assert seen is not None, node
     limits = *limits_of(seen), get_node_argument(node, "scale")
+    reach: tuple[Any, ...] = ()
     if node.target is scored_ops.scored_attention.default:
         target = ops.context_scored_attention.default
         args, _ = with_operands(node, local.operands)
+        args, reach = args[:_REACH], args[_REACH:]
     elif node.target is document_ops.document_attention.default:
         target = ops.context_document_attention.default
         args = (*local.operands, list(find_document_lengths(node)), *limits)
@@ -259,6 +273,7 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
         local.num_ranks,
         local.strategy.operands[0].zigzag,
         algorithm,
+        *reach,
     )
     return local.call(operator.getitem, made, 0) if len(results_of(node)) == 1 else made
 

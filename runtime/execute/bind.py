@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.ir.serialize import block_from_data, target_of
 from partitioner.passes.ops.attention import Band, band_of
+from partitioner.passes.ops.scored_attention import reach_of
 from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.storage import give_back, share_memory
@@ -412,6 +413,13 @@ def _name_arguments(*names: str) -> Callable[..., dict[str, Any]]:
     return lambda *values: dict(zip(names, values, strict=True))
 
 
+def _name_scored_arguments(*names: str) -> Callable[..., dict[str, Any]]:
+    """Return a function that returns its arguments by name: ``names``, then ``reach`` and ``trained``, which may be
+    absent."""
+    every, preset = (*names, "reach", "trained"), ((), False)
+    return lambda *values: dict(zip(every, (*values, *preset[len(values) - len(names) :]), strict=True))
+
+
 _BAND = ("before", "after", "scale", "axis", "size", "zigzag", "algorithm")
 _MARKS = ("ids", "prefix", "slopes")
 _SCORED = (*_BAND[:3], "cap", *_BAND[3:])
@@ -434,8 +442,8 @@ _ARGUMENTS = {
     "context_attention_backward": _name_arguments("q", "k", "v", "out", "lse", *_BAND),
     "context_document_attention": _name_arguments("k", "v", "ids", "lengths", *_BAND),
     "context_document_attention_backward": _name_arguments("q", "k", "v", "ids", "out", "lse", *_BAND),
-    "context_scored_attention": _name_arguments("k", "v", *_MARKS, "lengths", "ahead", *_SCORED),
-    "context_scored_attention_backward": _name_arguments("q", "k", "v", *_MARKS, "out", "lse", *_SCORED),
+    "context_scored_attention": _name_scored_arguments("k", "v", *_MARKS, "lengths", "ahead", *_SCORED),
+    "context_scored_attention_backward": _name_scored_arguments("q", "k", "v", *_MARKS, "out", "lse", *_SCORED),
 }
 
 
@@ -559,19 +567,22 @@ def _bind_scored_backward(group: RankGroup, before: int, after: int, **how: Any)
 
 
 def _make_scored_attention(
-    group: RankGroup, band: Band, scale: float | None, cap: float | None, zigzag: bool, algorithm: str, **data: Any
+    group: RankGroup, band: Band, scale: float | None, cap: float | None, reach: Sequence[int], **data: Any
 ) -> ContextScoredAttention:
     """Return an attention over a sequence that is sharded over ``group``, whose scores are capped or depend on the
-    distance, or in which all queries of a document see the keys of its prefix.
+    distance, or in which queries of a document see keys of its prefix.
 
     ``band``: the positions around its own that a query sees. ``scale``, ``cap``: factor and cap of the scores.
-    ``zigzag``: each rank has two distant parts of the sequence. ``algorithm``: how keys and values are exchanged.
-    ``data``: the operator's other arguments by name: ``ids`` (documents of positions), ``prefix`` (which keys are in a
-    prefix) and ``slopes`` (how scores depend on the distance). Only whether each is ``None`` is read; ``None``: the
-    attention does not have this operand.
+    ``reach``: within how many positions before and after its own a query sees keys of the prefix; empty: no limits.
+    ``data``: the operator's other arguments by name: ``zigzag``, ``algorithm``, ``trained`` (whether slopes have a
+    gradient), and ``ids`` (documents of positions), ``prefix`` (which keys are in a prefix) and ``slopes`` (how scores
+    depend on the distance). Of the last three, only whether each is ``None`` is read; ``None``: the attention does not
+    have this operand.
     """
     ids, prefix, slopes = (data[name] is not None for name in _MARKS)
-    return ContextScoredAttention(group, band, scale, zigzag, algorithm, cap, (ids, prefix, slopes))
+    zigzag, algorithm, trained = data["zigzag"], data["algorithm"], data["trained"]
+    given = ids, prefix, slopes
+    return ContextScoredAttention(group, band, scale, zigzag, algorithm, cap, given, reach_of(reach), trained)
 
 
 def _in_place(node: fx.Node, binding: Binding) -> Binding:

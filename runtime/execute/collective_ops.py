@@ -47,7 +47,7 @@ from partitioner.passes.ops.documents import (
     group_rows,
 )
 from partitioner.passes.ops.score_changes import ScoreChange
-from partitioner.passes.ops.scored_attention import RowMarks, list_marked_tiles, mark_rows
+from partitioner.passes.ops.scored_attention import RowMarks, list_marked_tiles, mark_rows, round_slopes
 from partitioner.runtime.comm.group import Pending, RankGroup
 
 # Attend to the keys and values that a rank has after a step of the ring; None: to those of all ranks.
@@ -308,12 +308,16 @@ class ContextScoredAttention(KeyExchange):
     and the keys of the document's prefix.
 
     ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``given``: which of the operands
-    document ids, prefix and slopes follow the keys and values. Without ids, every row is one document. Every rank
-    gathers ids and prefixes of all positions, so that it knows which keys its queries see.
+    document ids, prefix and slopes follow the keys and values. Without ids, every row is one document. ``reach``: the
+    positions around a query's own within which it sees keys of the prefix. ``trained``: whether :meth:`backward`
+    computes the gradient of the slopes. Every rank gathers ids and prefixes of all
+    positions, so that it knows which keys its queries see.
     """
 
     cap: float | None
     given: tuple[bool, bool, bool]
+    reach: Band
+    trained: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
@@ -332,22 +336,27 @@ class ContextScoredAttention(KeyExchange):
         self.exchange_forward(attend, q, k, v)
         return attention.result()
 
-    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``. ``grad``: gradient of the
-        attention result. ``data``: the operands that ``given`` names, as in :meth:`forward`, then the attention result
-        and the logarithms of the softmax sums ``[b, h, s/n]``.
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``, and that of the slopes
+        through this rank's queries, which has no elements unless they are trained. ``grad``: gradient of the attention
+        result. ``data``: the operands that ``given`` names, as in :meth:`forward`, then the attention result and the
+        logarithms of the softmax sums ``[b, h, s/n]``.
         """
         *rest, out, lse = data
         ids, prefix, slopes = self._name_operands(rest)
         ranks = self._gather_marks(q, ids, prefix)
-        groups, change = self._order_ranks(ranks).group_rows(), ScoreChange(self.cap, slopes)
+        groups, change = self._order_ranks(ranks).group_rows(), ScoreChange(self.cap, slopes, self.trained)
         found = DocumentGradients(grad, q, out, lse, groups, self.band, self.scale, change)
 
         def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
             found.add(self._tiles_at(ranks, step), k, v, of_k, of_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
-        return by_position(found.of_q.to(q.dtype)), of_k, of_v
+        return by_position(found.of_q.to(q.dtype)), of_k, of_v, round_slopes(found.of_slopes, slopes)
+
+    def _compute_ring_steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
+        seen = self.reach if self.given[1] else self.band
+        return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, seen)
 
     def _name_operands(self, data: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the document ids, the prefix and the slopes, ``None`` for those that the attention does not have.
@@ -388,10 +397,10 @@ class ContextScoredAttention(KeyExchange):
         own = self._list_rank_parts(length, index)
         if step is None:
             whole = (PositionRange(0, length * size, 0),)
-            return list_marked_tiles(ranks[index], self._order_ranks(ranks), own, whole, self.band)
+            return list_marked_tiles(ranks[index], self._order_ranks(ranks), own, whole, self.band, self.reach)
         source = (index - step) % size
         others = self._list_rank_parts(length, source)
-        return list_marked_tiles(ranks[index], ranks[source], own, others, self.band)
+        return list_marked_tiles(ranks[index], ranks[source], own, others, self.band, self.reach)
 
 
 def _compute_hops(steps: Sequence[int]) -> list[int]:

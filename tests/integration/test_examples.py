@@ -114,7 +114,6 @@ def test_a_script_for_trainer_trains_by_a_plan_and_goes_on(tmp_path: Path):
     }
 
 
-@pytest.mark.slow
 def test_a_trained_model_generates_as_one_process_does(tmp_path: Path):
     """The script compares every generated token with the model's own ``generate``."""
     printed = execute(str(ROOT / "examples" / "generate.py"), cwd=tmp_path, timeout=500)

@@ -24,7 +24,7 @@ pytestmark = [
 
 LENGTH = 24
 # Flexible attention has no gradients on CPUs; the model is the same attention in another notation.
-REFERENCES = {"flex_everything": "prefix_capped_sloped", "flex_prefix": "prefix", "flex_sloped": "sloped"}
+REFERENCES = {"flex_everything": "prefix_capped_sloped", "flex_prefix_window": "prefix_beside_window"}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def attentions_of(plan: Plan) -> set[str]:
     return {t for t in targets if "attention" in t or "softmax" in t}
 
 
-def check_results(run: Any, name: str, batch: tuple[Tensor, ...]) -> None:
-    model = ScoredDecoder(REFERENCES.get(name, name))
+def check_results(run: Any, name: str, batch: tuple[Tensor, ...], trained: bool = False) -> None:
+    model = ScoredDecoder(REFERENCES.get(name, name), trained=trained)
     expected = model(*batch)
     expected["loss"].backward()
     for output, value in expected.items():
@@ -71,7 +71,7 @@ MESHES: list[dict[str, Any]] = [
 ]
 NAMES = (
     "capped_documents", "capped_window", "sloped", "sloped_by_keys", "sloped_both_ways", "prefix",
-    "prefix_of_constant_length", "prefix_capped_sloped", "flex_everything",
+    "prefix_of_constant_length", "prefix_capped_sloped", "prefix_in_window", "flex_prefix_window", "flex_everything",
 )  # fmt: skip
 
 
@@ -93,6 +93,17 @@ def test_ranks_give_what_the_model_gives(name: str, fixed: dict[str, Any], ranks
         batch = make_batch(2, LENGTH, seed)
         run = partitioner.run_local(plan, model, batch, ranks=ranks, timeout=120)
         check_results(run, name, batch)
+
+
+@pytest.mark.parametrize("fixed", MESHES, ids=_name)
+def test_trained_slopes_get_their_gradient(fixed: dict[str, Any], ranks: partitioner.LocalRanks):
+    name = "prefix_capped_sloped"
+    model = ScoredDecoder(name, trained=True)
+    plan = plan_of(model, make_batch(2, LENGTH, 0), **fixed)
+    context = "context_" if fixed.get("context") in ("ring", "all_gather") else ""
+    assert attentions_of(plan) == {f"partition.{context}scored_attention.default"}
+    batch = make_batch(2, LENGTH, 1)
+    check_results(partitioner.run_local(plan, model, batch, ranks=ranks, timeout=120), name, batch, trained=True)
 
 
 def test_prefixes_are_priced_by_the_pairs_that_they_show():

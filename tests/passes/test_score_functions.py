@@ -18,8 +18,18 @@ from partitioner.passes.ir.model import Captured
 from partitioner.passes.normalize.document_masks import list_prefix_attentions, set_document_lengths
 from partitioner.passes.normalize.pipeline import normalize
 from partitioner.passes.ops import attention
-from partitioner.passes.ops.attention import Band, PositionRange, cut_tile, parts_of, tiles_after, tiles_of
+from partitioner.passes.ops.attention import (
+    Band,
+    PositionRange,
+    cut_tile,
+    limits_of,
+    parts_of,
+    tiles_after,
+    tiles_between,
+    tiles_of,
+)
 from partitioner.passes.ops.score_changes import choose_block_size
+from tests.helpers.attention.packed_models import compare_documents
 from tests.helpers.attention.score_models import HEADS, KV_HEADS, NOTATIONS, Attend, Marks, make_batch
 from tests.helpers.normal_forms import operators
 
@@ -31,7 +41,15 @@ SCORED = ["partition.scored_attention.default"]
 # --- the operator -----------------------------------------------------------------------------------------------------
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, data: dict[str, Any], band: Band, cap: float | None) -> Tensor:
+def _is_within(distance: Tensor, band: Band) -> Tensor:
+    """Where a query sees a key that is ``distance`` positions before it."""
+    before = torch.ones_like(distance, dtype=torch.bool) if band.before is None else distance <= band.before
+    return before if band.after is None else before & (distance >= -band.after)
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, data: dict[str, Any], bands: tuple[Band, Band], cap: float | None
+) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     place = torch.arange(q.shape[2])
@@ -40,13 +58,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, data: dict[str, Any], band: Band, ca
         scores = cap * torch.tanh(scores / cap)
     if data["slopes"] is not None:
         scores = scores - data["slopes"][:, None, None] * distance
-    shown = torch.ones(len(place), len(place), dtype=torch.bool)[None, None]
-    if band.before is not None:
-        shown = shown & (distance <= band.before)
-    if band.after is not None:
-        shown = shown & (distance >= -band.after)
+    shown, reached = (_is_within(distance, band)[None, None] for band in bands)
     if data["prefix"] is not None:
-        shown = shown | data["prefix"][:, None, None, :]
+        shown = shown | (reached & data["prefix"][:, None, None, :])
     if data["ids"] is not None:
         shown = shown & (data["ids"][:, None, :, None] == data["ids"][:, None, None, :])
     return scores.masked_fill(~shown, -torch.inf).softmax(-1) @ v
@@ -62,13 +76,14 @@ BANDS = [Band(None, 0), Band(), Band(3, 0), Band(2, 2), Band(0, 5)]
     length=st.integers(1, 40),
     given_marks=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     band=st.sampled_from(BANDS),
+    more=st.tuples(st.sampled_from([None, 0, 1, 7]), st.sampled_from([None, 0, 4])),
     cap=st.sampled_from([None, 0.3, 5.0]),
     block=st.sampled_from([3, 16, 256]),
     seed=st.integers(0, 99),
 )
 def test_the_operator_gives_what_a_matrix_of_scores_gives(
-    rows: int, heads: tuple[int, int], length: int, given_marks: tuple[bool, ...], band: Band, cap: Any, block: int,
-    seed: int,
+    rows: int, heads: tuple[int, int], length: int, given_marks: tuple[bool, ...], band: Band,
+    more: tuple[int | None, int | None], cap: Any, block: int, seed: int,
 ):  # fmt: skip
     """Results and all gradients, in blocks that divide the tiles in any way."""
     generator = torch.Generator().manual_seed(seed)
@@ -82,19 +97,20 @@ def test_the_operator_gives_what_a_matrix_of_scores_gives(
         "slopes": draw(heads[0]),
     }
     data = {name: x if present else None for (name, x), present in zip(data.items(), given_marks, strict=True)}
-    band = band if data["prefix"] is None else Band(None, 0)
+    reach = Band(*(None if a is None or b is None else a + b for a, b in zip(band, more, strict=True)))
     q, k, v = (draw(rows, n, length, 4).requires_grad_() for n in (heads[0], heads[1], heads[1]))
-    expected = _dense(q, k, v, data, band, cap)
-    limits = [-1 if limit is None else limit for limit in band]
+    trained = [q, k, v, *([data["slopes"].requires_grad_()] if data["slopes"] is not None and seed % 2 else [])]
+    expected = _dense(q, k, v, data, (band, reach), cap)
+    limits, reached = (list(limits_of(each)) for each in (band, reach))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "choose_block_size", lambda heads, on_cpu: block)
         patch.setattr(attention, "_ROWS", 2 * block)
-        found, lse = torch.ops.partition.scored_attention(q, k, v, *data.values(), [], -1, *limits, None, cap)
+        found, lse = torch.ops.partition.scored_attention(q, k, v, *data.values(), [], -1, *limits, None, cap, reached)
         weight = draw(*found.shape)
-        gradients = torch.autograd.grad((found * weight).sum(), [q, k, v])
+        gradients = torch.autograd.grad((found * weight).sum(), trained)
     assert lse.isfinite().all()
     for ours, theirs in zip(
-        (found, *gradients), (expected, *torch.autograd.grad((expected * weight).sum(), [q, k, v])), strict=True
+        (found, *gradients), (expected, *torch.autograd.grad((expected * weight).sum(), trained)), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
@@ -109,7 +125,7 @@ def _cover(tiles: Any, places: Sequence[Tensor], band: Band, size: int) -> Tenso
             distance = torch.arange(block.shape[0])[:, None] - torch.arange(block.shape[1])
             real = places[0][slice(*part.rows), None] - places[1][slice(*part.keys)]
             assert torch.equal(real, distance + part.offset)
-            limits = {"all": Band(), "diagonal": Band(None, 0), "band": band, "after": attention.AFTER}[part.kind]
+            limits = {"all": Band(), "diagonal": Band(None, 0), "band": part.limits or band}[part.kind]
             distance = distance + (0 if part.kind == "diagonal" else part.offset)
             shown = torch.ones_like(distance, dtype=torch.bool)
             if limits.before is not None:
@@ -135,6 +151,32 @@ def test_keys_after_and_up_to_a_query_are_all_keys(
         before = _cover(tiles_of(own, keys, Band(None, 0), in_order=True), places, Band(None, 0), block)
     assert torch.equal(behind, (places[1] > places[0][:, None]).long())
     assert torch.equal(before, (places[1] <= places[0][:, None]).long())
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    st.integers(1, 40), st.integers(1, 40), st.integers(-50, 50), st.tuples(*[st.sampled_from([None, 0, 2, 9])] * 4),
+)  # fmt: skip
+def test_tiles_between_two_bands_have_the_pairs_of_the_wider_one(
+    queries: int, keys: int, offset: int, limits: tuple[int | None, ...]
+):
+    """Each pair once, and no query of a tile sees none of its keys."""
+    inner = Band(*limits[:2])
+    outer = Band(*(None if a is None or b is None else a + b for a, b in zip(inner, limits[2:], strict=True)))
+    own, others = (PositionRange(0, queries, 60 + offset),), (PositionRange(0, keys, 60),)
+    places = tuple(torch.arange(p[0].place, p[0].place + p[0].length) for p in (own, others))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_ROWS", 7)
+        tiles_between.cache_clear()
+        tiles_of.cache_clear()
+        tiles = tiles_between(own, others, inner, outer)
+        seen = _cover(tiles, places, Band(), 64)
+        tiles_between.cache_clear()
+        tiles_of.cache_clear()
+    distance = places[0][:, None] - places[1]
+    assert torch.equal(seen, (_is_within(distance, outer) & ~_is_within(distance, inner)).long())
+    for tile in tiles:
+        assert (_cover([tile], places, Band(), 64)[slice(*tile.rows)].sum(1) > 0).all()
 
 
 def test_no_block_has_more_scores_than_its_size():
@@ -272,14 +314,16 @@ def _rows(flags: Tensor) -> Tensor:
 # Near misses: a softmax would not be the same.
 OTHERS: dict[str, Attend] = {
     "prefix of queries": _by_mask(lambda m: m.flags[:, None, :, None] | _causal()),
-    "prefix in a window": _by_mask(lambda m: (_rows(m.flags) | _causal()) & (DISTANCE > -3)),
-    "prefix of a band": _by_mask(lambda m: _rows(m.flags) | (DISTANCE <= 1)),
+    "prefix of the row, not of the document": _by_mask(
+        lambda m: _rows(m.flags) | (compare_documents(m.ids) & _causal())
+    ),
     "two prefixes": _by_mask(lambda m: (_rows(m.flags) | _causal()) & (_rows(~m.flags) | _causal())),
     "and of flags": _by_mask(lambda m: (_rows(m.flags) & _causal()) | torch.eye(LENGTH).bool()),
     "squared distance": _by_mask(lambda m: m.slopes[:, None, None] * DISTANCE**2 + HIDDEN),
     "distance both ways": _by_mask(lambda m: -m.slopes[:, None, None] * DISTANCE.abs()),
     "slopes of positions": _by_mask(lambda m: m.slopes.repeat(6)[:, None] * DISTANCE + HIDDEN),
-    "bias before the factor": _by_scores(lambda s, m: (s + m.slopes[:, None, None] * DISTANCE) * 0.5 + HIDDEN),
+    "mask before a negative factor": _by_scores(lambda s, m: (s - HIDDEN + m.slopes[:, None, None] * DISTANCE) * -0.5),
+    "mask before the cap": _by_scores(lambda s, m: torch.tanh(s + HIDDEN)),
     "cap after the bias": _by_scores(lambda s, m: torch.tanh(s + m.slopes[:, None, None] * DISTANCE) + HIDDEN),
     "two caps": _by_scores(lambda s, m: torch.tanh(torch.tanh(s)) + HIDDEN),
     "another function": _by_scores(lambda s, m: torch.sin(s) + HIDDEN),
@@ -292,19 +336,26 @@ def test_other_scores_stay(name: str):
     assert _check(Attending(OTHERS[name], _slopes()), _operands()) != SCORED
 
 
-def test_slopes_that_are_trained_stay():
-    """Their gradient would need a sum over all scores."""
-    assert _check(Attending(NOTATIONS["sloped"], _slopes(), trained=True), _operands()) != SCORED
+@pytest.mark.parametrize("name", [n for n in NOTATIONS if "sloped" in n])
+def test_slopes_may_be_trained(name: str):
+    assert _check(Attending(NOTATIONS[name], _slopes(), trained=True), _operands()) == SCORED
 
 
-def test_pairs_that_a_prefix_shows_are_counted():
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("prefix_of_documents", lambda distance: distance < 0),
+        ("prefix_beside_window", lambda distance: (distance < 0) | (distance >= 3)),
+    ],
+)
+def test_pairs_that_a_prefix_shows_are_counted(name: str, shown: Callable[[Tensor], Tensor]):
     operands = _operands()
-    captured = normalize(capture(Attending(NOTATIONS["prefix_of_documents"], _slopes()), tuple(operands.values())))
+    captured = normalize(capture(Attending(NOTATIONS[name], _slopes()), tuple(operands.values())))
     paths = [i.path for i in captured.inputs]
     set_document_lengths(captured, (), dict(zip(paths, operands.values(), strict=True)))
     (node,) = list_prefix_attentions(captured.graph)
     ids, flags = operands["ids"], operands["flags"]
-    ahead = (ids[:, :, None] == ids[:, None, :]) & flags[:, None, :] & (DISTANCE > 0)
-    assert node.args[7] == round(int(ahead.sum()) / len(ids))
+    pairs = (ids[:, :, None] == ids[:, None, :]) & flags[:, None, :] & shown(-DISTANCE)
+    assert node.args[7] == round(int(pairs.sum()) / len(ids))
     set_document_lengths(captured, (), {})
     assert node.args[7] == -1

@@ -17,7 +17,7 @@ from torch import fx
 from partitioner.cost.call.operators import Operand
 from partitioner.passes.ir.collectives import CONTEXT, collective_name
 from partitioner.passes.ops.attention import Band, ring_steps
-from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.attention import find_exchanged_band
 from partitioner.passes.rules.factors import get_node_argument
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import Link
@@ -136,5 +136,5 @@ def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Secon
         return (0.0, 0.0), False
     query, key, value = (Operand(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in node.all_input_nodes[:3])
     algorithm, zigzag = get_node_argument(node, "algorithm"), get_node_argument(node, "zigzag")
-    seconds = exchange_seconds(query, key, value, find_attention_band(node) or Band(), algorithm, zigzag, group)
+    seconds = exchange_seconds(query, key, value, find_exchanged_band(node) or Band(), algorithm, zigzag, group)
     return seconds, algorithm == "ring"

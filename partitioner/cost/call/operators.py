@@ -150,6 +150,7 @@ _ATTENTION = frozenset(
 _SCORED = frozenset(("scored_attention", "context_scored_attention"))
 # See ``passes/ops/score_changes.py``: passes over the scores, in forward and backward, and those for a cap and slopes.
 _SCORE_PASSES, _CAP_PASSES, _SLOPE_PASSES = (11, 19), (4, 7), (2, 2)
+_TRAINED_PASSES = 3  # of backward, for the gradient of slopes
 _SCORE_LAUNCHES = 16, 26  # for each block
 # FLOPs of a fused attention's backward relative to its forward: five products to two (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
@@ -339,12 +340,17 @@ def form_kernels(
 
 
 def _list_score_kernels(
-    node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], products: Kernel, backward: bool
+    node: fx.Node,
+    operands: Sequence[Operand],
+    results: Sequence[Operand],
+    products: Kernel,
+    backward: bool,
+    trained: bool = False,
 ) -> list[Kernel]:
     """Return the kernels that change the scores of the attention ``node`` block by block, because no fused kernel does;
     empty for an attention whose scores stay unchanged. ``operands``: queries, keys and values on one rank, and more.
     ``results``: what it writes. ``products``: the kernel of its products, whose FLOPs give the number of scores.
-    ``backward``: return the kernels of the backward.
+    ``backward``: return the kernels of the backward. ``trained``: whether the slopes need a gradient.
     """
     if operator_name(node) not in _SCORED:
         return []
@@ -354,6 +360,7 @@ def _list_score_kernels(
     passes = _SCORE_PASSES[backward]
     passes += _CAP_PASSES[backward] * (get_node_argument(node, "cap", None) is not None)
     passes += _SLOPE_PASSES[backward] * (get_node_argument(node, "slopes", None) is not None)
+    passes += _TRAINED_PASSES * trained
     made = Operand((max(1, round(scores)),), accumulated_in(operands[0].dtype))
     blocks = math.ceil(scores / max(1, heads) / choose_block_size(heads, on_cpu=False) ** 2)
     return [_build_kernel("pointwise", [made] * passes, launches=_SCORE_LAUNCHES[backward] * blocks)]
@@ -379,7 +386,8 @@ def backward_kernels(
         traffic = [*operands, *(o.gradient for o in operands), result, result]
         flops *= _ATTENTION_BACKWARD
         kernel = _build_kernel("attention", traffic, flops, smallest, _find_precision(operands), launches=2)
-        return [kernel, *_list_score_kernels(node, operands, results, kernel, backward=True)]
+        trained = needs[-1] and get_node_argument(node, "slopes", None) is not None  # slopes are the last operand
+        return [kernel, *_list_score_kernels(node, operands, results, kernel, backward=True, trained=trained)]
     if is_product(node):
         return _product_backward(node, name, operands, results, needs)
     if name in _LOOKUPS:

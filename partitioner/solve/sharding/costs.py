@@ -37,7 +37,7 @@ from partitioner.passes.ir.layouts import Layout, local_shape
 from partitioner.passes.ir.model import FoldedModel, TensorSpec
 from partitioner.passes.ops.attention import Band
 from partitioner.passes.rules import Lowering, factors_of
-from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.attention import find_exchanged_band
 from partitioner.passes.rules.factors import Strategy, operands_of, results_of
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.passes.shard.repeated_heads import count_head_repetitions, exchanged_times
@@ -123,7 +123,7 @@ class TensorCosts:
         (``strategy.form``, such as ``"ring"``). ``seconds``: those of the computation, which overlaps with a ring's
         messages. ``num_ranks``: size of the mesh axis over which the sequence is sharded."""
         query, key, value = operator.operands(strategy, num_ranks)[:3]
-        zigzag, seen = strategy.operands[0].zigzag, find_attention_band(operator.node) or Band()
+        zigzag, seen = strategy.operands[0].zigzag, find_exchanged_band(operator.node) or Band()
         sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
         passes = 2 if operator.backward else 1
         beside = strategy.form == "ring"

@@ -84,6 +84,25 @@ def both_ways(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     return attend_by_torch(q, k, v, compare_documents(ids))
 
 
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """By elementary operators, as the eager attention of transformers."""
+    shown = compare_documents(ids) & (list_distances(q.shape[2]) >= 0)
+    mask = torch.zeros(1, dtype=q.dtype).masked_fill(~shown, torch.finfo(q.dtype).min)
+    scores = q @ _repeated(k, q.shape[1]).transpose(2, 3) * q.shape[-1] ** -0.5 + mask
+    return torch.softmax(scores, -1).to(q.dtype) @ _repeated(v, q.shape[1])
+
+
+def eager_factor_last(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """The mask is added before the scores are scaled, as in CodeGen."""
+    apart = torch.zeros(1, dtype=q.dtype).masked_fill(~compare_documents(ids), torch.finfo(q.dtype).min)
+    scores = (q @ _repeated(k, q.shape[1]).transpose(2, 3)).masked_fill(list_distances(q.shape[2]) < 0, -math.inf)
+    return torch.softmax((scores + apart) / q.shape[-1] ** 0.5, -1) @ _repeated(v, q.shape[1])
+
+
 def restarted(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """Reads positions, which restart at each document."""
     changes = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
@@ -97,7 +116,10 @@ def restarted_window(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tens
     return attend_by_torch(q, k, v, compare_documents(changes.cumsum(-1)) & (query >= key) & (key > query - WINDOW))
 
 
-_BY_IDS = boolean, additive, subtracted, hidden, chosen, indexed, triangular, lower, window, both_ways
+_BY_IDS = (
+    boolean, additive, subtracted, hidden, chosen, indexed, triangular, lower, window, both_ways, eager,
+    eager_factor_last,
+)  # fmt: skip
 BY_IDS: dict[str, Attend] = {f.__name__: f for f in _BY_IDS}
 BY_POSITIONS: dict[str, Attend] = {f.__name__: f for f in (restarted, restarted_window)}
 NOTATIONS = BY_IDS | BY_POSITIONS

@@ -88,6 +88,13 @@ def sloped_by_keys(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     return _weigh((_products(q, k) + bias).masked_fill(list_distances(length) < 0, -math.inf), v)
 
 
+def sloped_before_factor(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
+    """The factor is for the sum of products, bias and mask."""
+    products = torch.matmul(q, _repeated(k, q.shape[1]).transpose(2, 3))
+    apart = torch.zeros(1, dtype=q.dtype).masked_fill(~compare_documents(m.ids), torch.finfo(q.dtype).min)
+    return _weigh((products + _bias(m.slopes, q.shape[2]) + apart + _later(q)) / q.shape[-1] ** 0.5, v)
+
+
 def sloped_by_distance(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     """The distance is subtracted, however it is signed: keys behind the query are hidden."""
     bias = -m.slopes[None, :, None, None] * list_distances(q.shape[2]).abs()
@@ -118,6 +125,21 @@ def prefix_added(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
 
 def prefix_of_constant_length(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     return attend_by_torch(q, k, v, (torch.arange(q.shape[2]) < 5) | (list_distances(q.shape[2]) >= 0))
+
+
+def prefix_beside_window(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
+    """The window hides no key of the prefix."""
+    distance = list_distances(q.shape[2])
+    window = (distance >= 0) & (distance < 3)
+    return attend_by_torch(q, k, v, compare_documents(m.ids) & (m.flags[:, None, None, :] | window))
+
+
+def prefix_in_window(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
+    """The window hides keys of the prefix, too."""
+    distance = list_distances(q.shape[2])
+    shown = (m.flags[:, None, None, :] | (distance >= 0)) & (distance < 3) & (distance > -5)
+    scores = torch.tanh(_products(q, k) / CAP) * CAP
+    return _weigh(scores.masked_fill(~shown, -math.inf), v)
 
 
 def prefix_of_documents(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
@@ -155,6 +177,22 @@ def flex_everything(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     return _flex(q, k, v, and_masks(same, or_masks(first, causal)), change)
 
 
+def flex_prefix_window(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
+    def same(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return m.ids[row, query] == m.ids[row, key]
+
+    def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query - key < 3
+
+    def first(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return m.flags[row, key]
+
+    return _flex(q, k, v, and_masks(same, or_masks(first, and_masks(causal, near))), None)
+
+
 def flex_prefix(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
     def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -176,9 +214,11 @@ def flex_sloped(q: Tensor, k: Tensor, v: Tensor, m: Marks) -> Tensor:
 
 
 _ALL = (
-    capped, capped_documents, capped_window, capped_both_ways, sloped, sloped_by_keys, sloped_by_distance,
+    capped, capped_documents, capped_window, capped_both_ways, sloped, sloped_by_keys, sloped_before_factor,
+    sloped_by_distance,
     sloped_documents, sloped_both_ways, prefix, prefix_added, prefix_of_constant_length, prefix_of_documents,
-    prefix_capped_sloped, flex_everything, flex_prefix, flex_sloped,
+    prefix_capped_sloped, prefix_beside_window, prefix_in_window, flex_everything, flex_prefix, flex_prefix_window,
+    flex_sloped,
 )  # fmt: skip
 NOTATIONS: dict[str, Attend] = {f.__name__: f for f in _ALL}
 
@@ -200,15 +240,20 @@ class ScoredLayer(nn.Module):
 
 
 class ScoredDecoder(nn.Module):
-    """In float64. Tokens, targets, document ids and flags are ``[batch, positions]``, starts ``[batch]``."""
+    """In float64. Tokens, targets, document ids and flags are ``[batch, positions]``, starts ``[batch]``. The slopes
+    are a buffer or, if they are trained, a parameter."""
 
-    def __init__(self, name: str, layers: int = 2) -> None:
+    def __init__(self, name: str, layers: int = 2, trained: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.layers = nn.ModuleList(ScoredLayer(name) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
-        self.register_buffer("slopes", 0.7 ** torch.arange(1, HEADS + 1))
+        slopes = 0.7 ** torch.arange(1, HEADS + 1)
+        if trained:
+            self.slopes = nn.Parameter(slopes)
+        else:
+            self.register_buffer("slopes", slopes)
         self.double()
 
     def forward(self, tokens: Tensor, targets: Tensor, ids: Tensor, starts: Tensor, flags: Tensor) -> dict[str, Tensor]:

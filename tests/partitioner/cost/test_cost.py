@@ -65,7 +65,8 @@ def last(made: Block) -> fx.Node:
 
 def test_changed_scores_are_passed_over_block_by_block():
     """16 heads of 4,096 positions, half of the pairs: 134,250,496 scores of 4 bytes. A cap is 4 more passes over them
-    in forward and 7 in backward, slopes are 2. A block has 1,024 queries and keys, so there are 8.002 of them: 9."""
+    in forward and 7 in backward, slopes are 2, and their gradient is 3. A block has 1,024 queries and keys, so there
+    are 8.002 of them: 9."""
     scores, traffic = 16 * 4096 * 4097 // 2, {}
     x = {name: torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16) for name in "qkv"}
     for cap in (None, 50.0):
@@ -78,9 +79,11 @@ def test_changed_scores_are_passed_over_block_by_block():
 
             made = block(attend, {}, {**x, "s": torch.empty(16)})
             node = next(n for n in made.graph.nodes if "scored" in str(n.target))
-            operands = [Operand((1, 16, 4096, 128), torch.bfloat16)] * 3
+            operands = [Operand((1, 16, 4096, 128), torch.bfloat16)] * 3 + [Operand((16,), torch.float32)] * slopes
             forward = forward_kernels(node, operands, operands[:1])
-            backward = backward_kernels(node, operands, operands[:1], [True] * 3)
+            backward = backward_kernels(node, operands, operands[:1], [True] * 3 + [False] * slopes)
+            trained = backward_kernels(node, operands, operands[:1], [True] * len(operands))
+            assert trained[1].num_bytes - backward[1].num_bytes == 4 * scores * 3 * slopes
             assert [k.kind for k in (*forward, *backward)] == ["attention", "pointwise"] * 2
             traffic[cap, slopes] = forward[1].num_bytes / scores / 4, backward[1].num_bytes / scores / 4
             assert (forward[1].launches, backward[1].launches) == (16 * 9, 26 * 9)

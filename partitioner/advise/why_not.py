@@ -280,9 +280,9 @@ def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
 
 
 def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Return whether the search that found ``plan`` tried layouts with the constraints ``asked`` (name -> value) only
-    where an estimate promised a faster step. That is so for schedules other than 1F1B and ZB-1P and for virtual stages, if the user left the
-    schedule free.
+    """Return whether the search that found ``plan`` tried layouts with the constraints ``asked`` (name -> value)
+    only where an estimate promised a faster step. That is so for schedules other than 1F1B and ZB-1P and for
+    virtual stages, if the user left the schedule free.
     """
     several = asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1
     return several and plan.constraints.leaves_schedule

@@ -34,7 +34,7 @@ PATIENCE = 200  # consecutive families without a better plan after which such sc
 
 _MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
 _ROUNDING = 1e-9  # of a step
-_BEYOND_BOUND = 1.05  # least ratio of a step time to its estimate from bounds and recomputation that was seen
+_NEAR, _MOST_NEAR = 1.03, 3  # greatest ratio to the best step time of plans that are improved, and their number
 _MOST_FRUITLESS = 5  # candidates in a row that were no better, after which no more are tried
 _MOST_SHARDINGS = 24  # ways to shard layers for which candidates are ranked
 
@@ -76,7 +76,7 @@ def list_promising_candidates(
     first. Stop when none is expected to be faster, or when several in a row were not.
 
     They have several virtual stages on a rank, or more ranks share a sequence. The expected step time is a lower bound
-    without memory, plus the recomputation that memory requires, plus a part for all that the bound leaves out.
+    without memory, plus the recomputation that memory requires.
 
     ``found``: the best candidate of the search. ``solved``: candidate -> its plan. ``rows``: candidate -> its
     outcome in the search. ``bounds``: computes lower bounds on the step times of candidates. ``best_s``: function
@@ -90,7 +90,7 @@ def list_promising_candidates(
     heapq.heapify(heap)
     kinds: set[tuple[int, ...]] = set()
     fruitless = 0
-    while heap and heap[0][0] * _BEYOND_BOUND < best_s() and fruitless < _MOST_FRUITLESS:
+    while heap and heap[0][0] < best_s() and fruitless < _MOST_FRUITLESS:
         seconds, number, step = heapq.heappop(heap)
         candidate = left[number]
         if step == 2:
@@ -139,7 +139,8 @@ class BestSchedule:
 
     ``found``: the best plan of the search, with its estimated step time. ``certificate``: the record of how near that
     plan is to the optimum, with a table of candidates. ``attempt``: plans a candidate quickly, without a lower bound.
-    ``evaluate``: plans a candidate thoroughly, and computes a lower bound on the step time of all its plans. ``last``:
+    ``improve``: plans a candidate thoroughly, without a lower bound. ``evaluate``: plans a candidate thoroughly, and
+    computes a lower bound on the step time of all its plans. ``last``:
     returns the tightest lower bound in seconds on a candidate; its second argument is a bound in seconds at which the
     computation may stop. ``bounds``: computes quicker lower bounds.
     """
@@ -147,11 +148,13 @@ class BestSchedule:
     found: SolvedCandidate
     certificate: Certificate
     attempt: Callable[[MeshCandidate], EvaluatedCandidate]
+    improve: Callable[[MeshCandidate], EvaluatedCandidate]
     evaluate: Callable[[MeshCandidate], EvaluatedCandidate]
     last: Callable[[MeshCandidate, float], float]
     bounds: Bounds
     _better: EvaluatedCandidate | None = None
     _rows: list[Candidate] = field(default_factory=list)
+    _tried: list[EvaluatedCandidate] = field(default_factory=list)
 
     def best_s(self) -> float:
         """Return the seconds of a step of the best plan so far."""
@@ -169,6 +172,7 @@ class BestSchedule:
                     cut_off = "time limit"
                     break
                 self._try_candidate(candidate)
+            self._improve_near_plans(deadline)
         except KeyboardInterrupt:  # the best so far is a plan
             cut_off = "interruption"
         best = self.found
@@ -194,8 +198,27 @@ class BestSchedule:
             return
         proven = max(least, 0.0 if told.partly else told.least or 0.0)
         self._rows.append(_at_least(build_candidate_report(candidate, told), proven))
+        self._tried.append(told)
         if told.step_time < cutoff_s:
             self._better = told
+
+    def _improve_near_plans(self, deadline: float) -> None:
+        """Plan the fastest of the tried candidates again, thoroughly, if their quick plans are hardly slower than the
+        best plan. Nothing is done after ``deadline`` (:func:`time.monotonic`).
+        """
+        near = sorted(self._tried, key=lambda told: told.step_time)
+        for quick in [told for told in near if told.step_time <= _NEAR * self.best_s()][:_MOST_NEAR]:
+            if time.monotonic() > deadline:
+                return
+            try:
+                told = self.improve(quick.payload.candidate)
+            except PartitionError:  # the quick plan stands
+                continue
+            if told.step_time < quick.step_time:
+                row = build_candidate_report(quick.payload.candidate, told)
+                self._rows = [_at_least(row, old.bound) if _is_same_candidate(old, row) else old for old in self._rows]
+            if told.step_time < self.best_s() * (1 - _ROUNDING):
+                self._better = told
 
     def _evaluate_thoroughly(self, better: EvaluatedCandidate) -> SolvedCandidate:
         """Return the best plan of the candidate of ``better``, a plan that was found quickly. Its row in the table of

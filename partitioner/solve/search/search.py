@@ -342,19 +342,27 @@ def _search_candidates(
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
         devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
 
-        def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
-            """Plan a candidate quickly, without a lower bound and without a search for better cuts. If all placements
-            (assignments of ranks to devices) would be tried, use the devices of a known plan instead: one with the same
-            mesh, or one with half as many ranks along ``cp`` and twice as many along ``tp`` or ``dp``. ``candidate``:
-            mesh sizes, microbatch size, schedule and ZeRO stage.
+        def attempt(candidate: MeshCandidate, improved: bool = False) -> EvaluatedCandidate:
+            """Plan a candidate without a lower bound. If all placements (assignments of ranks to devices) would be
+            tried, use the devices of a known plan instead: one with the same mesh, or one with half as many ranks along
+            ``cp`` and twice as many along ``tp`` or ``dp``. ``candidate``: mesh sizes, microbatch size, schedule and
+            ZeRO stage. ``improved``: whether to search for better cuts, too.
             """
             key = next((key for key in meshes_around(candidate) if key in devices), None)
             same = devices[key] if key is not None and evaluator.placements.complete(candidate.grid) else None
-            found = attempts.evaluate(candidate, proven=False, improved=False, devices=same)
+            found = attempts.evaluate(candidate, proven=False, improved=improved, devices=same)
             devices.setdefault(mesh_of(candidate), found.payload.devices)
             return found if same is None else replace(found, least=0.0)
 
-        schedules = BestSchedule(found, certificate, attempt, attempts.evaluate, floors.bound_tightly, floors)
+        schedules = BestSchedule(
+            found,
+            certificate,
+            attempt,
+            partial(attempt, improved=True),
+            attempts.evaluate,
+            floors.bound_tightly,
+            floors,
+        )
         promising = list_promising_candidates(space, found.candidate, known, result.rows, floors, schedules.best_s)
         first = list(islice(promising, 1))
         evaluator.locals.end()  # ends the helper process, since another may be started

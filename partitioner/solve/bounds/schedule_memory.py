@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import CapacityError
 from partitioner.passes.ir.model import Call
-from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.schedules.csv_table import ScheduleTable, table_of
 from partitioner.schedules.formulas import held_microbatches
 from partitioner.schedules.registry import ranks_of
 from partitioner.units import bytes_text
@@ -24,6 +24,7 @@ _ROUNDS = 64  # rounds of :func:`_least_mean`
 _STEP = 0.3
 _TINY_S = 1e-15
 _HALVINGS = 20
+_FEW_RANKS = 16  # of a pipeline whose microbatches in flight are counted for an estimate
 
 
 class ActivationBytes:
@@ -177,11 +178,13 @@ def _count_in_flight_moments(
     """Return two arrays with an entry for each moment at which the memory of a rank may peak: the number of
     microbatches in flight in all of its virtual stages together whose backward has not begun, and of those between
     the two halves of a split backward. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``: number
-    of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
+    of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes. For many
+    ranks, the numbers of a shorter pipeline are scaled, since they grow with the number of ranks.
     """
-    together = held_microbatches(schedule, p, m, v).together
+    few = p if table_of(schedule) is not None else min(p, _FEW_RANKS)
+    together = held_microbatches(schedule, few, max(1, round(m * few / p)), v).together
     sums = {tuple(map(sum, zip(*counts, strict=True))) for of_rank in together for counts in of_rank}
-    moments = np.array(sorted(sums), dtype=np.float64)
+    moments = np.array(sorted(sums), dtype=np.float64) * (p / few)
     return moments[:, 0], moments[:, 1]
 
 

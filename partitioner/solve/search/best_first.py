@@ -69,10 +69,10 @@ class Bounds(Protocol):
         in seconds; a bound above it need not be exact. They raise :class:`PartitionError` if the candidate has no plan.
         """
 
-    def again_s(self, candidate: MeshCandidate) -> float:
+    def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         """Return approximately how many seconds of a step of ``candidate`` the recomputation of activations takes. This
-        is an estimate and not a bound; it helps to choose what to try next. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        is an estimate and not a bound; it helps to choose what to try next. ``quick``: do not shard the model for it.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
 
     def shortage(self, candidate: MeshCandidate) -> CapacityError | None:

@@ -345,13 +345,15 @@ class BoundCascade:
             self._needs[key] = needs_of([(call, self.bounds.calls(candidate)[call.block]) for call in calls], split)
         return self._needs[key]
 
-    def again_s(self, candidate: MeshCandidate) -> float:
+    def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         """Return approximately how many seconds of a step of ``candidate`` recomputation takes; infinite if activations
-        do not fit with it. It is assumed that work and memory are divided evenly over virtual stages. ``candidate``:
-        mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the candidate has no
-        plan.
+        do not fit with it. It is assumed that work and memory are divided evenly over virtual stages. ``quick``: assume
+        that ``tp`` divides all work and memory evenly, too, instead of sharding the model. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the candidate has no plan.
         """
-        model, of_block, _ = self.evaluator.least(candidate)
+        model, of_block = self.bounds.model, self.bounds.calls(candidate)
+        if not quick:
+            model, of_block, _ = self.evaluator.least(candidate)
         costs = [of_block[call.block] for call in model.calls if not call.shared and not call.prologue]
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)
         free = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate)

@@ -13,7 +13,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from partitioner.candidate import MeshCandidate
@@ -86,25 +85,32 @@ def list_promising_candidates(
     left = _list_untried_candidates(space, found, solved, rows)
     if not left:
         return
-    heap = [(seconds, number, 0) for number, seconds in enumerate(bounds.times(left).tolist())]
+    bound_s = bounds.times(left).tolist()
+    recompute_s = [0.0] * len(left)
+    heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s)]
     heapq.heapify(heap)
     kinds: set[tuple[int, ...]] = set()
     fruitless = 0
     while heap and heap[0][0] < best_s() and fruitless < _MOST_FRUITLESS:
         seconds, number, step = heapq.heappop(heap)
         candidate = left[number]
-        if step == 2:
+        if step == 3:
             before = best_s()
             yield candidate
             fruitless = 0 if best_s() < before else fruitless + 1
             continue
-        kinds.add(kind := (candidate.tp, candidate.cp, candidate.ep, candidate.etp))
-        if len(kinds) > _MOST_SHARDINGS and step == 0:
-            kinds.remove(kind)
+        kind = candidate.tp, candidate.cp, candidate.ep, candidate.etp
+        if step == 1 and len(kinds) == _MOST_SHARDINGS and kind not in kinds:
             continue
-        with suppress(PartitionError):  # the candidate has no plan
-            more = bounds.family_bounds[0]([candidate], math.inf) if step == 0 else seconds + bounds.again_s(candidate)
-            heapq.heappush(heap, (max(seconds, more), number, step + 1))
+        try:
+            if step == 1:  # the first that needs a sharding
+                kinds.add(kind)
+                bound_s[number] = max(bound_s[number], bounds.family_bounds[0]([candidate], math.inf))
+            else:
+                recompute_s[number] = bounds.again_s(candidate, quick=step == 0)
+        except PartitionError:  # the candidate has no plan
+            continue
+        heapq.heappush(heap, (max(seconds, bound_s[number] + recompute_s[number]), number, step + 1))
 
 
 def _list_untried_candidates(

@@ -9,7 +9,6 @@ estimate of the step time, and solved in this order.
 from __future__ import annotations
 
 import heapq
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ PATIENCE = 200  # consecutive families without a better plan after which such sc
 
 _MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
 _ROUNDING = 1e-9  # of a step
-_NEAR, _MOST_NEAR = 1.03, 3  # greatest ratio to the best step time of plans that are improved, and their number
+_BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried first; their greatest time relative to the best
 _MOST_FRUITLESS = 5  # candidates in a row that were no better, after which no more are tried
 _MOST_SHARDINGS = 24  # ways to shard layers for which candidates are ranked
 
@@ -71,18 +70,21 @@ def list_promising_candidates(
     bounds: Bounds,
     best_s: Callable[[], float],
 ) -> Iterator[MeshCandidate]:
-    """Yield candidates that the search has not tried and that may be faster than the best plan, the most promising
-    first. Stop when none is expected to be faster, or when several in a row were not.
+    """Yield candidates that the search has not tried and that may be faster than the best plan: first the best
+    pipelines of the search with several virtual stages on a rank, then others, the most promising first. Stop when none
+    is expected to be faster, or when several in a row were not.
 
-    They have several virtual stages on a rank, or more ranks share a sequence. The expected step time is a lower bound
-    without memory, plus the recomputation that memory requires.
+    The others have several virtual stages on a rank, or more ranks share a sequence. The expected step time is a lower
+    bound, plus the recomputation that memory requires.
 
     ``found``: the best candidate of the search. ``solved``: candidate -> its plan. ``rows``: candidate -> its
     outcome in the search. ``bounds``: computes lower bounds on the step times of candidates. ``best_s``: function
     that returns the seconds of a step of the best plan so far. ``space``: the search space (cluster, batch,
     constraints and sizes of the model).
     """
-    left = _list_untried_candidates(space, found, solved, rows)
+    first = _list_schedules_of_best(space, solved)
+    yield from first
+    left = [other for other in _list_untried_candidates(space, found, solved, rows) if other not in first]
     if not left:
         return
     bound_s = bounds.times(left).tolist()
@@ -105,12 +107,29 @@ def list_promising_candidates(
         try:
             if step == 1:  # the first that needs a sharding
                 kinds.add(kind)
-                bound_s[number] = max(bound_s[number], bounds.family_bounds[0]([candidate], math.inf))
+                of_family = [bound([candidate], best_s()) for bound in bounds.family_bounds]
+                bound_s[number] = max(bound_s[number], *of_family)
             else:
                 recompute_s[number] = bounds.again_s(candidate, quick=step == 0)
         except PartitionError:  # the candidate has no plan
             continue
         heapq.heappush(heap, (max(seconds, bound_s[number] + recompute_s[number]), number, step + 1))
+
+
+def _list_schedules_of_best(
+    space: SearchSpace, solved: Mapping[MeshCandidate, EvaluatedCandidate]
+) -> list[MeshCandidate]:
+    """Return variants of the best pipelines in ``solved`` (candidate -> its plan), with several virtual stages on each
+    rank: of those whose step would be faster than the best one without its bubble. ``space``: the search space
+    (cluster, batch, constraints and sizes of the model).
+    """
+    enough = min(known.step_time for known in solved.values())
+    best: dict[MeshCandidate, MeshCandidate] = {}
+    for candidate, known in sorted(solved.items(), key=lambda item: item[1].step_time):
+        filled_s = known.step_time - (known.breakdown or {}).get("bubble", 0.0)
+        if candidate.pp > 1 and known.step_time <= _NEAR * enough and filled_s < enough and len(best) < _BEST:
+            best.setdefault(mesh_of(candidate), candidate)
+    return [other for candidate in best.values() for other in several_stages(space, candidate) if other not in solved]
 
 
 def _list_untried_candidates(
@@ -144,9 +163,8 @@ class BestSchedule:
     """The best plan while candidates outside the search are tried, most of them with several virtual stages on a rank.
 
     ``found``: the best plan of the search, with its estimated step time. ``certificate``: the record of how near that
-    plan is to the optimum, with a table of candidates. ``attempt``: plans a candidate quickly, without a lower bound.
-    ``improve``: plans a candidate thoroughly, without a lower bound. ``evaluate``: plans a candidate thoroughly, and
-    computes a lower bound on the step time of all its plans. ``last``:
+    plan is to the optimum, with a table of candidates. ``attempt``: plans a candidate without a lower bound.
+    ``evaluate``: plans a candidate and computes a lower bound on the step time of all its plans. ``last``:
     returns the tightest lower bound in seconds on a candidate; its second argument is a bound in seconds at which the
     computation may stop. ``bounds``: computes quicker lower bounds.
     """
@@ -154,13 +172,11 @@ class BestSchedule:
     found: SolvedCandidate
     certificate: Certificate
     attempt: Callable[[MeshCandidate], EvaluatedCandidate]
-    improve: Callable[[MeshCandidate], EvaluatedCandidate]
     evaluate: Callable[[MeshCandidate], EvaluatedCandidate]
     last: Callable[[MeshCandidate, float], float]
     bounds: Bounds
     _better: EvaluatedCandidate | None = None
     _rows: list[Candidate] = field(default_factory=list)
-    _tried: list[EvaluatedCandidate] = field(default_factory=list)
 
     def best_s(self) -> float:
         """Return the seconds of a step of the best plan so far."""
@@ -178,7 +194,6 @@ class BestSchedule:
                     cut_off = "time limit"
                     break
                 self._try_candidate(candidate)
-            self._improve_near_plans(deadline)
         except KeyboardInterrupt:  # the best so far is a plan
             cut_off = "interruption"
         best = self.found
@@ -188,7 +203,7 @@ class BestSchedule:
         return best, _add_rows_to_certificate(certificate, self._rows, best, self.found)
 
     def _try_candidate(self, candidate: MeshCandidate) -> None:
-        """Plan ``candidate`` quickly, keep it if it is the best so far, and add a row to the table of candidates. It is
+        """Plan ``candidate``, keep it if it is the best so far, and add a row to the table of candidates. It is
         not planned if its lower bounds show that it is no better. ``candidate``: mesh sizes, microbatch size, schedule
         and ZeRO stage.
         """
@@ -204,27 +219,8 @@ class BestSchedule:
             return
         proven = max(least, 0.0 if told.partly else told.least or 0.0)
         self._rows.append(_at_least(build_candidate_report(candidate, told), proven))
-        self._tried.append(told)
         if told.step_time < cutoff_s:
             self._better = told
-
-    def _improve_near_plans(self, deadline: float) -> None:
-        """Plan the fastest of the tried candidates again, thoroughly, if their quick plans are hardly slower than the
-        best plan. Nothing is done after ``deadline`` (:func:`time.monotonic`).
-        """
-        near = sorted(self._tried, key=lambda told: told.step_time)
-        for quick in [told for told in near if told.step_time <= _NEAR * self.best_s()][:_MOST_NEAR]:
-            if time.monotonic() > deadline:
-                return
-            try:
-                told = self.improve(quick.payload.candidate)
-            except PartitionError:  # the quick plan stands
-                continue
-            if told.step_time < quick.step_time:
-                row = build_candidate_report(quick.payload.candidate, told)
-                self._rows = [_at_least(row, old.bound) if _is_same_candidate(old, row) else old for old in self._rows]
-            if told.step_time < self.best_s() * (1 - _ROUNDING):
-                self._better = told
 
     def _evaluate_thoroughly(self, better: EvaluatedCandidate) -> SolvedCandidate:
         """Return the best plan of the candidate of ``better``, a plan that was found quickly. Its row in the table of

@@ -257,27 +257,15 @@ class _CandidateAttempts:
     best_s: float
 
     def evaluate(
-        self,
-        candidate: MeshCandidate,
-        *,
-        proven: bool = True,
-        improved: bool = True,
-        devices: tuple[int, ...] | None = None,
+        self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
     ) -> EvaluatedCandidate:
         """Return the best plan of ``candidate``. ``proven``: whether to compute a tight lower bound on its plans.
-        ``improved``: whether to search also for cuts into stages with less idle time, if the schedule is simulated.
         ``devices``: the device index of each rank; if ``None``, the placement (assignment of ranks to devices) is
         searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if
         there is no plan.
         """
         is_complete = self.evaluator.placements.complete(candidate.grid)
-        solve = partial(
-            self.evaluator.solve,
-            devices=devices,
-            proven=proven and is_complete,
-            improved=improved,
-            cutoff_s=self.best_s,
-        )
+        solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
         try:
             found = solved_to_evaluated(self.siblings.tried(candidate, solve))
         except PartitionError as error:
@@ -342,27 +330,19 @@ def _search_candidates(
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
         devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
 
-        def attempt(candidate: MeshCandidate, improved: bool = False) -> EvaluatedCandidate:
+        def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
             """Plan a candidate without a lower bound. If all placements (assignments of ranks to devices) would be
             tried, use the devices of a known plan instead: one with the same mesh, or one with half as many ranks along
             ``cp`` and twice as many along ``tp`` or ``dp``. ``candidate``: mesh sizes, microbatch size, schedule and
-            ZeRO stage. ``improved``: whether to search for better cuts, too.
+            ZeRO stage.
             """
             key = next((key for key in meshes_around(candidate) if key in devices), None)
             same = devices[key] if key is not None and evaluator.placements.complete(candidate.grid) else None
-            found = attempts.evaluate(candidate, proven=False, improved=improved, devices=same)
+            found = attempts.evaluate(candidate, proven=False, devices=same)
             devices.setdefault(mesh_of(candidate), found.payload.devices)
             return found if same is None else replace(found, least=0.0)
 
-        schedules = BestSchedule(
-            found,
-            certificate,
-            attempt,
-            partial(attempt, improved=True),
-            attempts.evaluate,
-            floors.bound_tightly,
-            floors,
-        )
+        schedules = BestSchedule(found, certificate, attempt, attempts.evaluate, floors.bound_tightly, floors)
         promising = list_promising_candidates(space, found.candidate, known, result.rows, floors, schedules.best_s)
         first = list(islice(promising, 1))
         evaluator.locals.end()  # ends the helper process, since another may be started

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol, cast
@@ -39,7 +37,7 @@ from partitioner.simulate.program_time import ProgramOnDevices, simulate_plan_se
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.outcomes import bound_and_gap
-from partitioner.solve.search.search import EmittedProgram, PlanSearchResult
+from partitioner.solve.search.search import PlanSearchResult
 from partitioner.solve.sharding.context_parallel import ALGORITHMS, algorithms_of
 from partitioner.solve.sharding.local_model import layouts_of
 from partitioner.topology.groups import stage_capacity, stage_ranks
@@ -85,18 +83,11 @@ _MOST_SIMULATED = 4  # candidates that get their simulated time, at most; after 
 class PlanFinder(Protocol):
     """Function that returns the best plan of a job within a time limit in seconds (``None``: no limit).
 
-    ``before``: the result of an earlier search, in which ranks had more free memory, or ``None``. ``emit``: function
-    that writes the program of a solved candidate; it may be started before the search has ended.
+    ``before``: the result of an earlier search, in which ranks had more free memory, or ``None``.
     """
 
     def __call__(
-        self,
-        job: Job,
-        time_limit_s: float | None,
-        /,
-        *,
-        before: PlanSearchResult | None,
-        emit: Callable[[SolvedCandidate], EmittedProgram] | None,
+        self, job: Job, time_limit_s: float | None, /, *, before: PlanSearchResult | None
     ) -> PlanSearchResult: ...
 
 
@@ -126,14 +117,13 @@ def plan_to_fit(
             lower_bound_s = lower_bound_s if job.reserve else explored.certificate.bound
             job = replace(job, reserve=max(untold, job.reserve + 1), reserves={}, refused={})
         try:
-            emit = None if estimate_only or job.profile.differences else partial(_emit_chosen_program, job)
-            explored = find(job, left, before=explored, emit=emit)
+            explored = find(job, left, before=explored)
         except (CapacityError, TimeLimitError) as error:
             if lacking is None and isinstance(error, TimeLimitError):
                 raise
             lacking = lacking or error
             break
-        with explored.baselines, nullcontext() if explored.ahead is None else explored.ahead[1]:
+        with explored.baselines:
             found = _emit_found_plan(job, explored, estimate_only)
             lacks = (
                 None
@@ -240,26 +230,8 @@ def _emit_found_plan(job: Job, explored: PlanSearchResult, estimate_only: bool) 
     if beyond:
         ways = () if estimate_only else context_ways(job, chosen)
         return PlannedProgram(chosen, explored.certificate, None, chosen.estimate, beyond, ways)
-    plan, ahead = explored.ahead or (None, None)
-    if ahead is not None and plan is chosen:
-        program, estimate, told = ahead.result()
-        ways = context_ways(job, chosen) if told is None else told
-        return PlannedProgram(chosen, explored.certificate, program, estimate, (), ways)
-    if ahead is not None:
-        ahead.end()
     with Future(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later:
         return PlannedProgram(chosen, explored.certificate, *emit_program(job, chosen), (), later.result())
-
-
-def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
-    """Return three values for the plan ``chosen`` of ``job``: its program, its estimate, and the step times under other
-    attention algorithms (``None`` if their computation fails with a ``RuntimeError``, as it may in a background
-    process)."""
-    program, estimate = emit_program(job, chosen)
-    try:
-        return program, estimate, context_ways(job, chosen)
-    except RuntimeError:
-        return program, estimate, None
 
 
 @dataclass(frozen=True)

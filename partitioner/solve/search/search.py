@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 
 import torch
 
@@ -17,8 +17,8 @@ from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.operators import is_attention
 from partitioner.errors import CapacityError
 from partitioner.passes.errors import PartitionError
-from partitioner.plan import Baseline, Candidate, Certificate, ContextWay, Estimate, Limits
-from partitioner.runtime.program.program import Offload, Program
+from partitioner.plan import Baseline, Candidate, Certificate, Limits
+from partitioner.runtime.program.program import Offload
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
@@ -60,11 +60,6 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
     ("optimizer", "activations", "parameters"),
 )
 
-EmittedProgram = tuple[Program, Estimate, tuple[ContextWay, ...] | None]
-
-_MUCH_EFFORT = (
-    0.5  # of schedules of several virtual stages: a plan's program is made meanwhile, though it may be in vain
-)
 _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at for no longer than the plan itself was
 
 
@@ -73,17 +68,14 @@ class PlanSearchResult:
     """Result of the search: the plan (``chosen``), its certificate (how near it is to the optimum), and the baselines
     (well-known layouts for comparison), which may still be computed in the background.
 
-    ``rows``: candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> its outcome. ``ahead``: the plan that
-    was the best before schedules with several virtual stages were tried, and its program, which a background process
-    has begun to write; ``None`` if no such process was started. ``lacking``: the memory shortage that made the search
-    choose offload; empty if there was none.
+    ``rows``: candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> its outcome. ``lacking``: the memory
+    shortage that made the search choose offload; empty if there was none.
     """
 
     chosen: SolvedCandidate
     certificate: Certificate
     baselines: Future[tuple[Baseline, ...]]
     rows: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
-    ahead: tuple[SolvedCandidate, Future[EmittedProgram]] | None = None
     lacking: str = ""
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
@@ -143,7 +135,6 @@ def search_for_plan(
     compare: bool = True,
     cutoff_s: float = math.inf,
     before: PlanSearchResult | None = None,
-    emit: Callable[[SolvedCandidate], EmittedProgram] | None = None,
     other_batch: JobOf | None = None,
 ) -> PlanSearchResult:
     """Return the best plan of all candidates of ``job`` (model, batch, cluster and constraints), with its certificate.
@@ -158,7 +149,6 @@ def search_for_plan(
     - compare: whether to plan the standard layouts for comparison.
     - cutoff_s: plans with at least this step time in seconds are not of interest and may be missed.
     - before: result of an earlier search of the job, in which ranks had more free memory, or ``None``.
-    - emit: function that writes the program of a plan, or ``None``. It may run in the background.
     - other_batch: function that returns the job with another global batch, for the report, or ``None``.
 
     Raises:
@@ -171,7 +161,7 @@ def search_for_plan(
     evaluator = CandidateEvaluator(job)
     bounds = ModelBounds(job, evaluator.placements)
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
-    request = _SearchRequest(progress, compare, deadline, cutoff_s, emit, other_batch)
+    request = _SearchRequest(progress, compare, deadline, cutoff_s, other_batch)
     short: CapacityError | None = None
     hosts_lacked: list[bool] = []
     had = before.chosen.offload if before else ()
@@ -226,15 +216,13 @@ def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
 class _SearchRequest:
     """Arguments of a search for a plan. ``progress``: called with the state of the search, or ``None``. ``compare``:
     whether to plan well-known layouts for comparison. ``deadline``: end of the search on the clock of
-    :func:`time.monotonic`. ``cutoff_s``: plans of at least this many seconds per step are of no interest. ``emit``:
-    function that writes the program of a plan, or ``None``. ``other_batch``: function that returns the job with another
-    global batch, for comparison, or ``None``."""
+    :func:`time.monotonic`. ``cutoff_s``: plans of at least this many seconds per step are of no interest.
+    ``other_batch``: function that returns the job with another global batch, for comparison, or ``None``."""
 
     progress: Callable[[SearchProgress], None] | None
     compare: bool
     deadline: float
     cutoff_s: float
-    emit: Callable[[SolvedCandidate], EmittedProgram] | None
     other_batch: JobOf | None
 
 
@@ -299,7 +287,7 @@ def _search_candidates(
     ``before``: candidate -> its outcome in an earlier search. ``hosts``: whether offload was added because nothing
     fitted without it. ``request``: time limit, cutoff and callbacks of the search.
     """
-    start, compare, deadline, emit = time.monotonic(), request.compare, request.deadline, request.emit
+    start, compare, deadline = time.monotonic(), request.compare, request.deadline
     space = space_of(job, bounds)
     candidates = list_candidates(space)
     free = replace(job, constraints=unpin_constraints(job.constraints))
@@ -325,7 +313,6 @@ def _search_candidates(
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     found, certificate = result.best.payload, result.certificate
-    ahead: tuple[SolvedCandidate, Future[EmittedProgram]] | None = None
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
         devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
@@ -344,11 +331,7 @@ def _search_candidates(
 
         schedules = BestSchedule(found, certificate, attempt, attempts.evaluate, floors.bound_tightly, floors)
         promising = list_promising_candidates(space, found.candidate, known, result.rows, floors, schedules.best_s)
-        first = list(islice(promising, 1))
-        evaluator.locals.end()  # ends the helper process, since another may be started
-        if emit is not None and first and estimate_interleaved_effort(space, first[0]) > _MUCH_EFFORT:
-            ahead = found, Future(partial(emit, found))
-        found, certificate = schedules.follow(chain(first, promising), deadline)
+        found, certificate = schedules.follow(promising, deadline)
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
         found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))
 
@@ -393,7 +376,7 @@ def _search_candidates(
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
-    return PlanSearchResult(found, certificate, baselines, result.rows, ahead)
+    return PlanSearchResult(found, certificate, baselines, result.rows)
 
 
 def _slowest_first(found: EvaluatedCandidate) -> float:

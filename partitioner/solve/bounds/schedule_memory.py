@@ -24,7 +24,7 @@ _ROUNDS = 64  # rounds of :func:`_least_mean`
 _STEP = 0.3
 _TINY_S = 1e-15
 _HALVINGS = 20
-_FEW_RANKS = 16  # of a pipeline whose microbatches in flight are counted for an estimate
+_FEW_RANKS = 8  # of a pipeline whose microbatches in flight are counted for an estimate
 
 
 class ActivationBytes:

@@ -9,10 +9,11 @@ estimate of the step time, and solved in this order.
 from __future__ import annotations
 
 import heapq
+import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
@@ -33,8 +34,10 @@ PATIENCE = 200  # consecutive families without a better plan after which such sc
 _MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
 _ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried first; their greatest time relative to the best
-_MOST_FRUITLESS = 5  # candidates in a row that were no better, after which no more are tried
-_MOST_SHARDINGS = 24  # ways to shard layers for which candidates are ranked
+_ALIKE = 0.97  # the ratio of step time to estimate is assumed to be at least so much of the least one seen
+_MOST_FRUITLESS = 4  # candidates in a row that were no better, after which no more are tried
+# ways to shard layers for which candidates are ranked; the same for experts, whose shardings take long
+_MOST_SHARDINGS, _MOST_OF_EXPERTS = 8, 3
 
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
@@ -64,27 +67,30 @@ def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
 
 def list_promising_candidates(
     space: SearchSpace,
-    found: MeshCandidate,
+    best: BestPlan,
     solved: Mapping[MeshCandidate, EvaluatedCandidate],
     rows: Mapping[MeshCandidate, CandidateOutcome],
     bounds: Bounds,
-    best_s: Callable[[], float],
 ) -> Iterator[MeshCandidate]:
     """Yield candidates that the search has not tried and that may be faster than the best plan: first the best
-    pipelines of the search with several virtual stages on a rank, then others, the most promising first. Stop when none
-    is expected to be faster, or when several in a row were not.
+    pipelines of the search with several virtual stages on a rank, then the best plan with twice as many ranks that
+    share a sequence, then others, the most promising first. Stop when none is expected to be faster, or when several in
+    a row were not.
 
     The others have several virtual stages on a rank, or more ranks share a sequence. The expected step time is a lower
-    bound, plus the recomputation that memory requires.
+    bound, plus the recomputation that memory requires, times the least ratio of step time to estimate so far.
 
-    ``found``: the best candidate of the search. ``solved``: candidate -> its plan. ``rows``: candidate -> its
-    outcome in the search. ``bounds``: computes lower bounds on the step times of candidates. ``best_s``: function
-    that returns the seconds of a step of the best plan so far. ``space``: the search space (cluster, batch,
+    ``best``: the best plan so far. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.
+    ``bounds``: computes lower bounds on the step times of candidates. ``space``: the search space (cluster, batch,
     constraints and sizes of the model).
     """
     first = _list_schedules_of_best(space, solved)
     yield from first
-    left = [other for other in _list_untried_candidates(space, found, solved, rows) if other not in first]
+    fine = list_short_context_candidates(space, {(best.candidate.zero, best.candidate.dp_shard), (1, 0), (0, 0)})
+    shared = _list_context_variants(best.candidate, fine)
+    yield from shared
+    known = {*rows, *first, *shared}
+    left = [other for other in _list_untried_candidates(space, solved, rows, fine) if other not in known]
     if not left:
         return
     bound_s = bounds.times(left).tolist()
@@ -92,28 +98,58 @@ def list_promising_candidates(
     heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s)]
     heapq.heapify(heap)
     kinds: set[tuple[int, ...]] = set()
-    fruitless = 0
-    while heap and heap[0][0] < best_s() and fruitless < _MOST_FRUITLESS:
+    most_kinds = _MOST_OF_EXPERTS if space.experts else _MOST_SHARDINGS
+    fruitless, ratio = 0, math.inf
+    while heap and heap[0][0] * (1.0 if ratio == math.inf else _ALIKE * ratio) < best.seconds:
         seconds, number, step = heapq.heappop(heap)
         candidate = left[number]
         if step == 3:
-            before = best_s()
+            before = best.seconds
             yield candidate
-            fruitless = 0 if best_s() < before else fruitless + 1
+            ratio = min(ratio, best.last_s / seconds)
+            fruitless = 0 if best.seconds < before else fruitless + 1
+            if fruitless == _MOST_FRUITLESS:
+                return
             continue
         kind = candidate.tp, candidate.cp, candidate.ep, candidate.etp
-        if step == 1 and len(kinds) == _MOST_SHARDINGS and kind not in kinds:
+        if step == 1 and len(kinds) == most_kinds and kind not in kinds:
             continue
         try:
             if step == 1:  # the first that needs a sharding
                 kinds.add(kind)
-                of_family = [bound([candidate], best_s()) for bound in bounds.family_bounds]
-                bound_s[number] = max(bound_s[number], *of_family)
+                bound_s[number] = max(bound_s[number], bounds.family_bounds[0]([candidate], best.seconds))
             else:
                 recompute_s[number] = bounds.again_s(candidate, quick=step == 0)
         except PartitionError:  # the candidate has no plan
             continue
         heapq.heappush(heap, (max(seconds, bound_s[number] + recompute_s[number]), number, step + 1))
+
+
+class BestPlan(Protocol):
+    """Interface of the object that knows the best plan while candidates outside the search are tried."""
+
+    @property
+    def candidate(self) -> MeshCandidate:
+        """Return the candidate (mesh sizes, microbatch size, schedule and ZeRO stage) of the best plan so far."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step of the best plan so far."""
+
+    @property
+    def last_s(self) -> float:
+        """Return the seconds of a step of the last candidate that was tried; infinite if it has no plan."""
+
+
+def _list_context_variants(candidate: MeshCandidate, fine: Sequence[MeshCandidate]) -> list[MeshCandidate]:
+    """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
+    one with half of ``dp``, if their meshes are among those of ``fine``. ``candidate``: mesh sizes, microbatch size,
+    schedule and ZeRO stage.
+    """
+    meshes = {mesh_of(other) for other in fine}
+    halves = [axis for axis in ("tp", "dp") if getattr(candidate, axis) % 2 == 0]
+    found = [replace(candidate, cp=2 * candidate.cp, **{axis: getattr(candidate, axis) // 2}) for axis in halves]
+    return [other for other in found if mesh_of(other) in meshes and (other.zero or not other.dp_shard)]
 
 
 def _list_schedules_of_best(
@@ -134,28 +170,25 @@ def _list_schedules_of_best(
 
 def _list_untried_candidates(
     space: SearchSpace,
-    found: MeshCandidate,
     solved: Mapping[MeshCandidate, EvaluatedCandidate],
     rows: Mapping[MeshCandidate, CandidateOutcome],
+    fine: Sequence[MeshCandidate],
 ) -> list[MeshCandidate]:
     """Return the candidates outside the search that may be faster than its best plan: the pipelines of the search with
-    several virtual stages on a rank, and all candidates in which more ranks share a sequence. Each has ZeRO stage 1 if
-    possible, or that of a plan which was found. ``found``: the best candidate of the search. ``solved``: candidate ->
-    its plan. ``rows``: candidate -> its outcome in the search. ``space``: the search space (cluster, batch, constraints
-    and sizes of the model).
+    several virtual stages on a rank, and ``fine``, 1F1B candidates in which more ranks share a sequence, with their own
+    schedule and several virtual stages. Each pipeline of the search has ZeRO stage 1 if possible, else that of its
+    fastest plan. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search. ``space``: the
+    search space (cluster, batch, constraints and sizes of the model).
     """
-    plain: dict[MeshCandidate, dict[MeshCandidate, None]] = defaultdict(dict)
     some = [candidate for candidate, row in rows.items() if candidate.pp > 1 and row.status != "infeasible"]
-    for candidate in some:
-        if (candidate.zero == 1 and not candidate.dp_shard) or candidate in solved:
-            plain[mesh_of(candidate)][replace(candidate, schedule="1f1b", virtual_stages=1)] = None
-    for candidate in some:  # ZeRO may be fixed
-        if mesh_of(candidate) not in plain:
-            plain[mesh_of(candidate)][replace(candidate, schedule="1f1b", virtual_stages=1)] = None
-    fine = list_short_context_candidates(space, {(found.zero, found.dp_shard), (1, 0), (0, 0)})
-    every = [*(candidate for each in plain.values() for candidate in each), *(c for c in fine if c.pp > 1)]
+    usual = [candidate for candidate in some if candidate.zero == 1 and not candidate.dp_shard]
+    planned = sorted((c for c in some if c in solved), key=lambda candidate: solved[candidate].step_time)
+    plain: dict[MeshCandidate, MeshCandidate] = {}
+    for candidate in (*usual, *planned, *some):
+        plain.setdefault(mesh_of(candidate), replace(candidate, schedule="1f1b", virtual_stages=1))
+    every = [*plain.values(), *(candidate for candidate in fine if candidate.pp > 1)]
     several = [other for candidate in every for other in several_stages(space, candidate)]
-    return [other for other in dict.fromkeys((*fine, *several)) if other not in rows]
+    return list(dict.fromkeys((*fine, *several)))
 
 
 @dataclass
@@ -177,10 +210,23 @@ class BestSchedule:
     bounds: Bounds
     _better: EvaluatedCandidate | None = None
     _rows: list[Candidate] = field(default_factory=list)
+    _last_s: float = math.inf
 
-    def best_s(self) -> float:
+    @property
+    def candidate(self) -> MeshCandidate:
+        """Return the candidate (mesh sizes, microbatch size, schedule and ZeRO stage) of the best plan so far."""
+        best: SolvedCandidate = self.found if self._better is None else self._better.payload
+        return best.candidate
+
+    @property
+    def seconds(self) -> float:
         """Return the seconds of a step of the best plan so far."""
         return self._better.step_time if self._better is not None else self.found.estimate.step_time
+
+    @property
+    def last_s(self) -> float:
+        """Return the seconds of a step of the last candidate that was tried; infinite if it has no plan."""
+        return self._last_s
 
     def follow(self, candidates: Iterable[MeshCandidate], deadline: float) -> tuple[SolvedCandidate, Certificate]:
         """Try ``candidates``, and return the best plan and the certificate with a row for each of them. Stop at
@@ -207,7 +253,7 @@ class BestSchedule:
         not planned if its lower bounds show that it is no better. ``candidate``: mesh sizes, microbatch size, schedule
         and ZeRO stage.
         """
-        cutoff_s = self.best_s() * (1 - _ROUNDING)
+        cutoff_s, self._last_s = self.seconds * (1 - _ROUNDING), math.inf
         least = float(self.bounds.times([candidate])[0])
         try:
             least = max([least, *(bound([candidate], cutoff_s) for bound in self.bounds.family_bounds)])
@@ -219,6 +265,7 @@ class BestSchedule:
             return
         proven = max(least, 0.0 if told.partly else told.least or 0.0)
         self._rows.append(_at_least(build_candidate_report(candidate, told), proven))
+        self._last_s = told.step_time
         if told.step_time < cutoff_s:
             self._better = told
 
@@ -315,6 +362,7 @@ def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
 
 __all__ = [
     "PATIENCE",
+    "BestPlan",
     "BestSchedule",
     "estimate_interleaved_effort",
     "list_promising_candidates",

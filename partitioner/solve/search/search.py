@@ -330,7 +330,7 @@ def _search_candidates(
             return found if same is None else replace(found, least=0.0)
 
         schedules = BestSchedule(found, certificate, attempt, attempts.evaluate, floors.bound_tightly, floors)
-        promising = list_promising_candidates(space, found.candidate, known, result.rows, floors, schedules.best_s)
+        promising = list_promising_candidates(space, schedules, known, result.rows, floors)
         found, certificate = schedules.follow(promising, deadline)
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
         found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))

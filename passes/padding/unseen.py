@@ -137,7 +137,7 @@ def _compares_order(node: fx.Node, values: Values) -> bool:
     keys before it or none. ``values``: the descriptions of all nodes under padding."""
     if node.op != "call_function" or values[node][0].causal is None:
         return False
-    return len(operands_of(node)) == 2 or node.args[1] == 0
+    return len(operands_of(node)) == 2 or node.args[1:2] == (0,)
 
 
 def _join_varying_dims(node: fx.Node, found: Mapping[fx.Node, frozenset[int]], every: frozenset[int]) -> frozenset[int]:

@@ -285,11 +285,14 @@ class ShapeFamily:
         fewer, shorter = self._axes
         inputs = {}
         for path in {**self.batch_dims, **self.length_dims}:
+            hiding = shorter.hiding.get(path)
             inputs[path] = InputPadding(
                 batch_dim=self.batch_dims.get(path),
                 length_dim=self.length_dims.get(path),
                 batch_fill=fewer.fills.get(path),
                 length_fill=shorter.fills.get(path),
+                hides=None if hiding is None else hiding.number,
+                unseen="all" if hiding is None else hiding.unseen,
             )
         outputs: dict[str, tuple[int | None, int | None]] = {}
         for path in {**fewer.outputs, **shorter.outputs}:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from partitioner.passes.padding.compare import operator_name
-from partitioner.passes.rules.factors import get_meta_tensor, operands_of, with_operands
+from partitioner.passes.rules.factors import get_meta_tensor, get_node_argument, operands_of, with_operands
 from partitioner.passes.rules.pointwise import LINEAR, NONLINEAR
 
 VIEWS = frozenset(
@@ -52,8 +52,9 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
         return 0.0
     if name in _ONE and get_meta_tensor(node).dtype == torch.bool and any(n not in (None, 0) for n in numbers):
         return 1.0
-    if name == "add" and any(n is not None and n <= NEGATIVE for n in numbers):
-        return -torch.inf
+    low = [n for n in numbers if n is not None and n <= NEGATIVE]
+    if name == "add" and low and get_node_argument(node, "alpha", 1) == 1:
+        return min(low)  # a score that is added to it changes nothing
     return None
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -15,12 +15,28 @@ from partitioner.passes.ir.rewrite import format_node_location
 from partitioner.passes.padding.compare import align_graphs, has_own_number, is_prefix, operator_name, shapes_of
 from partitioner.passes.padding.fills import VIEWS
 from partitioner.passes.padding.propagate import Sizes, Values, propagate_padding
+from partitioner.passes.padding.unseen import (
+    Unseen,
+    classify_unseen,
+    find_open_scores,
+    find_varying_dims,
+    list_mask_nodes,
+)
 from partitioner.passes.padding.values import PaddedValue, Part, find_created_part, plain_value
 from partitioner.passes.rules.factors import operands_of
 
 _MOST = 64  # combinations of numbers that are tried
 
 Fills = Mapping[str, float | None]  # path of an input -> the number in its new places; None: those of the last place
+
+
+class Hiding(NamedTuple):
+    """How an input of the model hides keys of an attention. ``number``: hides the position at which the input has it.
+    ``unseen``: which positions have to be hidden so that a query sees no key (:func:`classify_unseen`).
+    """
+
+    number: float
+    unseen: Unseen
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,7 @@ class AxisPadding:
     fills: dict[str, float | None] = field(default_factory=dict)
     outputs: dict[str, tuple[int, int]] = field(default_factory=dict)
     fault: str = ""
+    hiding: dict[str, Hiding] = field(default_factory=dict)
 
 
 def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], sizes: Sizes) -> AxisPadding:
@@ -56,10 +73,12 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
     main, pairs = aligned
     faults: list[str] = []
     for fills in itertools.islice(_list_fills(main, dims), _MOST):
-        values = _follow_graph(main, other, pairs, _Axis(dims, fills, sizes))
+        axis = _Axis(dims, fills, sizes)
+        values = _follow_graph(main, other, pairs, axis)
         fault = next((v.fault for v in _kept_values(main, values) if v.fault), "")
         if not fault:
-            return AxisPadding(dict(fills), _find_output_dims(main, values))
+            hiding = _find_hiding(main, pairs, axis, values)
+            return AxisPadding(dict(fills), _find_output_dims(main, values), hiding=hiding)
         faults.append(fault)
     return AxisPadding(fault=faults[-1])  # that of the most numbers that are left out
 
@@ -100,6 +119,37 @@ def _follow_graph(
         elif node.op == "call_function":
             values[node] = _follow_node(node, partner, values, axis.sizes)
     return values
+
+
+def _find_hiding(
+    main: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis, values: Mapping[fx.Node, Values]
+) -> dict[str, Hiding]:
+    """Return a dict: path of an input of ``main`` -> how it hides keys of an attention in which a query that sees no
+    key reads padded ones. Inputs that hide no keys of such an attention are left out.
+
+    An input hides keys by a number if padded keys are hidden from all queries once its new elements have this number.
+    ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: an exact padding of the
+    inputs. ``values``: node -> descriptions of its results under this padding.
+    """
+    called = [node for node in pairs if node.op == "call_function" and operator_name(node) != "getitem"]
+    read = [find_open_scores(node, [values[o][0] for o in operands_of(node)]) for node in called]
+    scores = [each for each in read if each is not None]
+    nodes = list_mask_nodes(main, scores) if scores else []
+    varying = find_varying_dims(nodes, values)
+    paths = {i.value: i.path for i in main.inputs}
+    given = {n: paths[main.placeholders[n.name]] for n in nodes if main.placeholders.get(n.name) in paths}
+    found: dict[str, Hiding] = {}
+    for path, number in itertools.product((p for p in given.values() if p in axis.dims), (0.0, 1.0)):
+        tried, renewed = replace(axis, fills={path: number}), dict(values)
+        for node in nodes:
+            if node in given:
+                renewed[node] = (_describe_input(node, given[node], tried),)
+            elif node.op == "call_function":
+                renewed[node] = _follow_node(node, pairs[node], renewed, axis.sizes)
+        hidden = [each for each in scores if each.hides_padding(renewed)]
+        if hidden:
+            found[path] = Hiding(number, classify_unseen(hidden, varying, values))
+    return found
 
 
 def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:

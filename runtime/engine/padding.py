@@ -54,7 +54,8 @@ def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
     real = find_shape(family.first, family.padding, batch)
     offered = [("", family.padding, float("inf"))]
     offered += [(n, f.padding, f.seconds) for n, f in family.further.items() if f.purpose == "step" and f.padding]
-    refusals = {name: explain_misfit(padding, real) for name, padding, _ in offered}
+    unseen = explain_unseen(family.first, family.padding, batch) if real.length < family.padding.length else ""
+    refusals = {name: explain_misfit(padding, real, unseen) for name, padding, _ in offered}
     fitting = [each for each in offered if not refusals[each[0]]]
     if not fitting:
         shapes = "; ".join(str(BatchShape(p.batch, p.length)) for _, p, _ in offered)
@@ -68,9 +69,9 @@ def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
     return ChosenProgram(name, *fit_batch(family.further[name].program if name else family.first, padding, batch))
 
 
-def explain_misfit(padding: BatchPadding, real: BatchShape) -> str:
+def explain_misfit(padding: BatchPadding, real: BatchShape, unseen: str = "") -> str:
     """Return, as text, why a batch of the shape ``real`` cannot be padded to the shape that ``padding`` describes; an
-    empty string if it can.
+    empty string if it can. ``unseen``: why no positions can be added to the batch (:func:`explain_unseen`), if so.
     """
     if real.batch > padding.batch or real.length > padding.length:
         return f"it is larger than {BatchShape(padding.batch, padding.length)}"
@@ -78,6 +79,39 @@ def explain_misfit(padding: BatchPadding, real: BatchShape) -> str:
         return f"fewer samples cannot be padded exactly: {padding.fewer}"
     if real.length < padding.length and padding.shorter:
         return f"fewer positions cannot be padded exactly: {padding.shorter}"
+    return unseen if real.length < padding.length else ""
+
+
+_HIDDEN = {
+    "all": "all positions",
+    "first": "the first position",
+    "gap": "the first position or a gap between visible ones",
+}
+
+
+def explain_unseen(program: Program, padding: BatchPadding, batch: Any) -> str:
+    """Return, as text, why positions cannot be added to ``batch`` without changing the results: an input, such as a
+    mask of padding on the left, hides all positions from a query, which then reads all of them, also new ones. Return
+    an empty string if no query reads new positions.
+
+    ``program``: the program of all ranks. ``padding``: says which number of which input hides positions.
+    """
+    entries = BatchEntries(program, batch)
+    for path, how in padding.inputs.items():
+        leaf = entries.leaves.get(entries.resolve_argument_path(path)) if how.hides is not None else None
+        if not isinstance(leaf, Tensor) or how.length_dim is None or how.hides is None:
+            continue
+        hidden = leaf.eq(how.hides).movedim(how.length_dim, -1)
+        rows = hidden.all(-1) if how.unseen == "all" else hidden[..., 0]
+        if how.unseen == "gap":
+            rows = rows | (hidden[..., :-1] & ~hidden[..., 1:]).any(-1)
+        if rows.any():
+            sample = f" of sample {int(rows.nonzero()[0, 0])}" if how.batch_dim == 0 else ""
+            return (
+                f"positions cannot be added: {path} hides {_HIDDEN[how.unseen]}{sample}, and a query that sees no "
+                "position gives equal weight to all, also to added ones, which changes the loss; pad on the right, or "
+                'use attention with boolean masks (attn_implementation="sdpa" in transformers)'
+            )
     return ""
 
 
@@ -93,7 +127,8 @@ def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tup
     real = find_shape(program, padding, batch)
     if real == (padding.batch, padding.length):
         return batch, None
-    why = explain_misfit(padding, real)
+    unseen = explain_unseen(program, padding, batch) if real.length < padding.length else ""
+    why = explain_misfit(padding, real, unseen)
     if why:
         raise BatchError(
             f"the batch has {real}, the program is for {BatchShape(padding.batch, padding.length)}, and {why}; pass a "

@@ -25,6 +25,16 @@ class InputPadding(Data):
     length_fill: float | None = Field(
         default=None, description="Number at new positions. None: what is at the last position again."
     )
+    hides: float | None = Field(
+        default=None,
+        description="Number that hides a position from attention in which a query that sees no position reads all of "
+        "them, also new ones. None: the input hides none from such an attention.",
+    )
+    unseen: Literal["all", "first", "gap"] = Field(
+        default="all",
+        description="Which positions have to be hidden so that a query sees none: all of its sample, the first, as "
+        "under a causal mask, or also those of a gap before one that is not hidden, as under a causal window.",
+    )
 
 
 class BatchPadding(Data):

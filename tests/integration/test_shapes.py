@@ -288,6 +288,48 @@ def test_batches_that_fit_no_program():
         assert "the inputs differ in their positions: tokens has 8, labels has 7" in told[2]
 
 
+def mask_left(family: str, samples: int, positions: int, hidden: slice) -> dict[str, Tensor]:
+    """A batch of a family of transformers whose mask hides the positions ``hidden`` of sample 1."""
+    batch = {name: x[:samples, :positions].clone() for name, x in dict(CASES[family].inputs(8)).items()}
+    mask = torch.ones(samples, positions, dtype=torch.long)
+    mask[1, hidden] = 0
+    batch["labels"][mask == 0] = -100
+    return {**batch, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "refused"),
+    [("llama", "eager", True), ("gemma2", "eager", True), ("llama", "sdpa", False), ("bert", "eager", False)],
+)
+def test_padding_on_the_left(family: str, attention: str, refused: bool):
+    """Positions are added only where no query without keys reads them; a batch of a planned length always runs."""
+    with float64():
+        model, reference = CASES[family].build().double(), CASES[family].build().double()
+        for each in (model, reference):
+            each.set_attn_implementation(attention)
+        plan = plan_small(
+            model,
+            mask_left(family, 4, 16, slice(0)),
+            Shapes(length=(8, 16)),
+            precision="fp64",
+            programs={"eval": Evaluate()},
+        )
+        engine = Engine(plan, model)
+        for positions, hidden in ((16, slice(3)), (8, slice(3)), (11, slice(8, None)), (11, slice(3))):
+            batch = mask_left(family, 4, positions, hidden)
+            if refused and (positions, hidden.stop) == (11, 3):
+                told = r"attention_mask hides the first position.* of sample 1, .*; pad on the right, or .*sdpa"
+                with pytest.raises(BatchError, match=f"4 samples of 11 positions.*{told}"):
+                    engine.step(batch)
+                with pytest.raises(BatchError, match=told):
+                    engine.run("eval", batch)
+                continue
+            expected = pytest.approx(reference(**batch).loss.item(), rel=CLOSE)
+            assert float(engine.step(batch)) == expected
+            if positions > 8:
+                assert float(engine.run("eval", batch)) == expected
+
+
 def test_requests_that_say_nothing():
     inputs = written(4, 8)
     with pytest.raises(ShapeError, match="expected a name and Evaluate"):

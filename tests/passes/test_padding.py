@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partitioner import Shapes, Topology, prepare
+from partitioner import BatchError, Shapes, Topology, prepare
 from partitioner.passes.ir.model import Captured
 from partitioner.passes.rules.factors import results_of
 from partitioner.programs.shapes import ShapeFamily
 from partitioner.runtime.engine.padding import fit_batch
-from partitioner.runtime.family.data import BatchPadding
+from partitioner.runtime.family.data import BatchPadding, InputPadding
 from partitioner.runtime.program.program import ArgumentData, InputData, Program, SignatureData
 from tests.helpers.context_models import MASKS
 from tests.helpers.models import CASES, float64
@@ -309,6 +309,131 @@ def test_new_places_repeat_real_ones_and_targets_are_ignored():
     assert (padded["labels"][4:] == IGNORED).all()
     assert not padded["mask"][:, 7:].any()
     assert torch.equal(padded["tokens"][4:, :7], padded["tokens"][3:4, :7].expand(2, 7))
+
+
+# --- queries that see no key ------------------------------------------------------------------------------------------
+
+
+def mask_scores(q: Tensor, k: Tensor, shown: Tensor, v: Tensor) -> Tensor:
+    """Eager attention over finite scores."""
+    return (scores(q, k) + torch.where(shown, 0.0, -1e38)).softmax(-1) @ v
+
+
+def distances(q: Tensor) -> Tensor:
+    place = torch.arange(q.shape[-2])
+    return place[:, None] - place
+
+
+def finite_causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    place = torch.arange(q.shape[-2])
+    return mask_scores(q, k, (place[:, None] >= place) & mask.bool()[:, None, None, :], v)
+
+
+def finite_inverted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """The mask has 1 where a position is hidden."""
+    return finite_causal(q, k, v, ~mask.bool())
+
+
+def finite_window(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    far = distances(q)
+    return mask_scores(q, k, (far >= 0) & (far < 4) & mask.bool()[:, None, None, :], v)
+
+
+def finite_both_sides(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return mask_scores(q, k, (distances(q).abs() < 4) & mask.bool()[:, None, None, :], v)
+
+
+def finite_in_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    place = torch.arange(q.shape[-2])
+    shown = (place[:, None] >= place) & mask.bool()[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, torch.where(shown, 0.0, -1e38).to(q.dtype))
+
+
+def boolean_causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    place = torch.arange(q.shape[-2])
+    return F.scaled_dot_product_attention(q, k, v, (place[:, None] >= place) & mask.bool()[:, None, None, :])
+
+
+class Table(Masked):
+    """Eager causal attention whose order is read from a table, of which nothing is known."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda q, k, v, mask: mask_scores(q, k, self.shown[: q.shape[-2], : q.shape[-2]] & mask, v))
+        self.register_buffer("shown", torch.ones(64, 64).tril().bool())
+
+    def hidden(self, tokens: Tensor, *mask: Tensor) -> Tensor:
+        return super().hidden(tokens, mask[0].bool()[:, None, None, :])
+
+
+class Weighted(Reader):
+    """The input ``mask`` says which losses count, and no more."""
+
+    def forward(self, tokens: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.head(self.hidden(tokens)).transpose(1, 2)
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        return {"loss": (losses * mask).sum() / mask.sum()}
+
+
+UNSEEN: dict[str, tuple[Callable[[], nn.Module], tuple[float | None, str]]] = {
+    "causal": (lambda: Masked(finite_causal), (0.0, "first")),
+    "inverted": (lambda: Masked(finite_inverted), (1.0, "first")),
+    "window": (lambda: Masked(finite_window), (0.0, "gap")),
+    "in sdpa": (lambda: Masked(finite_in_sdpa), (0.0, "first")),
+    "a table": (Table, (0.0, "gap")),
+    "both sides": (lambda: Masked(eager_additive), (0.0, "all")),
+    "window of both sides": (lambda: Masked(finite_both_sides), (0.0, "all")),
+    "boolean": (lambda: Masked(boolean_causal), (None, "all")),
+    "weights of losses": (lambda: Weighted(eager_causal), (None, "all")),
+}
+
+
+def hide(name: str, *hidden: slice, samples: int = 4, positions: int = 9) -> dict[str, Tensor]:
+    """A batch in which the mask hides the positions ``hidden`` of the last sample. Their labels are ignored."""
+    batch = tokens_and_labels(samples, positions)
+    mask = torch.ones(samples, positions, dtype=torch.long)
+    for places in hidden:
+        mask[-1, places] = 0
+    batch["labels"] = batch["labels"].masked_fill(mask == 0, IGNORED)
+    return {**batch, "mask": 1 - mask if name == "inverted" else mask}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_queries_that_see_no_key_are_refused_more_positions(name: str):
+    build, (number, unseen) = UNSEEN[name]
+    model = make(build)
+    padding = find_padding(model, hide(name, samples=SAMPLES, positions=POSITIONS))
+    assert (padding.fewer, padding.shorter) == ("", "")
+    assert {path: how.hides for path, how in padding.inputs.items() if how.hides is not None} == (
+        {} if number is None else {"mask": number}
+    )
+    assert padding.inputs["mask"].unseen == unseen
+    left, gap, whole = (slice(0, 3),), (slice(1, 6),), (slice(0, 9),)
+    refused = {"all": [whole], "first": [left, whole], "gap": [left, gap, whole]}[unseen] if number is not None else []
+    exact = [(), (slice(5, 9),), (slice(2, 4), slice(7, 9)), left, gap]
+    for hidden in refused:
+        with pytest.raises(BatchError, match=r"mask hides .* of sample 3, .*; pad on the right"):
+            pad(padding, hide(name, *hidden))
+        pad(padding, hide(name, *hidden, samples=3, positions=POSITIONS))  # new samples are no keys
+    if "window" in name:  # outputs at hidden positions may change, which no loss reads
+        padding = padding.model_copy(update={"outputs": {}})
+    for hidden in exact:
+        if hidden not in refused and not (unseen == "gap" and len(hidden) > 1):
+            check_exact(model, padding, hide(name, *hidden))
+
+
+@pytest.mark.parametrize("name", ["causal", "inverted", "window", "in sdpa", "a table"])
+def test_what_is_refused_changes_the_outputs(name: str):
+    """Without the refusal, a query at a hidden position would read those that are added."""
+    model = make(UNSEEN[name][0])
+    padding = find_padding(model, hide(name, samples=SAMPLES, positions=POSITIONS))
+    free = padding.model_copy(update={"inputs": {p: _seen(how) for p, how in padding.inputs.items()}})
+    for hidden in (slice(0, 3), slice(1, 6)) if name == "window" else (slice(0, 3),):
+        with pytest.raises(AssertionError):
+            check_exact(model, free, hide(name, hidden))
+
+
+def _seen(how: InputPadding) -> InputPadding:
+    return how.model_copy(update={"hides": None})
 
 
 # --- graphs for sizes in between --------------------------------------------------------------------------------------

@@ -1,0 +1,156 @@
+"""Find attention in which padding matters to a query that sees no key.
+
+A softmax over finite scores, such as those of a mask with -3e38, gives equal weight to all keys if a mask hides all of
+them from a query. Then the query also reads padded keys. With an infinite score it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.padding.compare import operator_name, shapes_of
+from partitioner.passes.padding.fills import NEGATIVE, VIEWS, is_pointwise
+from partitioner.passes.padding.values import PaddedValue
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import as_dims, get_meta_tensor, get_node_argument, operands_of
+
+Values = Mapping[fx.Node, tuple[PaddedValue, ...]]  # node -> descriptions of its results under padding
+Unseen = Literal["all", "first", "gap"]  # which hidden positions may leave a query without keys (InputPadding.unseen)
+
+
+@dataclass(frozen=True)
+class OpenScores:
+    """Attention scores, or a mask that is added to them, with a finite number at padded keys.
+
+    ``node``: the node that computes them. ``key``: the index of the dim of keys. ``queries``: the indices of other
+    dims that grow with the batch. ``causal``: whether keys after a query are known to be hidden from it.
+    """
+
+    node: fx.Node
+    key: int
+    queries: frozenset[int]
+    causal: bool
+
+    def hides_padding(self, values: Values) -> bool:
+        """Return whether padded keys have a score of -1e30 or less for every query. ``values``: the descriptions of
+        the nodes under padding."""
+        part = values[self.node][0].growing_part(self.key)
+        return part is not None and part.fill is not None and part.fill <= NEGATIVE
+
+
+def find_open_scores(node: fx.Node, operands: Sequence[PaddedValue]) -> OpenScores | None:
+    """Return the scores that the operator ``node`` reads, if it is a softmax over keys or an attention, and the padded
+    keys have a finite score of -1e30 or less; otherwise ``None``. ``operands``: the descriptions of its operands."""
+    name = operator_name(node)
+    if name in ("softmax", "_softmax"):
+        scores = operands_of(node)[0]
+        (key,) = as_dims(get_node_argument(node, "dim"), len(operands[0].dims))
+        dtype = get_meta_tensor(node).dtype
+    elif name == "scaled_dot_product_attention" and isinstance(mask := get_node_argument(node, "attn_mask"), fx.Node):
+        scores, dtype = mask, get_meta_tensor(mask).dtype
+        key = len(shapes_of(mask)[0]) - 1
+    else:
+        return None
+    value = operands[operands_of(node).index(scores)]
+    part = value.growing_part(key)
+    if part is None or not dtype.is_floating_point:
+        return None
+    causal = value.causal is not None and value.causal[1] == key
+    numbers = [part.fill] if part.fill is not None else []
+    if causal and value.causal is not None:
+        numbers.append(value.causal[2])
+    kept = [float(torch.tensor(number, dtype=dtype)) for number in numbers if number <= NEGATIVE]
+    if not kept or -torch.inf in kept:
+        return None
+    queries = frozenset(d for d, parts in enumerate(value.dims) if d != key and any(p.grows for p in parts))
+    return OpenScores(scores, key, queries, causal)
+
+
+def list_mask_nodes(main: Captured, scores: Collection[OpenScores]) -> list[fx.Node]:
+    """Return those nodes of the model ``main`` that compute masks of ``scores``, in the order of the graph: the nodes
+    before them that depend on no parameter, and the pointwise operators and views that join a mask with the scores.
+    """
+    trained: set[fx.Node] = set()
+    for node in main.graph.nodes:
+        state = main.states.get(main.placeholders[node.name]) if node.op == "placeholder" else None
+        if (state is not None and state.kind == "parameter") or any(n in trained for n in node.all_input_nodes):
+            trained.add(node)
+    found: set[fx.Node] = set()
+    left = [each.node for each in scores]
+    while left:
+        node = left.pop()
+        joins = node.op == "call_function" and (is_pointwise(node) or operator_name(node) in VIEWS)
+        if node not in found and (node not in trained or joins):
+            found.add(node)
+            left += node.all_input_nodes
+    return [node for node in main.graph.nodes if node in found]
+
+
+def find_varying_dims(nodes: Sequence[fx.Node], values: Values) -> dict[fx.Node, frozenset[int]]:
+    """Return a dict: node -> the dims along which its elements may differ. A number that depends only on how far key
+    and query are apart does not count, because a query always sees its own key then.
+
+    ``nodes``: nodes that compute masks, in the order of the graph; other nodes count as constant. ``values``: the
+    descriptions of all nodes under padding.
+    """
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in nodes:
+        every = frozenset(d for d, size in enumerate(shapes_of(node)[0]) if size > 1)
+        name = operator_name(node) if node.op == "call_function" else ""
+        apart = name == "abs" and values[operands_of(node)[0]][0].distance is not None
+        if apart or values[node][0].uniform is not None:
+            every = frozenset()
+        elif name and (is_pointwise(node) or name in VIEWS):
+            every = _join_varying_dims(node, found, every)
+        found[node] = every
+    return found
+
+
+def classify_unseen(scores: Sequence[OpenScores], varying: Mapping[fx.Node, frozenset[int]], values: Values) -> Unseen:
+    """Return which positions have to be hidden so that a query sees no key: ``all`` of its sample; the ``first``, as
+    under a causal mask; or also those of a ``gap`` before a visible one, as under a causal window and other masks of
+    queries and keys.
+
+    ``scores``: the scores whose keys an input hides. ``varying``: each node that computes masks -> the dims along which
+    its elements may differ. ``values``: the descriptions of all nodes under padding.
+    """
+    if not any(each.causal or varying[each.node] & each.queries for each in scores):
+        return "all"
+    pairs = {n for n, dims in varying.items() if sum(any(p.grows for p in values[n][0].dims[d]) for d in dims) > 1}
+    made = [n for n in pairs if values[n][0].distance is None and not any(o in pairs for o in _list_masks(n, values))]
+    return "first" if all(_compares_order(node, values) for node in made) else "gap"
+
+
+def _list_masks(node: fx.Node, values: Values) -> list[fx.Node]:
+    """Return the operands of ``node`` that are not the distances of keys from queries."""
+    return [o for o in node.all_input_nodes if values[o][0].distance is None]
+
+
+def _compares_order(node: fx.Node, values: Values) -> bool:
+    """Return whether ``node`` compares the index of each key with that of each query, so that a query sees either all
+    keys before it or none. ``values``: the descriptions of all nodes under padding."""
+    if node.op != "call_function" or values[node][0].causal is None:
+        return False
+    return len(operands_of(node)) == 2 or node.args[1:2] == (0,)
+
+
+def _join_varying_dims(node: fx.Node, found: Mapping[fx.Node, frozenset[int]], every: frozenset[int]) -> frozenset[int]:
+    """Return the dims along which the elements of the result of ``node``, a pointwise operator or a view, may differ.
+    ``found``: node -> such dims of it; an operand that is left out counts as constant. ``every``: all dims of the
+    result with several elements."""
+    rule, dims = factors_of(node), set[int]()
+    if rule is None:
+        return every
+    homes = {factors: d for d, factors in enumerate(rule.results[0]) if factors}
+    for operand, factors in zip(operands_of(node), rule.operands, strict=True):
+        for dim in found.get(operand, ()):
+            if factors[dim] not in homes:
+                return every
+            dims.add(homes[factors[dim]])
+    return frozenset(dims)

@@ -465,4 +465,5 @@ class BoundCascade:
         """
         size, tp = candidate.microbatch_size, candidate.tp
         known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]
-        return self._first[tp] if self._first[tp] in known else max(known)
+        first = self._first.get(tp)  # candidates outside the search may have sizes that no candidate of it has
+        return first if first is not None and first in known else max(known, default=size)

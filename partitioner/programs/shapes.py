@@ -161,9 +161,11 @@ class ShapeFamily:
         """Return the graph for ``shape`` (samples, positions), derived from the graphs for the largest and the smallest
         number of positions, or else of samples. ``None`` if neither number lies between the largest and the smallest,
         or if the graph cannot be derived."""
-        for first, last, line in self._list_surrounding_shapes(shape)[:1]:
-            return resize_captured(self._normal_at(first), self._normal_at(last), line)
-        return None
+        ends = self._list_surrounding_shapes(shape)
+        if not ends:
+            return None
+        first, last, line = ends[0]
+        return resize_captured(self._normal_at(first), self._normal_at(last), line)
 
     def _derive_folded(self, shape: Shape) -> FoldedModel | None:
         """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), without capturing it

@@ -265,7 +265,6 @@ def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.
 
 
 # --- typical lengths, for the cost model ------------------------------------------------------------------------------
-_REACH = 12  # the position of the argument ``reach`` of ``partition::scored_attention``, which may be absent
 _MOST_DOCUMENTS = 256  # whose lengths are kept; a plan stores them with each attention
 
 
@@ -350,7 +349,8 @@ def _count_prefix_pairs(evaluator: ConstantEvaluator, node: fx.Node) -> int:
     earlier = place - place.masked_fill(~starts, 0).cummax(1).values  # positions of the document before and after
     later = place.masked_fill(~ends, length).flip(1).cummin(1).values.flip(1) - place
     inner: Any = node.args[8:10]
-    outer: Any = node.args[_REACH] if len(node.args) > _REACH else (-1, -1)
+    outer: Any = node.args[_place_of(node, "reach") :]
+    outer = outer[0] if outer else (-1, -1)
     pairs = torch.zeros_like(place)
     # Queries after the key see it before their own position.
     for there, *limits in zip((later, earlier), outer, inner, strict=True):

@@ -47,8 +47,6 @@ from partitioner.passes.rules.registry import register_family
 
 aten = torch.ops.aten
 
-_REACH = 12  # the position of the argument ``reach`` of ``partition::scored_attention``, which may be absent
-
 CONTEXT_FORMS = ("all_gather", "ring")
 
 
@@ -260,7 +258,8 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
     if node.target is scored_ops.scored_attention.default:
         target = ops.context_scored_attention.default
         args, _ = with_operands(node, local.operands)
-        args, reach = args[:_REACH], args[_REACH:]
+        names = [argument.name for argument in node.target._schema.arguments]
+        args, reach = args[: names.index("reach")], args[names.index("reach") :]
     elif node.target is document_ops.document_attention.default:
         target = ops.context_document_attention.default
         args = (*local.operands, list(find_document_lengths(node)), *limits)

@@ -23,6 +23,7 @@ _ROUNDS = 64  # rounds of :func:`_least_mean`
 
 _STEP = 0.3
 _TINY_S = 1e-15
+_TINY = 1e-9
 _HALVINGS = 20
 _FEW_RANKS = 8  # of a pipeline whose microbatches in flight are counted for an estimate
 
@@ -141,9 +142,9 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
 def estimate_recompute_seconds(
     calls: Sequence[CallCost], free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None
 ) -> float:
-    """Return approximately the seconds that the busiest rank of a pipeline recomputes activations for each microbatch;
-    infinite if activations fit with no recomputation. It is assumed that each virtual stage has an equal share of the
-    work and bytes of ``calls``, the costs of the block calls (such as layers) of the model.
+    """Return approximately how many seconds for each microbatch the busiest rank of a pipeline recomputes activations;
+    infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has an equal share of
+    the work and bytes of ``calls``, the costs of the block calls (such as layers) of the model.
 
     ``free``: bytes of a rank for activations. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``:
     number of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes. A
@@ -155,14 +156,15 @@ def estimate_recompute_seconds(
     saved, carried = sum(call.saved_bytes for call in calls), sum(call.carried_bytes for call in calls)
     selective, selective_s = sum(call.selective_bytes for call in calls), sum(call.selective_s for call in calls)
     stages = len(ranks_of(schedule, p, v))
-    over = (whole * (saved + inputs) + half * (carried + inputs)) / stages - free
-    excess = float((over * stages / np.maximum(whole, 1e-3)).max())  # bytes of a microbatch, of the whole model
+    over = whole * (saved + inputs) + half * (carried + inputs) - free * stages
+    # Recomputation frees bytes of microbatches whose backward has not begun. Of the whole model, each has to free:
+    excess = float((over / np.maximum(whole, _TINY)).max())
     if excess <= 0:
         return 0.0
     if excess > saved:
         return math.inf
     of_rank = len(calls) / p  # calls of a rank
-    whole_s, chunks = sum(call.recompute_s for call in calls) / len(calls), stages / p
+    whole_s, chunks = sum(call.recompute_s for call in calls) / len(calls), stages // p
     seconds = [math.ceil(of_rank * excess / saved) * whole_s]
     if selective > 0:
         seconds.append(math.ceil(chunks * min(1.0, excess / selective)) / chunks * selective_s / p)

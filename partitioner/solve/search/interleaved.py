@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
@@ -67,7 +66,7 @@ def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
 
 def list_promising_candidates(
     space: SearchSpace,
-    best: BestPlan,
+    best: BestSchedule,
     solved: Mapping[MeshCandidate, EvaluatedCandidate],
     rows: Mapping[MeshCandidate, CandidateOutcome],
     bounds: Bounds,
@@ -125,31 +124,15 @@ def list_promising_candidates(
         heapq.heappush(heap, (max(seconds, bound_s[number] + recompute_s[number]), number, step + 1))
 
 
-class BestPlan(Protocol):
-    """Interface of the object that knows the best plan while candidates outside the search are tried."""
-
-    @property
-    def candidate(self) -> MeshCandidate:
-        """Return the candidate (mesh sizes, microbatch size, schedule and ZeRO stage) of the best plan so far."""
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of a step of the best plan so far."""
-
-    @property
-    def last_s(self) -> float:
-        """Return the seconds of a step of the last candidate that was tried; infinite if it has no plan."""
-
-
 def _list_context_variants(candidate: MeshCandidate, fine: Sequence[MeshCandidate]) -> list[MeshCandidate]:
     """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
-    one with half of ``dp``, if their meshes are among those of ``fine``. ``candidate``: mesh sizes, microbatch size,
-    schedule and ZeRO stage.
+    one with half of ``dp``, if they are among ``fine`` apart from their schedule. ``candidate``: mesh sizes, microbatch
+    size, schedule and ZeRO stage.
     """
-    meshes = {mesh_of(other) for other in fine}
     halves = [axis for axis in ("tp", "dp") if getattr(candidate, axis) % 2 == 0]
     found = [replace(candidate, cp=2 * candidate.cp, **{axis: getattr(candidate, axis) // 2}) for axis in halves]
-    return [other for other in found if mesh_of(other) in meshes and (other.zero or not other.dp_shard)]
+    known = set(fine)
+    return [other for other in found if replace(other, schedule="1f1b", virtual_stages=1) in known]
 
 
 def _list_schedules_of_best(
@@ -196,10 +179,11 @@ class BestSchedule:
     """The best plan while candidates outside the search are tried, most of them with several virtual stages on a rank.
 
     ``found``: the best plan of the search, with its estimated step time. ``certificate``: the record of how near that
-    plan is to the optimum, with a table of candidates. ``attempt``: plans a candidate without a lower bound.
-    ``evaluate``: plans a candidate and computes a lower bound on the step time of all its plans. ``last``:
-    returns the tightest lower bound in seconds on a candidate; its second argument is a bound in seconds at which the
-    computation may stop. ``bounds``: computes quicker lower bounds.
+    plan is to the optimum, with a table of candidates. ``attempt``: plans a candidate without a lower bound, and may
+    try one placement (assignment of ranks to devices) only. ``evaluate``: plans a candidate on all placements, and
+    computes a lower bound on the step time of all its plans. ``last``: returns the tightest lower bound in seconds on a
+    candidate; its second argument is a bound in seconds at which the computation may stop. ``bounds``: computes quicker
+    lower bounds. ``last_s``: seconds of a step of the candidate that was tried last; infinite if it was not planned.
     """
 
     found: SolvedCandidate
@@ -208,9 +192,9 @@ class BestSchedule:
     evaluate: Callable[[MeshCandidate], EvaluatedCandidate]
     last: Callable[[MeshCandidate, float], float]
     bounds: Bounds
-    _better: EvaluatedCandidate | None = None
-    _rows: list[Candidate] = field(default_factory=list)
-    _last_s: float = math.inf
+    last_s: float = field(default=math.inf, init=False)
+    _better: EvaluatedCandidate | None = field(default=None, init=False)
+    _rows: list[Candidate] = field(default_factory=list, init=False)
 
     @property
     def candidate(self) -> MeshCandidate:
@@ -222,11 +206,6 @@ class BestSchedule:
     def seconds(self) -> float:
         """Return the seconds of a step of the best plan so far."""
         return self._better.step_time if self._better is not None else self.found.estimate.step_time
-
-    @property
-    def last_s(self) -> float:
-        """Return the seconds of a step of the last candidate that was tried; infinite if it has no plan."""
-        return self._last_s
 
     def follow(self, candidates: Iterable[MeshCandidate], deadline: float) -> tuple[SolvedCandidate, Certificate]:
         """Try ``candidates``, and return the best plan and the certificate with a row for each of them. Stop at
@@ -244,16 +223,16 @@ class BestSchedule:
             cut_off = "interruption"
         best = self.found
         if self._better is not None:
-            best = self._evaluate_thoroughly(self._better)
+            best = self._prove(self._better)
         certificate = self.certificate.model_copy(update={"cut_off": cut_off})
         return best, _add_rows_to_certificate(certificate, self._rows, best, self.found)
 
     def _try_candidate(self, candidate: MeshCandidate) -> None:
-        """Plan ``candidate``, keep it if it is the best so far, and add a row to the table of candidates. It is
-        not planned if its lower bounds show that it is no better. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        """Plan ``candidate``, keep it if it is the best so far, and add a row to the table of candidates. It is not
+        planned if its lower bounds show that it is no better. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage.
         """
-        cutoff_s, self._last_s = self.seconds * (1 - _ROUNDING), math.inf
+        cutoff_s, self.last_s = self.seconds * (1 - _ROUNDING), math.inf
         least = float(self.bounds.times([candidate])[0])
         try:
             least = max([least, *(bound([candidate], cutoff_s) for bound in self.bounds.family_bounds)])
@@ -265,18 +244,18 @@ class BestSchedule:
             return
         proven = max(least, 0.0 if told.partly else told.least or 0.0)
         self._rows.append(_at_least(build_candidate_report(candidate, told), proven))
-        self._last_s = told.step_time
+        self.last_s = told.step_time
         if told.step_time < cutoff_s:
             self._better = told
 
-    def _evaluate_thoroughly(self, better: EvaluatedCandidate) -> SolvedCandidate:
-        """Return the best plan of the candidate of ``better``, a plan that was found quickly. Its row in the table of
-        candidates gets the step time of the returned plan and a tight lower bound.
+    def _prove(self, better: EvaluatedCandidate) -> SolvedCandidate:
+        """Return the best plan of the candidate of ``better``, a plan that was found without a lower bound. The row of
+        the candidate in the table gets the step time of the returned plan and a tight lower bound.
         """
         best: SolvedCandidate = better.payload
         try:
             whole = self.evaluate(best.candidate)
-        except PartitionError:  # the quick plan stands
+        except PartitionError:  # the plan that was found stands
             return best
         # bounds that cover some placements only do not count
         proven = self.last(best.candidate, whole.step_time) if whole.partly else whole.lower_bound_s
@@ -362,7 +341,6 @@ def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
 
 __all__ = [
     "PATIENCE",
-    "BestPlan",
     "BestSchedule",
     "estimate_interleaved_effort",
     "list_promising_candidates",

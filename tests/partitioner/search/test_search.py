@@ -445,7 +445,7 @@ def test_candidates_with_several_virtual_stages_are_tried_in_the_order_of_what_t
 
     def tried(fruit: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
         best, found = Best(plain, 10.0), list[tuple[int, int]]()
-        for candidate in list_promising_candidates(small, best, solved, rows, cast(Any, told)):
+        for candidate in list_promising_candidates(small, cast(Any, best), solved, rows, cast(Any, told)):
             if not found or found[-1] != (candidate.pp, candidate.virtual_stages):
                 found.append((candidate.pp, candidate.virtual_stages))
             best.last_s = fruit.get(found[-1], 10.0)

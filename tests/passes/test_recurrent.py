@@ -38,7 +38,7 @@ def list_layer_operators(network: nn.Module, x: Tensor) -> list[str]:
     return [n.target.__name__ for n in graph.nodes if "_layer" in str(n.target) and n.target is not operator.getitem]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.fixed_dictionaries(

@@ -81,7 +81,9 @@ class BatchSharing:
         (a topology with the mesh laid over it): their pipelines differ in speed, and neither a constraint nor the
         candidate fixes the numbers.
         """
-        free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
+        free = self.job.constraints.data_shares is None and self.candidate.replicas_run_independently(
+            self.job.model.updates
+        )
         return free and len(machine.distinct_pipelines) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
@@ -125,7 +127,7 @@ class BatchSharing:
         stage gets the greatest scaled costs of all pipelines.
         """
         candidate, pipelines = self.candidate, machine.pipelines
-        if len(machine.distinct_pipelines) == 1 or not self.job.goes_apart(candidate):
+        if len(machine.distinct_pipelines) == 1 or not candidate.replicas_run_independently(self.job.model.updates):
             return self.costs.by_stage(machine)
         most, fill = max(shares), float(candidate.pp - 1)
         kinds = machine.distinct_pipelines
@@ -176,7 +178,7 @@ class BatchSharing:
         candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.job.global_batch)
         overlap = self.job.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
-        apart = self.job.goes_apart(candidate)
+        apart = candidate.replicas_run_independently(self.job.model.updates)
         of_stages = self.costs.by_pipeline(machine) if apart else self.costs.by_stage(machine)
         different = {id(costs): costs for costs in of_stages}
         ahead, back = self._sum_call_seconds(combine_fastest_costs(list(different.values())))

@@ -13,7 +13,7 @@ from torch import fx
 
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.call_cost import CallWork
-from partitioner.cost.call.recomputation import find_recomputed_nodes
+from partitioner.cost.call.recomputation import find_recomputed_nodes, recompute_mode
 from partitioner.cost.call.states import StateCost, StateCosts, StateKinds, kinds_of, state_costs
 from partitioner.cost.step.estimate import how_reduced, with_step_time
 from partitioner.cost.step.offload import check_disks, check_hosts
@@ -73,6 +73,17 @@ class SolvedCandidate:
     lower_bound_s: float = 0.0
 
 
+def _check_refused(job: Job, candidate: MeshCandidate) -> None:
+    """Raise the error that ``job.refused`` (candidates whose programs do not fit in memory) or ``job.unfollowed``
+    (candidates in whose layout a further program has no plan) has for ``candidate``, if any. ``candidate``: mesh sizes,
+    microbatch size, schedule and ZeRO stage.
+    """
+    unfollowed = job.unfollowed.get(candidate) or job.unfollowed.get(candidate.axes)
+    error = job.refused.get(candidate) or unfollowed
+    if error is not None:
+        raise error.with_traceback(None)
+
+
 @dataclass
 class CandidateEvaluator:
     """Finds the best plan of single candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage)
@@ -115,7 +126,7 @@ class CandidateEvaluator:
         :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.
         """
         job = self.job
-        job.check_refused(candidate)
+        _check_refused(job, candidate)
         placement_evaluator = replace(self._build_placement_evaluator(candidate, proven, cutoff_s), improved=improved)
         local, states = placement_evaluator.local, placement_evaluator.states
         if devices is None:
@@ -195,7 +206,9 @@ class CandidateEvaluator:
         those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
-        return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
+        return complete and (
+            nested or not candidate.replicas_run_independently(self.job.model.updates)
+        )  # nested replicas are equal
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
         """Return whether every placement (assignment of ranks to devices) of ``candidate`` that :meth:`solve` would try
@@ -365,7 +378,7 @@ class CandidateEvaluator:
         if not self.placements.complete(candidate.grid):
             return self._at_best(candidate, costs)
         machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
-        each = costs.by_pipeline if self.job.goes_apart(candidate) else costs.by_stage
+        each = costs.by_pipeline if candidate.replicas_run_independently(self.job.model.updates) else costs.by_stage
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
@@ -375,7 +388,7 @@ class CandidateEvaluator:
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
-        all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
+        all_wait = candidate.pp == 1 and (one_each or not candidate.replicas_run_independently(self.job.model.updates))
         best = partial(self.placements.best_group, everywhere=all_wait)
         machine = self.job.dressed(PlacedMesh(self.job.topology, candidate.grid), candidate)
         sizes = {
@@ -511,7 +524,7 @@ class CandidateEvaluator:
         return Placements(self.job.topology, self.job.precision, self.job.constraints.placement == "in_order")
 
     def _find_recomputed_nodes(self, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
-        return find_recomputed_nodes(block, self.job.remade, sent)
+        return find_recomputed_nodes(block, recompute_mode(self.job.constraints.recompute), sent)
 
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> CallCostCache:
         """Return the cache from which costs of calls of ``local``, the graphs of one rank, are taken. Costs are stored

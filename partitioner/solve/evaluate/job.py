@@ -9,7 +9,6 @@ from functools import cached_property
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.call_cost import call_costs
-from partitioner.cost.call.recomputation import Remade
 from partitioner.cost.call.states import gradient_bytes
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import CapacityError
@@ -82,19 +81,6 @@ class Job:
         default_factory=dict[MeshCandidate | tuple[int, ...], PartitionError]
     )
 
-    def check_refused(self, candidate: MeshCandidate) -> None:
-        """Raise the error that ``refused`` (candidates whose programs do not fit in memory) or ``unfollowed``
-        (candidates in whose layout a further program has no plan) has for ``candidate``, if any. ``candidate``: mesh
-        sizes, microbatch size, schedule and ZeRO stage.
-        """
-        for error in (
-            self.refused.get(candidate),
-            self.unfollowed.get(candidate),
-            self.unfollowed.get(candidate.axes),
-        ):
-            if error is not None:
-                raise error.with_traceback(None)
-
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
         """Return a copy of ``machine`` with the settings that decide costs: those of the candidate (experts, ZeRO) and
         those of the job (precision, reserved memory, execution profile). ``machine``: the topology with the candidate's
@@ -114,34 +100,10 @@ class Job:
         )
 
     @property
-    def remade(self) -> Remade:
-        """Return which operators selective recomputation runs again in the backward: ``"scores"`` (attention scores
-        only), ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second
-        matrix product). It is the one that the constraints request, or else ``"selective"``.
-        """
-        asked = self.constraints.recompute
-        return asked if asked in ("scores", "alternate") else "selective"
-
-    @property
-    def made_again(self) -> Remade | None:
-        """Return which operators selective recomputation may run again in the backward: ``"scores"`` (attention scores
-        only), ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second
-        matrix product). ``None`` if the constraints exclude selective recomputation.
-        """
-        return None if self.constraints.recompute in ("none", "full") else self.remade
-
-    @property
     def samples(self) -> int:
         """Return the number of samples that the graphs of ``model`` are for: those of one group, or of the global
         batch."""
         return self.constraints.group_size or self.global_batch
-
-    def goes_apart(self, candidate: MeshCandidate) -> bool:
-        """Return whether the ranks of ``dp`` of ``candidate`` wait for each other only at the end of a step, so that
-        faster ranks may compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in
-        each microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
-        return not self.model.updates and candidate.dp > 1 and candidate.zero < 2 and candidate.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:
         """Return the layouts that split the batch into microbatches and data-parallel parts if the experts are

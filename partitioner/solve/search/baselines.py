@@ -134,15 +134,15 @@ class StandardLayout:
 
 
 def list_standard_layouts(
-    space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds, free: ModelBounds
+    space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> list[StandardLayout]:
     """Return the well-known layouts with which the report compares the plan (plain data parallelism, ZeRO-3,
     Megatron-LM's). ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``:
     its candidates. If a layout is not among them because of the user's constraints, it is taken from the space without
-    constraints on the layout and marked as excluded. ``bounds``: computes lower bounds for the job. ``free``: lower
-    bounds for the job without the user's constraints on the layout.
+    constraints on the layout and marked as excluded. ``bounds``: computes lower bounds for the job.
     """
     wide = replace(space, constraints=unpin_constraints(space.constraints))
+    free = bounds.with_constraints(wide.constraints)
     own = best = _find_textbook_layouts(space, candidates, bounds)
     others: Sequence[MeshCandidate] = candidates
     known = own_points = frozenset(candidates)

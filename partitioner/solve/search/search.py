@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
-import torch
-
 from partitioner.background import Future
 from partitioner.candidate import MeshCandidate
-from partitioner.cost.call.operators import is_attention
 from partitioner.errors import CapacityError
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate, Certificate, Limits
@@ -48,7 +44,7 @@ from partitioner.solve.search.outcomes import (
     list_solved_candidates,
 )
 from partitioner.solve.search.smaller_clusters import JobOf, faster_batches, is_even, without_laggards
-from partitioner.solve.search.space import SearchSpace, beyond_the_bound, left_out, list_candidates
+from partitioner.solve.search.space import SearchSpace, beyond_the_bound, build_search_space, left_out, list_candidates
 from partitioner.solve.search.warm_start import WarmStart
 from partitioner.solve.sharding.context_parallel import check_algorithm
 from partitioner.topology.hosts import can_offload, has_disks
@@ -92,39 +88,6 @@ class PlanSearchResult:
         covered = self.certificate.covered_bound
         update = {"bound": bound, "gap": gap, "covered_bound": None if covered is None else min(covered, lower_bound_s)}
         return self.certificate.model_copy(update={"baselines": baselines, **update})
-
-
-def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
-    """Return the search space of ``job`` (model, batch, cluster and constraints), from which its candidates
-    (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) are listed. ``bounds``: knows the sizes of
-    the job's model, such as the number of block calls (such as layers) and the dims of its parameters.
-    """
-    attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
-    # an image has channels where a text has tokens
-    lengths = [i.spec.shape[1] for i in job.model.inputs if 1 < len(i.spec.shape) < 4]
-    ids = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) == 2 and _is_integer(i.spec.dtype)]
-    length = max(lengths, default=0) if attends else 0  # without attention there is no sequence to spread
-    often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
-    return SearchSpace(
-        job.topology,
-        job.global_batch,
-        bounds.num_calls,
-        bounds.dims,
-        job.constraints,
-        job.train,
-        experts=job.common_experts,
-        length=length,
-        repeated=sum(times for times in often.values() if times > 1),
-        even=bool(job.model.updates or job.further_samples),
-        any_etp=job.profile.expert_tensor == "any",
-        further_samples=job.further_samples,
-        further_positions=job.further_positions,
-        tokens=length or max(ids, default=0),
-    )
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def search_for_plan(
@@ -288,10 +251,10 @@ def _search_candidates(
     fitted without it. ``request``: time limit, cutoff and callbacks of the search.
     """
     start, compare, deadline = time.monotonic(), request.compare, request.deadline
-    space = space_of(job, bounds)
+    space = build_search_space(job)
     candidates = list_candidates(space)
     free = replace(job, constraints=unpin_constraints(job.constraints))
-    always = list_standard_layouts(space, candidates, bounds, bounds.with_job(free)) if compare else []
+    always = list_standard_layouts(space, candidates, bounds) if compare else []
 
     early = WarmStart(space, frozenset(candidates), bounds, always, request.deadline, request.cutoff_s)
     floors = BoundCascade(bounds, evaluator, candidates, space)
@@ -349,7 +312,6 @@ def _search_candidates(
             job,
             found.estimate.step_time,
             lambda: float(bounds.times(candidates).min()),
-            space_of,
             lambda *asked: find_best_report(until - time.monotonic(), *asked),
         )
         offload = job.constraints.offload or ()
@@ -363,7 +325,6 @@ def _search_candidates(
                 job,
                 step_s,
                 request.other_batch,
-                space_of,
                 lambda *asked: find_best_report(until - time.monotonic(), *asked),
             )
         return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
@@ -409,9 +370,9 @@ def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Bas
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = CandidateEvaluator(alone)
     bounds = ModelBounds(alone, evaluator.placements)
-    space = space_of(alone, bounds)
+    space = build_search_space(alone)
     try:
-        found = no_candidates(list_standard_layouts(space, list_candidates(space), bounds, bounds), names)
+        found = no_candidates(list_standard_layouts(space, list_candidates(space), bounds), names)
     except PartitionError:
         return {}
     until = time.monotonic() + _LEAST_S
@@ -431,4 +392,4 @@ def find_best_report(time_limit_s: float, job: Job, cutoff_s: float) -> Candidat
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 
 
-__all__ = ["OFFLOAD_SETS", "MeshCandidate", "PlanSearchResult", "list_offload_variants", "search_for_plan", "space_of"]
+__all__ = ["OFFLOAD_SETS", "MeshCandidate", "PlanSearchResult", "list_offload_variants", "search_for_plan"]

@@ -38,6 +38,7 @@ from partitioner.solve.search.search import search_for_plan
 from partitioner.solve.search.space import (
     SearchSpace,
     beyond_the_bound,
+    build_search_space,
     even_chunks,
     find_baseline_candidates,
     left_out,
@@ -685,10 +686,7 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
     """The certificate rests on this: every candidate's bounds hold for what the evaluator makes of it."""
     work = job(name, Topology.preset("dgx-h100", nodes), batch=8 * nodes, ahead=ahead)
     bounds = ModelBounds(work)
-    experts, length = work.num_experts, 16
-    space = SearchSpace(
-        work.topology, 8 * nodes, bounds.num_calls, bounds.dims, work.constraints, experts=experts, length=length
-    )
+    space = build_search_space(work)
     candidates = list_candidates(space)
     evaluator = CandidateEvaluator(work)
     floors = BoundCascade(bounds, evaluator, candidates, space)
@@ -721,9 +719,7 @@ def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
         small = Topology(name="small", nodes=topology.nodes, types=kinds, levels=topology.levels)
         work = job(name, small, batch=32, ahead=True)
         bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
-        space = SearchSpace(
-            small, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16
-        )
+        space = build_search_space(work)
         candidates = list_candidates(space)
         floors = BoundCascade(bounds, evaluator, candidates, space)
         for candidate in [p for p in candidates if not is_plain(p.schedule, p.virtual_stages)][::29]:
@@ -784,9 +780,7 @@ def test_scattering_gradients_behind_every_backward_bounds_a_step(name: str, ove
     topology = Topology(name="slow", nodes=fast.nodes, types=fast.types, levels=(slow,))
     work = job(name, topology, batch=32, profile=ExecutionProfile(overlap=overlap))
     bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
-    space = SearchSpace(
-        topology, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16
-    )
+    space = build_search_space(work)
     candidates = [
         candidate for candidate in list_candidates(space) if candidate.zero == 2 and candidate.num_microbatches(32) > 1
     ]
@@ -838,9 +832,7 @@ def test_states_alone_are_too_large_where_no_stages_hold_them(name: str, share: 
     small = Topology(name="small", nodes=topology.nodes, types=kinds, levels=topology.levels)
     work = job(name, small, ahead=True, offload=offload)
     bounds = ModelBounds(work)
-    space = SearchSpace(
-        work.topology, 8, bounds.num_calls, bounds.dims, work.constraints, experts=work.common_experts, length=16
-    )
+    space = build_search_space(work)
     tried = [candidate for candidate in list_candidates(space)[::3] if is_formula(candidate.schedule)]
     refused = {candidate: error for candidate in tried if (error := refusal(bounds, candidate))}
     for candidate, least in refused.items():

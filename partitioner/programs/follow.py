@@ -54,12 +54,6 @@ class FurtherSizes:
     samples: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
 
-    def limit(self, job: Job) -> Job:
-        """Return a copy of the planning problem ``job`` with these batch sizes. Its search leaves out meshes over whose
-        ranks a batch of one of these sizes cannot be divided evenly.
-        """
-        return replace(job, further_samples=self.samples, further_positions=self.positions)
-
 
 def list_further_sizes(
     prepared: PreparedModel, family: ShapeFamily | None, programs: Mapping[str, Request], global_batch: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from partitioner.constraints import Constraints
@@ -37,4 +38,4 @@ class PlannedJob(Protocol):
     @property
     def precision(self) -> str: ...
     @property
-    def experts(self) -> frozenset[str]: ...
+    def experts(self) -> Collection[str]: ...

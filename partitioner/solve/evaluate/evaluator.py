@@ -464,7 +464,7 @@ class CandidateEvaluator:
         ranks. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         apart = candidate.ep == 1 and candidate.expert_tp != candidate.tp
-        if self.job.num_experts and (apart or candidate.tp % candidate.expert_tp):
+        if self.job.experts and (apart or candidate.tp % candidate.expert_tp):
             expected = f"{candidate.tp}, as many as share all else" if apart else f"a divisor of tp={candidate.tp}"
             raise PlanError(
                 f"etp={candidate.etp} with ep={candidate.ep}, tp={candidate.tp}: ranks over which an expert is "
@@ -476,12 +476,12 @@ class CandidateEvaluator:
         if (candidate.ep, key) in self._spread:
             return
         whole = candidate.dp == 1 or self.job.constraints.group_size is not None
-        if not whole and not can_spread_experts(self.job.model, self.job.batch_of(candidate.ep)):
+        if not whole and not can_spread_experts(self.job.model, self.job.expert_batch):
             raise PlanError(
                 f"ep={candidate.ep}: samples interact within the experts, and their rows cannot be assigned to "
                 "samples; expected experts that work on each row separately, or on all rows; use ep=1"
             )
-        left = self.job.experts - local.spread(candidate.tp, candidate.ep, candidate.etp).experts.keys()
+        left = self.job.experts.keys() - local.spread(candidate.tp, candidate.ep, candidate.etp).experts.keys()
         if left:
             raise PlanError(
                 f"ep={candidate.ep} with tp={candidate.tp}: {min(left)} is not indexed by expert on each rank; use ep=1"

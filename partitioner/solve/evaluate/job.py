@@ -17,7 +17,7 @@ from partitioner.passes.errors import PartitionError
 from partitioner.passes.ir.layouts import Layout
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.solve.evaluate.pinned_layout import PinnedLayout
-from partitioner.solve.sharding.expert_parallel import common_experts, expert_states, regions_of, spread_batch
+from partitioner.solve.sharding.expert_parallel import expert_states, regions_of, spread_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.topology import Topology
 
@@ -69,13 +69,13 @@ class Job:
     optimizer: str
     precision: str  # type of most of the work: "bf16", "fp32", ...
     profile: ExecutionProfile = OURS
+    further_samples: tuple[int, ...] = ()
+    further_positions: tuple[int, ...] = ()
     reserve: int = 0
     reserves: Mapping[MeshCandidate, int] = field(default_factory=dict[MeshCandidate, int])
     refused: Mapping[MeshCandidate, CapacityError] = field(default_factory=dict[MeshCandidate, CapacityError])
     simulated: Mapping[MeshCandidate, float] = field(default_factory=dict[MeshCandidate, float])
     layout: PinnedLayout | None = None
-    further_samples: tuple[int, ...] = ()
-    further_positions: tuple[int, ...] = ()
     companions: tuple[CompanionProgram, ...] = ()
     unfollowed: Mapping[MeshCandidate | tuple[int, ...], PartitionError] = field(
         default_factory=dict[MeshCandidate | tuple[int, ...], PartitionError]
@@ -95,7 +95,7 @@ class Job:
             dp_shard=candidate.dp_shard,
             gradient_bytes=self.gradient_bytes,
             profile=self.profile,
-            num_experts=self.num_experts,
+            num_experts=max(self.experts.values(), default=0),
             reserve=self.reserve + self.reserves.get(candidate, 0),
         )
 
@@ -126,24 +126,10 @@ class Job:
         return sum(gradient_bytes(s.spec, short) for s in self.model.states.values() if s.requires_grad)
 
     @cached_property
-    def experts(self) -> frozenset[str]:
-        """Return the names of the parameters that belong to experts of a mixture."""
-        return frozenset(self._experts)
-
-    @cached_property
-    def _experts(self) -> dict[str, tuple[int, int]]:
-        return expert_states(self.model, regions_of(self.model))
-
-    @cached_property
-    def num_experts(self) -> int:
-        """Return the number of experts in the layer with the most experts; 0 for a model without experts."""
-        return max((count for _, count in self._experts.values()), default=0)
-
-    @cached_property
-    def common_experts(self) -> int:
-        """Return the greatest number of ranks over which the experts of all layers can be distributed evenly; the size
-        of the axis ``ep`` must divide it. 0 for a model without experts."""
-        return common_experts(self._experts)
+    def experts(self) -> Mapping[str, int]:
+        """Return a dict from the name of each parameter that belongs to experts of a mixture to the number of experts
+        of its layer; empty for a model without experts."""
+        return {name: count for name, (_, count) in expert_states(self.model, regions_of(self.model)).items()}
 
     @cached_property
     def flops(self) -> float:

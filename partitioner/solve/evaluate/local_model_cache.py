@@ -76,7 +76,7 @@ class LocalModels:
         keys share it. ``parts``: the number of microbatches in the global batch. ``whole``: whether each rank has a
         single microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        apart = self.job.batch_of(candidate.ep) is not self.job.batch
+        apart = candidate.ep > 1 and self.job.expert_batch is not self.job.batch
         split = split_of(candidate.tp, candidate.ep, candidate.etp)
         return candidate.tp, candidate.cp, parts, whole and (apart or self.coupled), apart, split
 

@@ -260,7 +260,7 @@ def build_search_space(job: Job) -> SearchSpace:
         frozenset(dim for s in model.states.values() if s.kind == "parameter" for dim in s.spec.shape),
         job.constraints,
         job.train,
-        experts=job.common_experts,
+        experts=math.gcd(*job.experts.values()),
         length=length,
         repeated=sum(times for times in often.values() if times > 1),
         even=bool(model.updates or job.further_samples),

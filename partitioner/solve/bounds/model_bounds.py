@@ -184,12 +184,6 @@ class ModelBounds:
         return self._kinds.works.best
 
     @cached_property
-    def model_flops(self) -> float:
-        """Return the FLOPs of the matrix products of the whole model for the global batch, forward and backward."""
-        works = (self.blocks[call.block] for call in self.model.calls)
-        return sum(work.forward.flops + work.backward.flops for work in works) * (self.global_batch // self.samples)
-
-    @cached_property
     def _cuttable_blocks(self) -> list[str]:
         """Return, for each block call (such as a layer) that can be distributed over pipeline stages, the name of its
         block, in the order of the calls. Calls that run before the pipeline starts, and calls that every stage runs

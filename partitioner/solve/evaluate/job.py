@@ -105,11 +105,6 @@ class Job:
         batch."""
         return self.constraints.group_size or self.global_batch
 
-    def batch_of(self, ep: int) -> ShardingSolution:
-        """Return the layouts that split the batch into microbatches and data-parallel parts if the experts are
-        distributed over ``ep`` ranks."""
-        return self.batch if ep == 1 else self.expert_batch
-
     @cached_property
     def expert_batch(self) -> ShardingSolution:
         """Return the layouts that split the batch into microbatches and data-parallel parts if experts are distributed

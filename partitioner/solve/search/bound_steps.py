@@ -28,6 +28,7 @@ from partitioner.solve.bounds.schedule_memory import (
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluate_placement import split_of, virtual_ranks
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.evaluate.sharded_bounds import ShardedBounds
 from partitioner.solve.search.space import SearchSpace, list_hybrid_candidates
 from partitioner.solve.search.uniform_cluster import UniformClusterBound
 from partitioner.solve.stages.lower_bound import LeastTime
@@ -52,7 +53,7 @@ class BoundCascade:
         candidates: Sequence[MeshCandidate],
         space: SearchSpace,
     ) -> None:
-        self.bounds, self.evaluator, self.space = bounds, evaluator, space
+        self.bounds, self.sharded, self.space = bounds, ShardedBounds(evaluator), space
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
         largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[MeshCandidate, LeastTime | PartitionError] = {}
@@ -97,7 +98,7 @@ class BoundCascade:
             )
         fit = [candidate for candidate in first.values() if candidate.microbatch_size in self._sizes[candidate.tp]]
         largest = [(p, self._find_largest_microbatch(p)) for p in fit if self._scales and not p.tp == p.cp == p.ep == 1]
-        self.evaluator.expect(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
+        self.sharded.prefetch(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
         """Yield pairs (candidate, microbatch size in samples) that name the shardings from which lower bounds on
@@ -155,7 +156,10 @@ class BoundCascade:
         (assignment of ranks to devices): the greatest of all bounds that are known for single candidates. ``cutoff_s``:
         a bound of this value is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        floor, own = self.evaluator.floor(candidate, candidate.microbatch_size), self.evaluator.least(candidate)
+        floor, own = (
+            self.sharded.bound_blocks(candidate, candidate.microbatch_size),
+            self.sharded.bound_call_costs(candidate),
+        )
         even = self.bounds.with_floor([candidate], floor) if floor else 0.0
         try:
             problem = self.bounds.problem(candidate, *own, virtual_ranks(candidate))
@@ -190,7 +194,7 @@ class BoundCascade:
         self._lean[self.family(candidates[0])] = min(candidates, key=self.bounds.state_bytes)
         floor = self._of_largest(self.family(candidates[0]))
         if not self._says_most(candidates[0]):
-            self.evaluator.wish(candidates[0], candidates[0].microbatch_size)
+            self.sharded.prioritise(candidates[0], candidates[0].microbatch_size)
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
@@ -232,7 +236,7 @@ class BoundCascade:
         """
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
-        floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
+        floor = self.sharded.bound_blocks(self.family(candidates[0]), candidates[0].microbatch_size)
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
@@ -265,8 +269,8 @@ class BoundCascade:
         every backward; 0 if that cannot be bounded. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
         stage.
         """
-        job, m = self.evaluator.job, int(self.bounds.rounds(candidate))
-        if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(candidate):
+        m, compression = int(self.bounds.rounds(candidate)), self.bounds.constraints.grad_compression
+        if m == 1 or not self.bounds.train or compression is not None or self.bounds.may_differ(candidate):
             return 0.0
         if candidate.cp > 1:  # ranks of cp may compute whole gradients, which fewer ranks share
             return 0.0
@@ -310,8 +314,8 @@ class BoundCascade:
         is tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         candidate = min(candidates, key=self.bounds.state_bytes)
-        job = self.evaluator.job
-        if not job.train or candidate.pp == 1 or job.constraints.offload:
+        constraints = self.bounds.constraints
+        if not self.bounds.train or candidate.pp == 1 or constraints.offload:
             return 0.0
         m = self.bounds.rounds(candidate)
         least = 1.0 if self.bounds.may_differ(candidate) else m  # least number of microbatches of a rank
@@ -328,7 +332,7 @@ class BoundCascade:
         def of_steps(limit_s: float) -> float:
             """Return a lower bound in seconds that holds for those steps that take at most ``limit_s`` seconds: the
             work, and the recomputation without which activations do not fit if no rank computes for longer."""
-            again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / least * speed)
+            again = needs.seconds_again(ranks, constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 
         return least_of(of_steps, known, cutoff_s)
@@ -341,7 +345,7 @@ class BoundCascade:
         split = is_split(candidate.schedule)
         key = candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep, split
         if key not in self._needs:
-            calls = [c for c in self.evaluator.job.model.calls if not c.shared and not c.prologue]
+            calls = [c for c in self.bounds.model.calls if not c.shared and not c.prologue]
             self._needs[key] = needs_of([(call, self.bounds.calls(candidate)[call.block]) for call in calls], split)
         return self._needs[key]
 
@@ -353,7 +357,7 @@ class BoundCascade:
         """
         model, of_block = self.bounds.model, self.bounds.calls(candidate)
         if not quick:
-            model, of_block, _ = self.evaluator.least(candidate)
+            model, of_block, _ = self.sharded.bound_call_costs(candidate)
         costs = [of_block[call.block] for call in model.calls if not call.shared and not call.prologue]
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)
         free = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate)
@@ -381,7 +385,7 @@ class BoundCascade:
         """
         if self._says_most(candidate):
             return 0.0  # an earlier bound included it
-        floor = self.evaluator.floor(candidate, candidate.microbatch_size)
+        floor = self.sharded.bound_blocks(candidate, candidate.microbatch_size)
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
@@ -414,7 +418,7 @@ class BoundCascade:
         """
         if leanest not in self._own_shared:
             try:
-                least = self.evaluator.bound_family_costs(leanest)
+                least = self.sharded.bound_family_costs(leanest)
                 self._own_shared[leanest] = least and self.bounds.least(leanest, *least, cutoff_s=cutoff_s)
             except PartitionError as error:
                 self._own_shared[leanest] = error
@@ -432,7 +436,7 @@ class BoundCascade:
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
         return self.bounds.staged(
-            [candidate], self.bounds.least(candidate, *self.evaluator.least(candidate), cutoff_s=cutoff_s)
+            [candidate], self.bounds.least(candidate, *self.sharded.bound_call_costs(candidate), cutoff_s=cutoff_s)
         )
 
     def _of_all(self, candidate: MeshCandidate) -> BlockLowerBound | None:
@@ -452,7 +456,7 @@ class BoundCascade:
             not self._scales or candidate.tp == candidate.cp == candidate.ep == 1
         ):  # without collectives the bound would hardly be tighter
             return None
-        return self.evaluator.floor(candidate, self._find_largest_microbatch(candidate))
+        return self.sharded.bound_blocks(candidate, self._find_largest_microbatch(candidate))
 
     def _find_largest_microbatch(self, candidate: MeshCandidate) -> int:
         """Return the microbatch size in samples for which a sharding is solved to bound ``candidate`` (mesh sizes,

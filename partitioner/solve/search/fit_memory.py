@@ -351,7 +351,7 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         schedule=candidate.schedule,
         virtual_stages=candidate.virtual_stages,
         objective="train" if job.train else "infer",
-        layouts=layouts_of(local, job.batch_of(candidate.ep)),
+        layouts=layouts_of(local, chosen.batch),
         etp=candidate.etp if candidate.ep > 1 else 0,
         recompute=chosen.recompute,
         selective=chosen.selective,

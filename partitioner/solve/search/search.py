@@ -121,8 +121,6 @@ def search_for_plan(
     pinned = job.constraints
     if pinned.cp is not None:
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
-    evaluator = CandidateEvaluator(job)
-    bounds = ModelBounds(job, evaluator.placements)
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     request = _SearchRequest(progress, compare, deadline, cutoff_s, other_batch)
     short: CapacityError | None = None
@@ -133,19 +131,17 @@ def search_for_plan(
         tried = tried or (asked.constraints.offload or ()) == had
         if not tried:  # in the earlier search nothing fitted with less data in host memory
             continue
-        if asked is not evaluator.job:
-            evaluator = CandidateEvaluator(asked)
-            bounds = ModelBounds(asked, evaluator.placements)
+        evaluator = CandidateEvaluator(asked)
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
             hosts = asked is not job
-            found = _search_candidates(asked, evaluator, bounds, request, known, hosts=hosts)
+            found = _search_candidates(asked, evaluator, request, known, hosts=hosts)
             lacking = short.shortage if short is not None else before.lacking if before else ""
             return replace(found, lacking=lacking if hosts else "")
         except CapacityError as error:
             short = error if asked is job or short is None else short  # keep the error of the job without offload
         finally:
-            evaluator.locals.end()
+            evaluator.locals.ahead.end()
             hosts_lacked.append(evaluator.host_lacks)
     assert short is not None
     raise short
@@ -227,7 +223,7 @@ class _CandidateAttempts:
         return replace(found, partly=not is_complete, unsure=not self.evaluator.tries_all(candidate))
 
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
-        return self.evaluator.can_prune(candidate, upper_bound_s)
+        return self.bounds.sharded.can_prune(candidate, upper_bound_s)
 
     def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
         return self.bounds.bound_tightly(candidate, upper_bound_s)
@@ -239,17 +235,17 @@ class _CandidateAttempts:
 def _search_candidates(
     job: Job,
     evaluator: CandidateEvaluator,
-    bounds: ModelBounds,
     request: _SearchRequest,
     before: Mapping[MeshCandidate, CandidateOutcome],
     *,
     hosts: bool,
 ) -> PlanSearchResult:
     """Search the candidates of one variant of the job with fixed kinds of offloaded data, and return the best plan.
-    ``job``: the model, batch, cluster and constraints. ``evaluator``, ``bounds``: plan and bound its candidates.
-    ``before``: candidate -> its outcome in an earlier search. ``hosts``: whether offload was added because nothing
-    fitted without it. ``request``: time limit, cutoff and callbacks of the search.
+    ``job``: the model, batch, cluster and constraints. ``evaluator``: plans its candidates. ``before``:
+    candidate -> its outcome in an earlier search. ``hosts``: whether offload was added because nothing fitted without
+    it. ``request``: time limit, cutoff and callbacks of the search.
     """
+    bounds = ModelBounds(job, evaluator.placements)
     start, compare, deadline = time.monotonic(), request.compare, request.deadline
     space = build_search_space(job)
     candidates = list_candidates(space)
@@ -318,7 +314,7 @@ def _search_candidates(
         tried = {s.name for s in always if offload and (s.excluded or not hosts)}
         alone = _plan_without_host_memory(job, tried) if tried else {}
         tuned_by = min(deadline, time.monotonic() + as_long_s)
-        found_beside = compare_standard_layouts(always, rows, partial(_solved_beside, beside), offload, alone, tuned_by)
+        found_beside = compare_standard_layouts(always, rows, beside, offload, alone, tuned_by)
         if request.other_batch is not None and not offload:
             step_s = found.estimate.step_time
             fewer += faster_batches(
@@ -376,11 +372,7 @@ def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Bas
     except PartitionError:
         return {}
     until = time.monotonic() + _LEAST_S
-    return {b.name: b for b in compare_standard_layouts(found, (), partial(_solved_beside, evaluator), until=until)}
-
-
-def _solved_beside(evaluator: CandidateEvaluator, candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate:
-    return solved_to_evaluated(evaluator.solve(candidate, improved=False, cutoff_s=cutoff_s))
+    return {b.name: b for b in compare_standard_layouts(found, (), evaluator, until=until)}
 
 
 def find_best_report(time_limit_s: float, job: Job, cutoff_s: float) -> Candidate:

@@ -311,18 +311,17 @@ def _search_candidates(
             lambda *asked: find_best_report(until - time.monotonic(), *asked),
         )
         offload = job.constraints.offload or ()
+        if request.other_batch is not None and not offload:
+            fewer += faster_batches(
+                job,
+                found.estimate.step_time,
+                request.other_batch,
+                lambda *asked: find_best_report(until - time.monotonic(), *asked),
+            )
         tried = {s.name for s in always if offload and (s.excluded or not hosts)}
         alone = _plan_without_host_memory(job, tried) if tried else {}
         tuned_by = min(deadline, time.monotonic() + as_long_s)
         found_beside = compare_standard_layouts(always, rows, beside, offload, alone, tuned_by)
-        if request.other_batch is not None and not offload:
-            step_s = found.estimate.step_time
-            fewer += faster_batches(
-                job,
-                step_s,
-                request.other_batch,
-                lambda *asked: find_best_report(until - time.monotonic(), *asked),
-            )
         return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
 
     pinned = bool(job.constraints.offload) and not hosts

@@ -28,10 +28,10 @@ from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
-from partitioner.solve.search.interleaved import estimate_interleaved_effort, solved_to_evaluated
-from partitioner.solve.search.outcomes import build_candidate_report, build_refused_report
+from partitioner.solve.search.outcomes import build_candidate_report, build_refused_report, solved_to_evaluated
 from partitioner.solve.search.space import (
     SearchSpace,
+    estimate_interleaved_effort,
     explain_uneven_batch,
     find_baseline_candidates,
     find_least_bound_candidate,

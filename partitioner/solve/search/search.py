@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 
 from partitioner.background import Future
@@ -18,6 +17,7 @@ from partitioner.runtime.program.program import Offload
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
+from partitioner.solve.search.attempts import CandidateAttempts
 from partitioner.solve.search.baselines import (
     compare_standard_layouts,
     is_known,
@@ -27,19 +27,9 @@ from partitioner.solve.search.baselines import (
 )
 from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, ZeroInfeasibility
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.interleaved import (
-    PATIENCE,
-    BestSchedule,
-    estimate_interleaved_effort,
-    list_promising_candidates,
-    mesh_of,
-    meshes_around,
-    solved_to_evaluated,
-    without_limit,
-)
+from partitioner.solve.search.interleaved import PATIENCE, BestSchedule, list_promising_candidates, without_limit
 from partitioner.solve.search.outcomes import (
     CandidateOutcome,
-    EvaluatedCandidate,
     bound_and_gap,
     list_solved_candidates,
 )
@@ -185,53 +175,6 @@ class _SearchRequest:
     other_batch: JobOf | None
 
 
-@dataclass
-class _CandidateAttempts:
-    """Plans and bounds the candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) of one
-    search.
-
-    ``evaluator``: plans single candidates. ``space``: the search space. ``bounds``: lower bounds on candidates.
-    ``early``: chooses the first candidates; each outcome is reported to it. ``siblings``: skips candidates that cannot
-    fit because another candidate, which differs only in ZeRO, did not fit. ``best_s``: step time in seconds of the best
-    plan so far, or the cutoff if there is none; slower plans are of no interest.
-    """
-
-    evaluator: CandidateEvaluator
-    space: SearchSpace
-    bounds: BoundCascade
-    early: WarmStart
-    siblings: ZeroInfeasibility
-    best_s: float
-
-    def evaluate(
-        self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
-    ) -> EvaluatedCandidate:
-        """Return the best plan of ``candidate``. ``proven``: whether to compute a tight lower bound on its plans.
-        ``devices``: the device index of each rank; if ``None``, the placement (assignment of ranks to devices) is
-        searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if
-        there is no plan.
-        """
-        is_complete = self.evaluator.placements.complete(candidate.grid)
-        solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
-        try:
-            found = solved_to_evaluated(self.siblings.tried(candidate, solve))
-        except PartitionError as error:
-            self.early.tell(candidate, error)
-            raise
-        self.early.tell(candidate, found.step_time)
-        self.best_s = min(self.best_s, found.step_time)
-        return replace(found, partly=not is_complete, unsure=not self.evaluator.tries_all(candidate))
-
-    def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
-        return self.bounds.sharded.can_prune(candidate, upper_bound_s)
-
-    def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
-        return self.bounds.bound_tightly(candidate, upper_bound_s)
-
-    def estimate_effort(self, candidate: MeshCandidate) -> float:
-        return estimate_interleaved_effort(self.space, candidate)
-
-
 def _search_candidates(
     job: Job,
     evaluator: CandidateEvaluator,
@@ -254,7 +197,7 @@ def _search_candidates(
 
     early = WarmStart(space, frozenset(candidates), bounds, always, request.deadline, request.cutoff_s)
     floors = BoundCascade(bounds, evaluator, candidates, space)
-    attempts = _CandidateAttempts(
+    attempts = CandidateAttempts(
         evaluator, space, floors, early, ZeroInfeasibility(bounds.state_bytes), request.cutoff_s
     )
     result = BestFirstSearch(
@@ -274,21 +217,8 @@ def _search_candidates(
     found, certificate = result.best.payload, result.certificate
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
-        devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
-
-        def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
-            """Plan a candidate without a lower bound. If all placements (assignments of ranks to devices) would be
-            tried, use the devices of a known plan instead: one with the same mesh, or one with half as many ranks along
-            ``cp`` and twice as many along ``tp`` or ``dp``. ``candidate``: mesh sizes, microbatch size, schedule and
-            ZeRO stage.
-            """
-            key = next((key for key in meshes_around(candidate) if key in devices), None)
-            same = devices[key] if key is not None and evaluator.placements.complete(candidate.grid) else None
-            found = attempts.evaluate(candidate, proven=False, devices=same)
-            devices.setdefault(mesh_of(candidate), found.payload.devices)
-            return found if same is None else replace(found, least=0.0)
-
-        schedules = BestSchedule(found, certificate, attempt, attempts.evaluate, floors.bound_tightly, floors)
+        attempts.remember_devices(known.values())
+        schedules = BestSchedule(found, certificate, attempts)
         promising = list_promising_candidates(space, schedules, known, result.rows, floors)
         found, certificate = schedules.follow(promising, deadline)
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
@@ -333,10 +263,6 @@ def _search_candidates(
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
     return PlanSearchResult(found, certificate, baselines, result.rows)
-
-
-def _slowest_first(found: EvaluatedCandidate) -> float:
-    return -found.step_time
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:

@@ -132,6 +132,8 @@ _UNEVEN = 1.1  # the largest virtual stage may have this many times an even shar
 _MORE_CHUNKS = 1.8  # least ratio of two numbers of virtual stages that are tried
 _MOST_CHUNKS = 16
 
+_MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
+
 _WIDEST = 8  # greatest tp that is searched if no node has more devices
 
 _PART_GROWS = 4  # ratio of consecutive sizes of dp_shard that are tried
@@ -471,6 +473,14 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
     choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
     found = [(name, v) for name, several in choices.items() for v in several if v * candidate.pp <= space.num_calls]
     return [replace(candidate, schedule=name, virtual_stages=v) for name, v in found]
+
+
+def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
+    """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
+    the search may spend on such candidates without finding a better plan. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
+    return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
 def list_short_context_candidates(space: SearchSpace, sharing: Collection[tuple[int, int]]) -> list[MeshCandidate]:

@@ -6,14 +6,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.states import StateCost
 from partitioner.cost.step.estimate import how_reduced, with_step_time
 from partitioner.cost.step.offload import check_disks, check_hosts
-from partitioner.cost.step.placed_mesh import PlacedMesh
-from partitioner.cost.step.rank_costs import CallCostCache
+from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
+from partitioner.cost.step.rank_costs import CallCostCache, Costs
 from partitioner.emit.buckets import AT_ONCE, ReductionScheme
 from partitioner.errors import CapacityError, PlanError
 from partitioner.passes.errors import PartitionError
@@ -25,7 +26,7 @@ from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator, ShareRecord
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.local_model_cache import LocalCosts, LocalModels
-from partitioner.solve.evaluate.prefetch import LocalKey
+from partitioner.solve.evaluate.prefetch import LocalKey, Wanted
 from partitioner.solve.placement.placement import EXCHANGES, BestPlacement, Placements
 from partitioner.solve.sharding.expert_parallel import can_spread_experts
 from partitioner.solve.sharding.local_model import LocalModel
@@ -84,9 +85,9 @@ def _check_refused(job: Job, candidate: MeshCandidate) -> None:
 @dataclass
 class CandidateEvaluator:
     """Finds the best plan of single candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage)
-    of ``job`` (the model, batch, cluster and constraints), and computes lower bounds on their step times. Results that
-    candidates share, such as shardings, are computed once and cached. ``host_lacks``: whether a host's memory was too
-    small for the data that some candidate offloads.
+    of ``job`` (the model, batch, cluster and constraints). Results that candidates share, such as shardings, are
+    computed once and cached. ``host_lacks``: whether a host's memory was too small for the data that some candidate
+    offloads. ``costs``: costs of shardings, which copies of this evaluator for other constraints share.
     """
 
     job: Job
@@ -199,10 +200,10 @@ class CandidateEvaluator:
         divisions of the batch among the ranks of ``dp``. Its plan is then the best of all, and not only the best of
         those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
-        return complete and (
-            nested or not candidate.replicas_run_independently(self.job.model.updates)
-        )  # nested replicas are equal
+        if not self.placements.complete(candidate.grid):
+            return False
+        independent = candidate.replicas_run_independently(self.job.model.updates)
+        return self.placements.nested(candidate.grid) or not independent  # nested replicas are equal
 
     def build_placement_evaluator(
         self, candidate: MeshCandidate, proven: bool = True, cutoff_s: float = math.inf
@@ -225,17 +226,55 @@ class CandidateEvaluator:
         cache of the costs of their block calls (such as layers) by device, and the costs of a rank's parameters and
         buffers by name. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        key, local = self._find_local_model(candidate)
-        costs = self.costs.cache_call_costs(self.job, key, local)
+        key, num_microbatches = self._find_local_key(candidate)
+        local, costs = self.find_local_costs(key, num_microbatches)
         return local, costs, self.costs.compute_state_costs(self.job, candidate, key, local)
 
-    def _find_local_model(self, candidate: MeshCandidate) -> tuple[LocalKey, LocalModel]:
-        """Return the cache key of the sharded graphs that one rank of ``candidate`` runs for one microbatch, and these
-        graphs. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    def find_local_costs(self, key: LocalKey, num_microbatches: int) -> tuple[LocalModel, CallCostCache]:
+        """Return the graphs of one rank with the cache key ``key``, and a cache of the costs of their block calls (such
+        as layers) by device. ``num_microbatches``: the number of microbatches of a rank. Raises :class:`PlanError` or
+        :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded in this way.
+        """
+        local = self.locals.at(key, num_microbatches)
+        return local, self.costs.cache_call_costs(self.job, key, local)
+
+    def list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
+        """Return the distinct dicts (name of a block, such as a layer -> cost of a call) that occur on the stages of
+        the placements (assignments of ranks to devices) of ``candidate``. If not all possible placements are known,
+        return instead one dict for each device type, with the best groups that any placement could have, so that lower
+        bounds still hold. ``costs``: the cache from which call costs are taken. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
+        """
+        if not self.placements.complete(candidate.grid):
+            return self.list_best_rank_costs(candidate, costs)
+        machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
+        each = costs.by_pipeline if candidate.replicas_run_independently(self.job.model.updates) else costs.by_stage
+        return list({id(of): of for machine in machines for of in each(machine)}.values())
+
+    def list_best_rank_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
+        """Return, for each device type, a dict from the name of each block (such as a layer) to the cost of a call of
+        ``candidate`` on a rank whose groups (of tensor parallelism and other axes) are the fastest that any placement
+        (assignment of ranks to devices) could have. ``costs``: the cache from which call costs are taken.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
+        one_each = candidate.parts(self.job.global_batch) == candidate.dp
+        all_wait = candidate.pp == 1 and (one_each or not candidate.replicas_run_independently(self.job.model.updates))
+        best = partial(self.placements.best_group, everywhere=all_wait)
+        machine = self.job.dressed(PlacedMesh(self.job.topology, candidate.grid), candidate)
+        sizes = {
+            axis: size for axis, size in {**candidate.grid, "ep": candidate.ep}.items() if axis != "pp" and size > 1
+        }
+        groups, spread = tuple((axis, best(size)) for axis, size in sizes.items()), machine.spread
+        over: dict[str, Any] = {n: best(getattr(spread, n).size) for n in ("experts", "shards", "expert_shards")}
+        return [costs.at(RankProfile(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
+
+    def _find_local_key(self, candidate: MeshCandidate) -> Wanted:
+        """Return the cache key of the sharded graphs that one rank of ``candidate`` runs for one microbatch, and its
+        number of microbatches. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         key = self.locals.key(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
-        return key, self.locals.at(key, num_microbatches)
+        return key, num_microbatches
 
     def _check_offload(self, expected: Estimate, machine: PlacedMesh) -> None:
         """Raise :class:`CapacityError` if the memory or the disk of a host is too small for the data that its ranks
@@ -272,7 +311,8 @@ class CandidateEvaluator:
             )
         if candidate.ep == 1:
             return
-        key, local = self._find_local_model(candidate)
+        key, num_microbatches = self._find_local_key(candidate)
+        local = self.locals.at(key, num_microbatches)
         if (candidate.ep, key) in self._spread:
             return
         whole = candidate.dp == 1 or self.job.constraints.group_size is not None

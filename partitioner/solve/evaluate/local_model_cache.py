@@ -22,7 +22,7 @@ from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block, FoldedModel
 from partitioner.passes.shard.split_batch import couples_samples, split_batch
 from partitioner.solve.evaluate.job import Job
-from partitioner.solve.evaluate.prefetch import LocalKey, PrefetchQueue, ProblemKey, Solutions
+from partitioner.solve.evaluate.prefetch import LocalKey, PrefetchQueue, ProblemKey, Solutions, Wanted
 from partitioner.solve.placement.placement import Placements
 from partitioner.solve.sharding.choices import FREE_LAYOUTS
 from partitioner.solve.sharding.context_parallel import ContextModel, shard_context
@@ -68,6 +68,24 @@ class LocalModels:
         apart = candidate.ep > 1 and self.job.expert_batch is not self.job.batch
         split = split_of(candidate.tp, candidate.ep, candidate.etp)
         return candidate.tp, candidate.cp, parts, whole and (apart or self.coupled), apart, split
+
+    def is_whole(self, candidate: MeshCandidate, size: int) -> bool:
+        """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples depend on that each rank has
+        a single microbatch: it has one, and samples interact. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage.
+        """
+        whole = size == candidate.microbatch_size and candidate.num_microbatches(self.job.global_batch) == 1
+        return whole and self.coupled
+
+    def find_wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
+        """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` for microbatches of
+        ``size`` samples, from which lower bounds on blocks (such as layers) are computed, and the number of
+        microbatches of a rank. ``whole``: whether all samples of a rank are one microbatch. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
+        parts = self.job.global_batch // size
+        dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
+        return self.key(candidate, parts, whole or parts == 1), parts // dp
 
     def at(self, key: LocalKey, num_microbatches: int) -> LocalModel:
         """Return the local model (the sharded graphs of one rank) with the cache key ``key``. ``num_microbatches``: the

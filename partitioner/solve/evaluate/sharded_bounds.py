@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.states import StateCost
-from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
-from partitioner.cost.step.rank_costs import CallCostCache, Costs, combine_fastest_costs
+from partitioner.cost.step.rank_costs import Costs, combine_fastest_costs
 from partitioner.cost.step.relaxed_mesh import no_slower
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Seconds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
-from partitioner.solve.evaluate.prefetch import Reading, Wanted
+from partitioner.solve.evaluate.prefetch import Reading
 from partitioner.solve.sharding.local_model import LocalModel
 
 
@@ -32,7 +30,7 @@ class ShardedBounds:
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
-        self.job, self.locals, self.placements = evaluator.job, evaluator.locals, evaluator.placements
+        self._model, self.locals, self._placements = evaluator.job.model, evaluator.locals, evaluator.placements
         self._floors: dict[Hashable, BlockLowerBound | None] = {}
 
     def bound_blocks(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
@@ -62,7 +60,7 @@ class ShardedBounds:
         in samples, approximately in order of use. ``floors``: the pairs for which lower bounds on the seconds of blocks
         (such as layers) will be requested. ``shardings``: the pairs for which sharded graphs will be requested.
         """
-        wanted = [self._find_local_key(p, size, self._is_whole(p, size)) for p, size in shardings]
+        wanted = [self.locals.find_wanted(p, size, self.locals.is_whole(p, size)) for p, size in shardings]
         self.locals.ahead.expect(wanted, self._list_readings(floors))
 
     def prioritise(self, candidate: MeshCandidate, size: int) -> None:
@@ -71,7 +69,7 @@ class ShardedBounds:
         the microbatch for which the bound is computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
         stage.
         """
-        self.locals.ahead.prioritise(self._find_local_key(candidate, size, self._is_whole(candidate, size)))
+        self.locals.ahead.prioritise(self.locals.find_wanted(candidate, size, self.locals.is_whole(candidate, size)))
 
     def _list_readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:
         """Yield a task for each lower bound on blocks (such as layers) that is not known yet and that a second process
@@ -83,7 +81,7 @@ class ShardedBounds:
             if size == candidate.microbatch_size or self._is_at_best(candidate):
                 key, asked = self._identify_bound(candidate, size)
                 if key not in self._floors:
-                    yield key, self._find_local_key(*asked)[0], partial(self._compute_block_bound, *asked)
+                    yield key, self.locals.find_wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
     def _identify_bound(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
         """Return two values: a cache key that is equal for candidates whose lower bounds on blocks (such as layers) are
@@ -91,7 +89,7 @@ class ShardedBounds:
         all samples of a rank are one microbatch). ``size``: samples of the microbatch for which the bounds are
         computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        whole = self._is_whole(candidate, size)
+        whole = self.locals.is_whole(candidate, size)
         if candidate.zero < 3:  # candidates with these ZeRO stages take equally long, except for waits between ranks
             candidate = replace(
                 candidate, zero=candidate.zero if self._has_mixed_speeds and candidate.zero == 2 else 0, dp_shard=0
@@ -109,7 +107,7 @@ class ShardedBounds:
         in this way.
         """
         local, costs, states = self._evaluator.own(candidate)
-        return local.model, combine_fastest_costs(self._list_stage_costs(candidate, costs)), states
+        return local.model, combine_fastest_costs(self._evaluator.list_stage_costs(candidate, costs)), states
 
     def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
         """Return three values from which lower bounds follow for ``candidate``, and for all candidates which differ
@@ -123,40 +121,10 @@ class ShardedBounds:
         model, costs, _ = self.bound_call_costs(candidate.sharing(0))
         return model, costs, self._evaluator.own(candidate)[2]
 
-    def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return the distinct dicts (name of a block, such as a layer -> cost of a call) that occur on the stages of
-        the placements (assignments of ranks to devices) of ``candidate``. If not all possible placements are known,
-        return instead one dict for each device type, with the best groups that any placement could have, so that lower
-        bounds still hold. ``costs``: the cache from which call costs are taken. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
-        """
-        if not self.placements.complete(candidate.grid):
-            return self._list_best_rank_costs(candidate, costs)
-        machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
-        each = costs.by_pipeline if candidate.replicas_run_independently(self.job.model.updates) else costs.by_stage
-        return list({id(of): of for machine in machines for of in each(machine)}.values())
-
-    def _list_best_rank_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return, for each device type, a dict from the name of each block (such as a layer) to the cost of a call of
-        ``candidate`` on a rank whose groups (of tensor parallelism and other axes) are the fastest that any placement
-        (assignment of ranks to devices) could have. ``costs``: the cache from which call costs are taken.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
-        one_each = candidate.parts(self.job.global_batch) == candidate.dp
-        all_wait = candidate.pp == 1 and (one_each or not candidate.replicas_run_independently(self.job.model.updates))
-        best = partial(self.placements.best_group, everywhere=all_wait)
-        machine = self.job.dressed(PlacedMesh(self.job.topology, candidate.grid), candidate)
-        sizes = {
-            axis: size for axis, size in {**candidate.grid, "ep": candidate.ep}.items() if axis != "pp" and size > 1
-        }
-        groups, spread = tuple((axis, best(size)) for axis, size in sizes.items()), machine.spread
-        over: dict[str, Any] = {n: best(getattr(spread, n).size) for n in ("experts", "shards", "expert_shards")}
-        return [costs.at(RankProfile(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
-
     @property
     def _has_mixed_speeds(self) -> bool:
         """Return whether the devices of the topology have different speeds."""
-        return len(self.job.topology.paces[0]) > 1
+        return len(self._placements.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
         """Return whether the lower bounds on the block calls (such as layers) of ``candidate`` are for the same kind of
@@ -164,11 +132,11 @@ class ShardedBounds:
         size be scaled to another, because no other sharding costs less. ``candidate``: mesh sizes, microbatch size,
         schedule and ZeRO stage.
         """
-        if self.placements.complete(candidate.grid):
+        if self._placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
         return not self._has_mixed_speeds and all(
-            no_slower(group, self.placements.best_group(group.size)) for group in groups
+            no_slower(group, self._placements.best_group(group.size)) for group in groups
         )
 
     def _compute_block_bound(self, candidate: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
@@ -176,43 +144,16 @@ class ShardedBounds:
         ``size`` samples; ``None`` if the model cannot be sharded in this way. ``whole``: whether all samples of a rank
         are one microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        wanted = self._find_local_key(candidate, size, whole)
+        wanted = self.locals.find_wanted(candidate, size, whole)
         try:
-            local = self.locals.at(*wanted)
+            local, costs = self._evaluator.find_local_costs(*wanted)
         except UnsupportedError:  # samples that interact in one batch need not do so in a smaller one
             return None
-        costs = self._evaluator.costs.cache_call_costs(self.job, wanted[0], local)
-        best = self._bound_block_seconds(local, combine_fastest_costs(self._list_stage_costs(candidate, costs)))
-        kinds = self._list_best_rank_costs(candidate, costs) if self._has_mixed_speeds else ()
-        return BlockLowerBound(best, tuple(self._bound_block_seconds(local, of_kind) for of_kind in kinds))
-
-    def _bound_block_seconds(self, local: LocalModel, costs: Costs) -> Seconds:
-        """Return, for each block (such as a layer) of the job's unsharded model, name -> least (forward seconds,
-        backward seconds) of a call. ``local``: the graphs of one rank. ``costs``: the costs of the blocks of ``local``.
-        These blocks may differ from those of the unsharded model, so calls of the two models are matched by their
-        module path.
-        """
-        least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
-        of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
-        found: dict[str, tuple[float, float]] = {}
-        for call in self.job.model.calls:
-            of_call = of_path.get(call.path, (0.0, 0.0))
-            found[call.block] = min(found.get(call.block, of_call), of_call)
-        return found
-
-    def _is_whole(self, candidate: MeshCandidate, size: int) -> bool:
-        whole = size == candidate.microbatch_size and candidate.num_microbatches(self.job.global_batch) == 1
-        return whole and self.locals.coupled
-
-    def _find_local_key(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
-        """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` for microbatches of
-        ``size`` samples, from which lower bounds on blocks (such as layers) are computed, and the number of
-        microbatches of a rank. ``whole``: whether all samples of a rank are one microbatch. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
-        """
-        parts = self.job.global_batch // size
-        dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
-        return self.locals.key(candidate, parts, whole or parts == 1), parts // dp
+        best = _bound_block_seconds(
+            self._model, local, combine_fastest_costs(self._evaluator.list_stage_costs(candidate, costs))
+        )
+        kinds = self._evaluator.list_best_rank_costs(candidate, costs) if self._has_mixed_speeds else ()
+        return BlockLowerBound(best, tuple(_bound_block_seconds(self._model, local, of_kind) for of_kind in kinds))
 
     def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
         """Return whether every placement (assignment of ranks to devices) of ``candidate`` that the evaluator would try
@@ -222,10 +163,25 @@ class ShardedBounds:
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the candidate has no plan.
         """
-        if self.placements.complete(candidate.grid):
+        if self._placements.complete(candidate.grid):
             return False  # the bounds are exact enough
         placement_evaluator = self._evaluator.build_placement_evaluator(candidate)
         return all(
             placement_evaluator.expected(machine, cutoff_s) >= cutoff_s
-            for machine in self.placements.candidates(candidate.grid)
+            for machine in self._placements.candidates(candidate.grid)
         )
+
+
+def _bound_block_seconds(model: FoldedModel, local: LocalModel, costs: Costs) -> Seconds:
+    """Return, for each block (such as a layer) of the unsharded ``model``, name -> least (forward seconds,
+    backward seconds) of a call. ``local``: the graphs of one rank. ``costs``: the costs of the blocks of ``local``.
+    These blocks may differ from those of the unsharded model, so calls of the two models are matched by their
+    module path.
+    """
+    least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
+    of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
+    found: dict[str, tuple[float, float]] = {}
+    for call in model.calls:
+        of_call = of_path.get(call.path, (0.0, 0.0))
+        found[call.block] = min(found.get(call.block, of_call), of_call)
+    return found

@@ -131,7 +131,7 @@ def test_no_plan_on_devices_that_differ_is_below_its_bounds(cluster: str, every:
         found += [bound(candidate, np.inf) for bound in floors.candidate_bounds]
         assert max(found) <= least, candidate
         assert floors.bound_tightly(candidate) <= least, candidate
-        assert not evaluator.can_prune(candidate, least * (1 + 1e-9)), candidate
+        assert not floors.sharded.can_prune(candidate, least * (1 + 1e-9)), candidate
         solved += 1
     assert solved >= 10
 

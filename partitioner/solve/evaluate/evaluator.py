@@ -248,6 +248,23 @@ class CandidateEvaluator:
         found, share = self._floors[key], candidate.microbatch_size / size
         return found and found.each(lambda seconds: {n: (a * share, b * share) for n, (a, b) in seconds.items()})
 
+    def list_known_floors(self) -> dict[tuple[int, ...], list[tuple[float, Seconds]]]:
+        """Return all lower bounds without ZeRO that :meth:`floor` computed so far: key ``tp, ep, etp`` -> pairs (number
+        of samples whose tokens a rank processes, block name -> pair of forward and backward seconds). With ``cp`` ranks
+        that share each sample, a rank processes the tokens of a ``cp``-th of the microbatch's samples. Of pairs with
+        equal keys and numbers, that differ in the placement of their ranks, the least seconds are given.
+        """
+        found: dict[tuple[int, ...], dict[float, Seconds]] = defaultdict(dict)
+        for (_, _, cp, tp, _, ep, etp, zero, dp_shard, size, _), bound in self._floors.items():
+            if bound is not None and not zero and not dp_shard:
+                of_kind, samples = found[tp, ep, etp], size / cp
+                other = of_kind.get(samples, bound.seconds)
+                of_kind[samples] = {
+                    block: (min(pair[0], other[block][0]), min(pair[1], other[block][1]))
+                    for block, pair in bound.seconds.items()
+                }
+        return {kind: sorted(of_kind.items()) for kind, of_kind in found.items()}
+
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:

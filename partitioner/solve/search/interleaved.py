@@ -92,9 +92,9 @@ def list_promising_candidates(
     left = [other for other in _list_untried_candidates(space, solved, rows, fine) if other not in known]
     if not left:
         return
-    bound_s = bounds.times(left).tolist()
+    bound_s = bounds.estimate_times(left).tolist()
     recompute_s = [0.0] * len(left)
-    heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s)]
+    heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s) if seconds < best.seconds]
     heapq.heapify(heap)
     kinds: set[tuple[int, ...]] = set()
     most_kinds = _MOST_OF_EXPERTS if space.experts else _MOST_SHARDINGS

@@ -27,7 +27,7 @@ from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.errors import InputsError
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.bounds.schedule_memory import estimate_recompute_seconds
+from partitioner.solve.bounds.schedule_memory import RecomputeCosts
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, SearchResult, ZeroInfeasibility
@@ -469,7 +469,8 @@ def test_recomputation_is_estimated_from_what_ranks_hold():
     )
 
     def seconds(free: float, schedule: str = "1f1b", cost: CallCost = layer) -> float:
-        return estimate_recompute_seconds([cost] * 8, free, schedule, 4, 8, 2 if schedule == "zb-v" else 1)
+        costs = RecomputeCosts.of([(cost, 8)])
+        return costs.estimate_seconds(free, schedule, 4, 8, 2 if schedule == "zb-v" else 1)
 
     assert seconds(88.0) == 0.0
     assert seconds(87.0) == seconds(56.0) == 1.0  # both calls selectively: 88 - 4 x 2 x 4 = 56 bytes

@@ -253,9 +253,10 @@ class ModelBounds:
     def _stack_block_seconds(
         self, candidates: Sequence[MeshCandidate], known: Mapping[Hashable, Seconds]
     ) -> NDArray[np.float64]:
-        """Return the seconds of each block (such as a layer) in each of ``candidates`` as one array, shape ``[2, blocks,
-        candidates]``; 0 where they are not known. The first dim is forward and backward, blocks are in the order of
-        ``_calls_by_block``. ``known``: ``BY_BLOCKS`` of a candidate -> block name -> forward and backward seconds.
+        """Return the seconds of each block (such as a layer) in each of ``candidates`` as an array of shape ``[2,
+        blocks, candidates]``; 0 where they are not known. The first dim is forward and backward, blocks are in the
+        order of ``_calls_by_block``. ``known``: ``BY_BLOCKS`` of a candidate -> block name -> forward and backward
+        seconds.
         """
         distinct, places = find_distinct_candidates(candidates, BY_BLOCKS)
         every = [known.get(BY_BLOCKS(candidate), {}) for candidate in distinct]

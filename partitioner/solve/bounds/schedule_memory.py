@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,6 +140,11 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
     return MicrobatchMemory(ActivationBytes(whole, seconds), ActivationBytes(inputs, seconds), tuple(sorted(again)))
 
 
+def _sum_kept_inputs(cost: CallCost) -> float:
+    """Return the bytes of the inputs of a block call (such as a layer) that are kept until its backward."""
+    return sum(size for size, is_kept in zip(cost.input_bytes, cost.saved_inputs, strict=True) if is_kept)
+
+
 @dataclass(frozen=True)
 class RecomputeCosts:
     """Sums over the block calls (such as layers) of a model, for one microbatch, from which the recomputation that
@@ -162,17 +168,23 @@ class RecomputeCosts:
     @classmethod
     def of(cls, calls: Iterable[tuple[CallCost, int]]) -> RecomputeCosts:
         """Return the sums over ``calls``, pairs (cost of a block call, how often the model has such a call)."""
-        num_calls, working, sums = 0, 0.0, [0.0] * 6
-        for cost, times in calls:
-            kept = sum(size for size, is_kept in zip(cost.input_bytes, cost.saved_inputs, strict=True) if is_kept)
-            of_call = kept, cost.saved_bytes, cost.carried_bytes, cost.selective_bytes, cost.selective_s
-            sums = [total + times * one for total, one in zip(sums, (*of_call, cost.recompute_s), strict=True)]
-            num_calls, working = num_calls + times, max(working, cost.working_bytes)
-        return cls(num_calls, *sums, working)
+        every = list(calls)
 
-    def estimate_seconds(
-        self, free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None
-    ) -> float:
+        def total(of_call: Callable[[CallCost], float]) -> float:
+            return sum(times * of_call(cost) for cost, times in every)
+
+        return cls(
+            num_calls=sum(times for _, times in every),
+            input_bytes=total(_sum_kept_inputs),
+            saved_bytes=total(attrgetter("saved_bytes")),
+            carried_bytes=total(attrgetter("carried_bytes")),
+            selective_bytes=total(attrgetter("selective_bytes")),
+            selective_s=total(attrgetter("selective_s")),
+            whole_s=total(attrgetter("recompute_s")),
+            working_bytes=max(cost.working_bytes for cost, _ in every),
+        )
+
+    def estimate_seconds(self, free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> float:
         """Return approximately how many seconds for each microbatch the busiest rank of a pipeline recomputes
         activations; infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has
         an equal share of the work and bytes of the model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -86,7 +86,7 @@ class CandidateEvaluator:
     _costs: dict[LocalKey, CallCostCache] = field(default_factory=dict)
     _works: dict[SameObject[Block], CallWork] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
-    _floors: dict[Hashable, BlockLowerBound | None] = field(default_factory=dict)
+    _floors: dict[tuple[Any, ...], BlockLowerBound | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], StateCosts] = field(default_factory=dict)
     _kinds: dict[LocalKey, StateKinds] = field(default_factory=dict)
     _records: dict[MeshCandidate, ShareRecord] = field(
@@ -296,7 +296,7 @@ class CandidateEvaluator:
                 if key not in self._floors:
                     yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
-    def _asked(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
+    def _asked(self, candidate: MeshCandidate, size: int) -> tuple[tuple[Any, ...], tuple[MeshCandidate, int, bool]]:
         """Return two values: a cache key that is equal for candidates whose lower bounds on blocks (such as layers) are
         equal, and the arguments with which these bounds are computed: (candidate, microbatch size in samples, whether
         all samples of a rank are one microbatch). ``size``: samples of the microbatch for which the bounds are

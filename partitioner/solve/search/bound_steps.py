@@ -97,12 +97,13 @@ class BoundCascade:
         microbatch size, schedule and ZeRO stage.
         """
         solved, known = self.evaluator.list_known_floors(), dict[Hashable, Seconds]()
-        for kind in set(map(BY_BLOCKS, candidates)):
-            tp, cp, ep, etp, size = kind
-            larger = [(size / cp / samples, of) for samples, of in solved.get((tp, ep, etp), ()) if size <= samples * cp]
+        for kind, candidate in {BY_BLOCKS(candidate): candidate for candidate in candidates}.items():
+            tokens = candidate.microbatch_size / candidate.cp  # of so many samples
+            of_kind = solved.get((candidate.tp, candidate.ep, candidate.etp), [])
+            larger = [(tokens / samples, seconds) for samples, seconds in of_kind if tokens <= samples]
             if larger and self._scales:
                 known[kind] = {
-                    block: tuple(max(share * of[block][part] for share, of in larger) for part in (0, 1))
+                    block: (max(s * of[block][0] for s, of in larger), max(s * of[block][1] for s, of in larger))
                     for block in larger[0][1]
                 }
         return self.bounds.times(candidates, known=known)

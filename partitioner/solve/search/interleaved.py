@@ -106,7 +106,7 @@ def list_promising_candidates(
             before = best.seconds
             yield candidate
             ratio = min(ratio, best.last_s / seconds)
-            fruitless = 0 if best.seconds < before else fruitless + 1
+            fruitless = 0 if best.seconds < before else fruitless + (not best.is_pruned)
             if fruitless == _MOST_FRUITLESS:
                 return
             continue
@@ -184,6 +184,7 @@ class BestSchedule:
     computes a lower bound on the step time of all its plans. ``last``: returns the tightest lower bound in seconds on a
     candidate; its second argument is a bound in seconds at which the computation may stop. ``bounds``: computes quicker
     lower bounds. ``last_s``: seconds of a step of the candidate that was tried last; infinite if it was not planned.
+    ``is_pruned``: whether that candidate was not planned because a lower bound showed that it is no better.
     """
 
     found: SolvedCandidate
@@ -193,6 +194,7 @@ class BestSchedule:
     last: Callable[[MeshCandidate, float], float]
     bounds: Bounds
     last_s: float = field(default=math.inf, init=False)
+    is_pruned: bool = field(default=False, init=False)
     _better: EvaluatedCandidate | None = field(default=None, init=False)
     _rows: list[Candidate] = field(default_factory=list, init=False)
 
@@ -232,11 +234,12 @@ class BestSchedule:
         planned if its lower bounds show that it is no better. ``candidate``: mesh sizes, microbatch size, schedule and
         ZeRO stage.
         """
-        cutoff_s, self.last_s = self.seconds * (1 - _ROUNDING), math.inf
+        cutoff_s, self.last_s, self.is_pruned = self.seconds * (1 - _ROUNDING), math.inf, False
         least = float(self.bounds.times([candidate])[0])
         try:
             least = max([least, *(bound([candidate], cutoff_s) for bound in self.bounds.family_bounds)])
-            if least >= cutoff_s:
+            self.is_pruned = least >= cutoff_s
+            if self.is_pruned:
                 return
             told = self.attempt(candidate)
         except PartitionError as error:

@@ -408,6 +408,9 @@ class Told:
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         return np.array([self._of(candidate)[0] for candidate in candidates])
 
+    def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+        return self.times(candidates)
+
     def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         found = 0.0 if quick else self._of(candidate)[2]
         if isinstance(found, str):
@@ -417,11 +420,15 @@ class Told:
 
 @dataclass
 class Best:
-    """The best plan so far, and the step time of the last candidate."""
+    """The best plan so far, and the step time of the last candidate; infinite if a bound pruned it."""
 
     candidate: MeshCandidate
     seconds: float
     last_s: float = math.inf
+
+    @property
+    def is_pruned(self) -> bool:
+        return self.last_s == math.inf
 
 
 def test_candidates_with_several_virtual_stages_are_tried_in_the_order_of_what_they_are_expected_to_take():
@@ -453,6 +460,7 @@ def test_candidates_with_several_virtual_stages_are_tried_in_the_order_of_what_t
         return found
 
     assert tried({}) == [(8, 4)], "all sizes of microbatches are told the same: after four that are no better it ends"
+    assert tried({(8, 4): math.inf}) == [(8, 4), (2, 4)], "those that a bound prunes do not count"
     told.seconds[8, 4] = (7.0, 7.0, "too large")
     assert tried({}) == [(2, 4)]
     told.seconds[2, 4] = (5.0, 8.0, "too large")

@@ -58,6 +58,7 @@ _LEAST_FILL = {
 }
 _FEW = 0.7  # factor for ZB-1P with several virtual stages on a rank and less than two microbatches per rank
 _FEW_ROUNDS = 3  # rounds of one microbatch for each rank, in which all numbers of microbatches in flight occur
+_MOST_COMPARED = 1_000_000  # pairs of numbers that are compared at once
 _MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated from the steady state
 
 
@@ -173,6 +174,10 @@ def _not_less(counts: NDArray[np.int64]) -> tuple[tuple[Counts, ...], ...]:
     the elements, without duplicates, shape ``[elements, virtual stages, 2]``.
     """
     rows = counts.reshape(len(counts), -1)
+    if len(rows) * rows.size <= _MOST_COMPARED:
+        exceeds = (rows[:, None] <= rows[None, :]).all(axis=2)  # [i, j]: j equals or exceeds i, as each does itself
+        left = counts[exceeds.sum(axis=1) == 1].tolist()
+        return tuple(tuple((whole, half) for whole, half in one) for one in left)
     is_left, greatest = np.ones(len(rows), dtype=bool), list[int]()
     for one in np.argsort(-rows.sum(axis=1), kind="stable").tolist():  # none exceeds another one with a larger sum
         if is_left[one]:

@@ -716,6 +716,29 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
         assert min(solved.estimate.breakdown.values()) >= 0.0
 
 
+def test_shardings_of_the_search_bound_candidates_with_more_ranks_for_a_sequence():
+    """Collectives over two ranks of tp are known from one sharding, and only from there: twice as many ranks for a
+    sequence, of twice as many samples, take at least as long."""
+    work = job("llama", Topology.preset("dgx-h100"), batch=64, ahead=True)
+    bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
+    space = SearchSpace(work.topology, 64, bounds.num_calls, bounds.dims, work.constraints, length=16)
+    plain = MeshCandidate(1, 4, 2, 4)
+    shared = replace(plain, dp=2, cp=2, microbatch_size=8)
+    others = [replace(shared, microbatch_size=16), replace(plain, dp=2, tp=4), replace(plain, dp=8, tp=1)]
+    every = [plain, shared, *others]
+    floors = BoundCascade(bounds, evaluator, list_candidates(space), space)
+    quick = floors.times(every).tolist()
+    assert floors.estimate_times(every).tolist() == quick
+    of_plain = evaluator.floor(plain, plain.microbatch_size)
+    assert of_plain is not None
+    estimated = floors.estimate_times(every).tolist()
+    assert quick[0] < estimated[0] <= bounds.with_floor([plain], of_plain) * (1 + 1e-9)
+    assert quick[1] < estimated[1]
+    assert estimated[2:] == quick[2:], "more samples take less time each, and another tp has other collectives"
+    of_shared = evaluator.floor(shared, shared.microbatch_size)
+    assert of_shared is not None and estimated[1] <= bounds.with_floor([shared], of_shared)
+
+
 @pytest.mark.parametrize("name", ["llama", pytest.param("experts", marks=pytest.mark.slow)])
 def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
     """Of schedules that are followed: what has a plan is not refused, and its time is not below the bounds, also where

@@ -38,6 +38,9 @@ from partitioner.solve.sharding.local_model import LocalModel
 from partitioner.solve.stages.split import StageSplit
 from partitioner.topology.groups import stage_ranks
 
+# sizes of pp, dp, cp, tp and 1; ep, etp, ZeRO stage, dp_shard, samples, and whether these are all of a rank
+FloorKey = tuple[int, int, int, int, int, int, int, int, int, int, bool]
+
 _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under simulated schedules, at most
 
 
@@ -78,7 +81,8 @@ class CandidateEvaluator:
     """Finds the best plan of single candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage)
     of ``job`` (the model, batch, cluster and constraints), and computes lower bounds on their step times. Results that
     candidates share, such as shardings, are computed once and cached. ``host_lacks``: whether a host's memory was too
-    small for the data that some candidate offloads.
+    small for the data that some candidate offloads. ``floors``: the results of :meth:`floor` so far; those of a job
+    that differs in its free memory, or in which candidates it excludes, can be passed.
     """
 
     job: Job
@@ -86,7 +90,7 @@ class CandidateEvaluator:
     _costs: dict[LocalKey, CallCostCache] = field(default_factory=dict)
     _works: dict[SameObject[Block], CallWork] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
-    _floors: dict[tuple[Any, ...], BlockLowerBound | None] = field(default_factory=dict)
+    floors: dict[FloorKey, BlockLowerBound | None] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], StateCosts] = field(default_factory=dict)
     _kinds: dict[LocalKey, StateKinds] = field(default_factory=dict)
     _records: dict[MeshCandidate, ShareRecord] = field(
@@ -242,10 +246,10 @@ class CandidateEvaluator:
         if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None
         key, asked = self._asked(candidate, size)
-        if key not in self._floors:
+        if key not in self.floors:
             ahead = self.locals.read_ahead(key)
-            self._floors[key] = self._compute_block_bound(*asked) if ahead is None else ahead
-        found, share = self._floors[key], candidate.microbatch_size / size
+            self.floors[key] = self._compute_block_bound(*asked) if ahead is None else ahead
+        found, share = self.floors[key], candidate.microbatch_size / size
         return found and found.each(lambda seconds: {n: (a * share, b * share) for n, (a, b) in seconds.items()})
 
     def list_known_floors(self) -> dict[tuple[int, ...], list[tuple[float, Seconds]]]:
@@ -255,7 +259,7 @@ class CandidateEvaluator:
         equal keys and numbers, that differ in the placement of their ranks, the least seconds are given.
         """
         found: dict[tuple[int, ...], dict[float, Seconds]] = defaultdict(dict)
-        for (_, _, cp, tp, _, ep, etp, zero, dp_shard, size, _), bound in self._floors.items():
+        for (_, _, cp, tp, _, ep, etp, zero, dp_shard, size, _), bound in self.floors.items():
             if bound is not None and not zero and not dp_shard:
                 of_kind, samples = found[tp, ep, etp], size / cp
                 other = of_kind.get(samples, bound.seconds)
@@ -293,10 +297,10 @@ class CandidateEvaluator:
         for candidate, size in floors:
             if size == candidate.microbatch_size or self._is_at_best(candidate):
                 key, asked = self._asked(candidate, size)
-                if key not in self._floors:
+                if key not in self.floors:
                     yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
-    def _asked(self, candidate: MeshCandidate, size: int) -> tuple[tuple[Any, ...], tuple[MeshCandidate, int, bool]]:
+    def _asked(self, candidate: MeshCandidate, size: int) -> tuple[FloorKey, tuple[MeshCandidate, int, bool]]:
         """Return two values: a cache key that is equal for candidates whose lower bounds on blocks (such as layers) are
         equal, and the arguments with which these bounds are computed: (candidate, microbatch size in samples, whether
         all samples of a rank are one microbatch). ``size``: samples of the microbatch for which the bounds are
@@ -307,8 +311,9 @@ class CandidateEvaluator:
             candidate = replace(
                 candidate, zero=candidate.zero if self._has_mixed_speeds and candidate.zero == 2 else 0, dp_shard=0
             )
-        key = *candidate.grid.values(), candidate.ep, candidate.etp, candidate.zero, candidate.dp_shard, size, whole
-        return key, (candidate, size, whole)
+        pp, dp, cp, tp, one = candidate.grid.values()
+        rest = candidate.ep, candidate.etp, candidate.zero, candidate.dp_shard, size, whole
+        return (pp, dp, cp, tp, one, *rest), (candidate, size, whole)
 
     def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
         """Return three values for ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): the graphs of

@@ -20,7 +20,8 @@ from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate, Certificate, Limits
 from partitioner.runtime.program.program import Offload
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator, FloorKey, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.baselines import (
     compare_standard_layouts,
@@ -69,7 +70,8 @@ class PlanSearchResult:
     (well-known layouts for comparison), which may still be computed in the background.
 
     ``rows``: candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> its outcome. ``lacking``: the memory
-    shortage that made the search choose offload; empty if there was none.
+    shortage that made the search choose offload; empty if there was none. ``floors``: the lower bounds on blocks that
+    were computed, which hold for a search with other free memory, too.
     """
 
     chosen: SolvedCandidate
@@ -77,6 +79,7 @@ class PlanSearchResult:
     baselines: Future[tuple[Baseline, ...]]
     rows: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
     lacking: str = ""
+    floors: dict[FloorKey, BlockLowerBound | None] = field(default_factory=dict)
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
         """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
@@ -158,20 +161,20 @@ def search_for_plan(
     pinned = job.constraints
     if pinned.cp is not None:
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
-    evaluator = CandidateEvaluator(job)
+    had = before.chosen.offload if before else ()
+    evaluator = CandidateEvaluator(job, floors=_floors_of(before, job))
     bounds = ModelBounds(job, evaluator.placements)
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     request = _SearchRequest(progress, compare, deadline, cutoff_s, other_batch)
     short: CapacityError | None = None
     hosts_lacked: list[bool] = []
-    had = before.chosen.offload if before else ()
     tried = before is None
     for asked in list_offload_variants(job, lambda: any(hosts_lacked) or "disk" in had):
         tried = tried or (asked.constraints.offload or ()) == had
         if not tried:  # in the earlier search nothing fitted with less data in host memory
             continue
         if asked is not evaluator.job:
-            evaluator = CandidateEvaluator(asked)
+            evaluator = CandidateEvaluator(asked, floors=_floors_of(before, asked))
             bounds = ModelBounds(asked, evaluator.placements)
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
@@ -186,6 +189,13 @@ def search_for_plan(
             hosts_lacked.append(evaluator.host_lacks)
     assert short is not None
     raise short
+
+
+def _floors_of(before: PlanSearchResult | None, job: Job) -> dict[FloorKey, BlockLowerBound | None]:
+    """Return a copy of the lower bounds on blocks that the search ``before`` has computed, if they hold for ``job``: if
+    its plan offloads the same kinds of data. Otherwise, and without an earlier search, there are none."""
+    same = before is not None and before.chosen.offload == (job.constraints.offload or ())
+    return dict(before.floors) if before is not None and same else {}
 
 
 def list_offload_variants(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
@@ -376,7 +386,7 @@ def _search_candidates(
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
-    return PlanSearchResult(found, certificate, baselines, result.rows)
+    return PlanSearchResult(found, certificate, baselines, result.rows, floors=evaluator.floors)
 
 
 def _slowest_first(found: EvaluatedCandidate) -> float:

@@ -40,7 +40,7 @@ from partitioner.passes.ir.model import FoldedModel
 from partitioner.schedules.formulas import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.bounds.block_work import BlockWork, DeviceKinds, Works, bound_busiest_rank
 from partitioner.solve.bounds.planned_job import PlannedJob
-from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, LeastReduced
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, LeastReduced, Seconds
 from partitioner.solve.placement.placement import Placements
 from partitioner.solve.stages.lower_bound import LeastTime, least_time
 from partitioner.solve.stages.problem import StageProblem
@@ -55,6 +55,8 @@ _WORK = "pp", "dp", "tp", "microbatch_size", "schedule", "cp", "ep", "virtual_st
 
 _STATES = "pp", "dp", "tp", "cp", "ep", "etp", "zero", "dp_shard"
 BY_WORK: Key = attrgetter(*_WORK)  # equal for candidates with the same computation and pipeline
+BY_SHARDED_WORK: Key = attrgetter(*_WORK, "etp")  # the same with collectives
+BY_BLOCKS: Key = attrgetter("tp", "cp", "ep", "etp", "microbatch_size")  # equal for candidates with the same graphs
 BY_STATES: Key = attrgetter(*_STATES)  # equal for candidates that shard parameters and gradients in the same way
 BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # equal for candidates with as many microbatches on a rank
 BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster ranks may compute more microbatches
@@ -200,19 +202,31 @@ class ModelBounds:
         """
         return Counter(self._cuttable_blocks)
 
-    def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
+    def times(
+        self,
+        candidates: Sequence[MeshCandidate],
+        *,
+        shared: bool = False,
+        known: Mapping[Hashable, Seconds] | None = None,
+    ) -> Vector:
         """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``.
 
         It is the sum of three terms: the pipeline; the part of the gradient reduction that the backward cannot hide
         (with a single stage); and the optimizer's update. The busiest rank of the pipeline takes at least an even share
         of the work, and it runs whole calls of blocks (such as layers), which may take longer. ``shared``: whether to
         use the even share alone. The bound is then lower, but a caller may add to it times that can fall on any rank.
-        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``known``: ``BY_BLOCKS`` of a candidate -> lower bounds on the seconds of its blocks for one microbatch, such as
+        those of a sharding; each is a dict from block name to forward and backward seconds. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
-        alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
+        key = by_all if self._kinds.differ else BY_WORK if known is None else BY_SHARDED_WORK
+        alike, places = find_distinct_candidates(candidates, key)
         often, fastest = list(self._calls_by_block.values()), self._kinds.fastest(alike)
         forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, alike))
+        if known is not None:
+            least = self._stack_block_seconds(alike, known)
+            forward, backward = np.maximum(forward, least[0]), np.maximum(backward, least[1] * self.train)
         # summed in order, so that the last digit does not depend on the other candidates
         ahead, back = (sum(map(multiply, often, seconds), np.zeros(len(alike))) for seconds in (forward, backward))
         ranks = np.array([candidate.pp for candidate in alike], dtype=np.float64)
@@ -227,6 +241,21 @@ class ModelBounds:
                 bound, self._shared_out(candidates, seconds) + self._bound_seconds_after_pipeline(candidates, hides)
             )
         found: Vector = np.maximum(bound, self._bound_drain_seconds(candidates, ahead, back)) * _ROUNDING
+        return found
+
+    def _stack_block_seconds(
+        self, candidates: Sequence[MeshCandidate], known: Mapping[Hashable, Seconds]
+    ) -> NDArray[np.float64]:
+        """Return the seconds of each block (such as a layer) in each of ``candidates`` as an array of shape ``[2,
+        blocks, candidates]``; 0 where they are not known. The first dim is forward and backward, blocks are in the
+        order of ``_calls_by_block``. ``known``: ``BY_BLOCKS`` of a candidate -> block name -> forward and backward
+        seconds.
+        """
+        distinct, places = find_distinct_candidates(candidates, BY_BLOCKS)
+        every = [known.get(BY_BLOCKS(candidate), {}) for candidate in distinct]
+        columns = [[seconds.get(block, (0.0, 0.0)) for block in self._calls_by_block] for seconds in every]
+        table = np.array(columns, dtype=np.float64).reshape(len(distinct), len(self._calls_by_block), 2)
+        found: NDArray[np.float64] = table[places].transpose(2, 1, 0)
         return found
 
     def _bound_pipeline_seconds(

@@ -6,7 +6,8 @@ that were announced.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -21,17 +22,23 @@ from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.prefetch import Reading
 from partitioner.solve.sharding.local_model import LocalModel
 
+# sizes of pp, dp, cp, tp and 1; ep, etp, ZeRO stage, dp_shard, samples, and whether these are all of a rank
+FloorKey = tuple[int, int, int, int, int, int, int, int, int, int, bool]
+
 
 class ShardedBounds:
     """Computes lower bounds on candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) from
     their shardings, on any placement (assignment of ranks to devices). ``evaluator``: plans the candidates; shardings
-    and costs are shared with it.
+    and costs are shared with it. ``floors``: results of :meth:`bound_blocks` that are known already, such as those of a
+    search with other free memory; new ones are added.
     """
 
-    def __init__(self, evaluator: CandidateEvaluator) -> None:
+    def __init__(
+        self, evaluator: CandidateEvaluator, floors: dict[FloorKey, BlockLowerBound | None] | None = None
+    ) -> None:
         self._evaluator = evaluator
         self._model, self.locals, self._placements = evaluator.job.model, evaluator.locals, evaluator.placements
-        self._floors: dict[Hashable, BlockLowerBound | None] = {}
+        self.floors = {} if floors is None else floors
 
     def bound_blocks(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
         """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one
@@ -46,11 +53,28 @@ class ShardedBounds:
         if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None
         key, asked = self._identify_bound(candidate, size)
-        if key not in self._floors:
+        if key not in self.floors:
             ahead = self.locals.ahead.take_result(key)
-            self._floors[key] = self._compute_block_bound(*asked) if ahead is None else ahead
-        found, share = self._floors[key], candidate.microbatch_size / size
+            self.floors[key] = self._compute_block_bound(*asked) if ahead is None else ahead
+        found, share = self.floors[key], candidate.microbatch_size / size
         return found and found.each(lambda seconds: {n: (a * share, b * share) for n, (a, b) in seconds.items()})
+
+    def list_known_floors(self) -> dict[tuple[int, ...], list[tuple[float, Seconds]]]:
+        """Return all lower bounds without ZeRO that :meth:`bound_blocks` computed so far: key ``tp, ep, etp`` -> pairs
+        (number of samples whose tokens a rank processes, block name -> pair of forward and backward seconds). With
+        ``cp`` ranks that share each sample, a rank processes the tokens of a ``cp``-th of the microbatch's samples. Of
+        pairs with equal keys and numbers, that differ in the placement of their ranks, the least seconds are given.
+        """
+        found: dict[tuple[int, ...], dict[float, Seconds]] = defaultdict(dict)
+        for (_, _, cp, tp, _, ep, etp, zero, dp_shard, size, _), bound in self.floors.items():
+            if bound is not None and not zero and not dp_shard:
+                of_kind, samples = found[tp, ep, etp], size / cp
+                other = of_kind.get(samples, bound.seconds)
+                of_kind[samples] = {
+                    block: (min(pair[0], other[block][0]), min(pair[1], other[block][1]))
+                    for block, pair in bound.seconds.items()
+                }
+        return {kind: sorted(of_kind.items()) for kind, of_kind in found.items()}
 
     def prefetch(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
@@ -80,10 +104,10 @@ class ShardedBounds:
         for candidate, size in floors:
             if size == candidate.microbatch_size or self._is_at_best(candidate):
                 key, asked = self._identify_bound(candidate, size)
-                if key not in self._floors:
+                if key not in self.floors:
                     yield key, self.locals.find_wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
-    def _identify_bound(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
+    def _identify_bound(self, candidate: MeshCandidate, size: int) -> tuple[FloorKey, tuple[MeshCandidate, int, bool]]:
         """Return two values: a cache key that is equal for candidates whose lower bounds on blocks (such as layers) are
         equal, and the arguments with which these bounds are computed: (candidate, microbatch size in samples, whether
         all samples of a rank are one microbatch). ``size``: samples of the microbatch for which the bounds are
@@ -94,8 +118,9 @@ class ShardedBounds:
             candidate = replace(
                 candidate, zero=candidate.zero if self._has_mixed_speeds and candidate.zero == 2 else 0, dp_shard=0
             )
-        key = *candidate.grid.values(), candidate.ep, candidate.etp, candidate.zero, candidate.dp_shard, size, whole
-        return key, (candidate, size, whole)
+        pp, dp, cp, tp, one = candidate.grid.values()
+        rest = candidate.ep, candidate.etp, candidate.zero, candidate.dp_shard, size, whole
+        return (pp, dp, cp, tp, one, *rest), (candidate, size, whole)
 
     def bound_call_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
         """Return three values for ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): the graphs of

@@ -3,8 +3,8 @@ shardings."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
@@ -13,22 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.candidate import MeshCandidate
+from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import CapacityError
 from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.model import FoldedModel
 from partitioner.schedules.formulas import is_formula, is_plain, is_split, most_in_flight
-from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.bounds.model_bounds import BY_BLOCKS, ModelBounds
 from partitioner.solve.bounds.schedule_memory import (
     MicrobatchMemory,
     RankCapacity,
-    estimate_recompute_seconds,
+    RecomputeCosts,
     least_of,
     most_held,
     needs_of,
 )
-from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers, Seconds
 from partitioner.solve.evaluate.evaluate_placement import split_of, virtual_ranks
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
-from partitioner.solve.evaluate.sharded_bounds import ShardedBounds
+from partitioner.solve.evaluate.sharded_bounds import FloorKey, ShardedBounds
 from partitioner.solve.search.space import SearchSpace, list_hybrid_candidates
 from partitioner.solve.search.uniform_cluster import UniformClusterBound
 from partitioner.solve.stages.lower_bound import LeastTime
@@ -44,6 +46,8 @@ class BoundCascade:
     The first bounds come from the unsharded model without collectives (``bounds``). Then a sharding is solved
     (``evaluator``) for the largest microbatch; its collectives also bound those of smaller microbatches, so one
     sharding bounds all candidates with one size of ``tp``. Last, the candidate's own sharding gives the tightest bound.
+
+    ``floors``: bounds on blocks from shardings that are known already, to which new ones are added.
     """
 
     def __init__(
@@ -52,8 +56,9 @@ class BoundCascade:
         evaluator: CandidateEvaluator,
         candidates: Sequence[MeshCandidate],
         space: SearchSpace,
+        floors: dict[FloorKey, BlockLowerBound | None] | None = None,
     ) -> None:
-        self.bounds, self.sharded, self.space = bounds, ShardedBounds(evaluator), space
+        self.bounds, self.sharded, self.space = bounds, ShardedBounds(evaluator, floors), space
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
         largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[MeshCandidate, LeastTime | PartitionError] = {}
@@ -62,6 +67,7 @@ class BoundCascade:
         self._unseen: set[MeshCandidate] = set()
         self._expected = False
         self._needs: dict[tuple[int, ...], MicrobatchMemory] = {}
+        self._recompute: dict[tuple[int, ...], RecomputeCosts] = {}
         self._alike = UniformClusterBound(evaluator)
         self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
         self._parts: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # (ZeRO stage, dp_shard) under hybrid sharding
@@ -85,6 +91,26 @@ class BoundCascade:
             self._expected = True
             self._prefetch_shardings([candidates[i] for i in np.argsort(found, kind="stable")])
         return found
+
+    def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+        """Return approximate lower bounds in seconds on the step times of candidates outside the search, shape
+        ``[candidates]``, without a sharding of their own. The seconds of blocks (such as layers) are those of the
+        shardings that the search has computed for equal ``tp``, ``ep`` and ``etp``, in proportion to the tokens of a
+        rank. More ranks for a sequence (``cp``) only add collectives for attention, which are left out. Where the
+        search has computed none, the bound is that of :meth:`times`. ``candidates``: combinations of mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
+        solved, known = self.sharded.list_known_floors(), dict[Hashable, Seconds]()
+        for kind, candidate in {BY_BLOCKS(candidate): candidate for candidate in candidates}.items():
+            tokens = candidate.microbatch_size / candidate.cp  # of so many samples
+            of_kind = solved.get((candidate.tp, candidate.ep, candidate.etp), [])
+            larger = [(tokens / samples, seconds) for samples, seconds in of_kind if tokens <= samples]
+            if larger and self._scales:
+                known[kind] = {
+                    block: (max(s * of[block][0] for s, of in larger), max(s * of[block][1] for s, of in larger))
+                    for block in larger[0][1]
+                }
+        return self.bounds.times(candidates, known=known)
 
     def _prefetch_shardings(self, candidates: Sequence[MeshCandidate]) -> None:
         """Announce the sharding problems from which the most promising candidates will be bounded: those of the largest
@@ -355,15 +381,17 @@ class BoundCascade:
         that ``tp`` divides all work and memory evenly, too, instead of sharding the model. ``candidate``: mesh sizes,
         microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the candidate has no plan.
         """
-        model, of_block = self.bounds.model, self.bounds.calls(candidate)
-        if not quick:
-            model, of_block, _ = self.sharded.bound_call_costs(candidate)
-        costs = [of_block[call.block] for call in model.calls if not call.shared and not call.prologue]
+        if quick:
+            key = candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep
+            if key not in self._recompute:
+                self._recompute[key] = _sum_recompute_costs(self.bounds.model, self.bounds.calls(candidate))
+            costs = self._recompute[key]
+        else:
+            costs = _sum_recompute_costs(*self.sharded.bound_call_costs(candidate)[:2])
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)
-        free = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate)
-        free -= max(cost.working_bytes for cost in costs)
+        free = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate) - costs.working_bytes
         how = candidate.schedule, candidate.pp, int(m), candidate.virtual_stages
-        return float(m * candidate.pp / speeds * estimate_recompute_seconds(costs, free, *how))
+        return m * candidate.pp / speeds * costs.estimate_seconds(free, *how)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages, if
@@ -471,3 +499,10 @@ class BoundCascade:
         known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]
         first = self._first.get(tp)  # candidates outside the search may have sizes that no candidate of it has
         return first if first is not None and first in known else max(known, default=size)
+
+
+def _sum_recompute_costs(model: FoldedModel, of_block: Mapping[str, CallCost]) -> RecomputeCosts:
+    """Return the sums of costs over all block calls (such as layers) of ``model`` that can be distributed over pipeline
+    stages. ``of_block``: block name -> cost of a call."""
+    often = Counter(call.block for call in model.calls if not call.shared and not call.prologue)
+    return RecomputeCosts.of((of_block[block], times) for block, times in often.items())

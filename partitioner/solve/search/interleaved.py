@@ -68,9 +68,9 @@ def list_promising_candidates(
     left = [other for other in _list_untried_candidates(space, solved, rows, fine) if other not in known]
     if not left:
         return
-    bound_s = bounds.times(left).tolist()
+    bound_s = bounds.estimate_times(left).tolist()
     recompute_s = [0.0] * len(left)
-    heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s)]
+    heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s) if seconds < best.seconds]
     heapq.heapify(heap)
     kinds: set[tuple[int, ...]] = set()
     most_kinds = _MOST_OF_EXPERTS if space.experts else _MOST_SHARDINGS
@@ -82,7 +82,7 @@ def list_promising_candidates(
             before = best.seconds
             yield candidate
             ratio = min(ratio, best.last_s / seconds)
-            fruitless = 0 if best.seconds < before else fruitless + 1
+            fruitless = 0 if best.seconds < before else fruitless + (not best.is_pruned)
             if fruitless == _MOST_FRUITLESS:
                 return
             continue
@@ -157,12 +157,14 @@ class BestSchedule:
     ``found``: the best plan of the search, with its estimated step time. ``certificate``: the record of how near that
     plan is to the optimum, with a table of candidates. ``attempts``: plans and bounds candidates.
     ``last_s``: seconds of a step of the candidate that was tried last; infinite if it was not planned.
+    ``is_pruned``: whether that candidate was not planned because a lower bound showed that it is no better.
     """
 
     found: SolvedCandidate
     certificate: Certificate
     attempts: CandidateAttempts
     last_s: float = field(default=math.inf, init=False)
+    is_pruned: bool = field(default=False, init=False)
     _better: EvaluatedCandidate | None = field(default=None, init=False)
     _rows: list[Candidate] = field(default_factory=list, init=False)
 
@@ -202,11 +204,12 @@ class BestSchedule:
         planned if its lower bounds show that it is no better. ``candidate``: mesh sizes, microbatch size, schedule and
         ZeRO stage.
         """
-        cutoff_s, self.last_s = self.seconds * (1 - _ROUNDING), math.inf
+        cutoff_s, self.last_s, self.is_pruned = self.seconds * (1 - _ROUNDING), math.inf, False
         least = float(self.attempts.bounds.times([candidate])[0])
         try:
             least = max([least, *(bound([candidate], cutoff_s) for bound in self.attempts.bounds.family_bounds)])
-            if least >= cutoff_s:
+            self.is_pruned = least >= cutoff_s
+            if self.is_pruned:
                 return
             told = self.attempts.evaluate_on_known_devices(candidate)
         except PartitionError as error:

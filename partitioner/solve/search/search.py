@@ -15,8 +15,10 @@ from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate, Certificate, Limits
 from partitioner.runtime.program.program import Offload
 from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
+from partitioner.solve.evaluate.sharded_bounds import FloorKey
 from partitioner.solve.search.attempts import CandidateAttempts
 from partitioner.solve.search.baselines import (
     compare_standard_layouts,
@@ -55,7 +57,8 @@ class PlanSearchResult:
     (well-known layouts for comparison), which may still be computed in the background.
 
     ``rows``: candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> its outcome. ``lacking``: the memory
-    shortage that made the search choose offload; empty if there was none.
+    shortage that made the search choose offload; empty if there was none. ``floors``: the lower bounds on blocks that
+    were computed, which hold for a search with other free memory, too.
     """
 
     chosen: SolvedCandidate
@@ -63,6 +66,7 @@ class PlanSearchResult:
     baselines: Future[tuple[Baseline, ...]]
     rows: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
     lacking: str = ""
+    floors: dict[FloorKey, BlockLowerBound | None] = field(default_factory=dict)
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
         """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
@@ -111,11 +115,11 @@ def search_for_plan(
     pinned = job.constraints
     if pinned.cp is not None:
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
+    had = before.chosen.offload if before else ()
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     request = _SearchRequest(progress, compare, deadline, cutoff_s, other_batch)
     short: CapacityError | None = None
     hosts_lacked: list[bool] = []
-    had = before.chosen.offload if before else ()
     tried = before is None
     for asked in list_offload_variants(job, lambda: any(hosts_lacked) or "disk" in had):
         tried = tried or (asked.constraints.offload or ()) == had
@@ -125,7 +129,7 @@ def search_for_plan(
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
             hosts = asked is not job
-            found = _search_candidates(asked, evaluator, request, known, hosts=hosts)
+            found = _search_candidates(asked, evaluator, request, known, hosts=hosts, floors=_floors_of(before, asked))
             lacking = short.shortage if short is not None else before.lacking if before else ""
             return replace(found, lacking=lacking if hosts else "")
         except CapacityError as error:
@@ -135,6 +139,13 @@ def search_for_plan(
             hosts_lacked.append(evaluator.host_lacks)
     assert short is not None
     raise short
+
+
+def _floors_of(before: PlanSearchResult | None, job: Job) -> dict[FloorKey, BlockLowerBound | None]:
+    """Return a copy of the lower bounds on blocks that the search ``before`` has computed, if they hold for ``job``: if
+    its plan offloads the same kinds of data. Otherwise, and without an earlier search, there are none."""
+    same = before is not None and before.chosen.offload == (job.constraints.offload or ())
+    return dict(before.floors) if before is not None and same else {}
 
 
 def list_offload_variants(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
@@ -182,11 +193,12 @@ def _search_candidates(
     before: Mapping[MeshCandidate, CandidateOutcome],
     *,
     hosts: bool,
+    floors: dict[FloorKey, BlockLowerBound | None],
 ) -> PlanSearchResult:
     """Search the candidates of one variant of the job with fixed kinds of offloaded data, and return the best plan.
     ``job``: the model, batch, cluster and constraints. ``evaluator``: plans its candidates. ``before``:
     candidate -> its outcome in an earlier search. ``hosts``: whether offload was added because nothing fitted without
-    it. ``request``: time limit, cutoff and callbacks of the search.
+    it. ``request``: time limit, cutoff and callbacks of the search. ``floors``: lower bounds on blocks that are known.
     """
     bounds = ModelBounds(job, evaluator.placements)
     start, compare, deadline = time.monotonic(), request.compare, request.deadline
@@ -196,12 +208,12 @@ def _search_candidates(
     always = list_standard_layouts(space, candidates, bounds) if compare else []
 
     early = WarmStart(space, frozenset(candidates), bounds, always, request.deadline, request.cutoff_s)
-    floors = BoundCascade(bounds, evaluator, candidates, space)
+    cascade = BoundCascade(bounds, evaluator, candidates, space, floors)
     attempts = CandidateAttempts(
-        evaluator, space, floors, early, ZeroInfeasibility(bounds.state_bytes), request.cutoff_s
+        evaluator, space, cascade, early, ZeroInfeasibility(bounds.state_bytes), request.cutoff_s
     )
     result = BestFirstSearch(
-        floors,
+        cascade,
         attempts,
         progress=request.progress,
         time_limit_s=request.deadline - time.monotonic(),
@@ -219,7 +231,7 @@ def _search_candidates(
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
         attempts.remember_devices(known.values())
         schedules = BestSchedule(found, certificate, attempts)
-        promising = list_promising_candidates(space, schedules, known, result.rows, floors)
+        promising = list_promising_candidates(space, schedules, known, result.rows, cascade)
         found, certificate = schedules.follow(promising, deadline)
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
         found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))
@@ -262,7 +274,7 @@ def _search_candidates(
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
-    return PlanSearchResult(found, certificate, baselines, result.rows)
+    return PlanSearchResult(found, certificate, baselines, result.rows, floors=cascade.sharded.floors)
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:

@@ -27,7 +27,7 @@ from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.errors import InputsError
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.bounds.schedule_memory import estimate_recompute_seconds
+from partitioner.solve.bounds.schedule_memory import RecomputeCosts
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, SearchResult, ZeroInfeasibility
@@ -409,6 +409,9 @@ class Told:
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         return np.array([self._of(candidate)[0] for candidate in candidates])
 
+    def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+        return self.times(candidates)
+
     def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         found = 0.0 if quick else self._of(candidate)[2]
         if isinstance(found, str):
@@ -418,11 +421,15 @@ class Told:
 
 @dataclass
 class Best:
-    """The best plan so far, and the step time of the last candidate."""
+    """The best plan so far, and the step time of the last candidate; infinite if a bound pruned it."""
 
     candidate: MeshCandidate
     seconds: float
     last_s: float = math.inf
+
+    @property
+    def is_pruned(self) -> bool:
+        return self.last_s == math.inf
 
 
 def test_candidates_with_several_virtual_stages_are_tried_in_the_order_of_what_they_are_expected_to_take():
@@ -454,6 +461,7 @@ def test_candidates_with_several_virtual_stages_are_tried_in_the_order_of_what_t
         return found
 
     assert tried({}) == [(8, 4)], "all sizes of microbatches are told the same: after four that are no better it ends"
+    assert tried({(8, 4): math.inf}) == [(8, 4), (2, 4)], "those that a bound prunes do not count"
     told.seconds[8, 4] = (7.0, 7.0, "too large")
     assert tried({}) == [(2, 4)]
     told.seconds[2, 4] = (5.0, 8.0, "too large")
@@ -470,7 +478,8 @@ def test_recomputation_is_estimated_from_what_ranks_hold():
     )
 
     def seconds(free: float, schedule: str = "1f1b", cost: CallCost = layer) -> float:
-        return estimate_recompute_seconds([cost] * 8, free, schedule, 4, 8, 2 if schedule == "zb-v" else 1)
+        costs = RecomputeCosts.of([(cost, 8)])
+        return costs.estimate_seconds(free, schedule, 4, 8, 2 if schedule == "zb-v" else 1)
 
     assert seconds(88.0) == 0.0
     assert seconds(87.0) == seconds(56.0) == 1.0  # both calls selectively: 88 - 4 x 2 x 4 = 56 bytes
@@ -703,6 +712,29 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
         assert all(bound(candidate, np.inf) <= least for bound in floors.candidate_bounds), candidate
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
         assert min(solved.estimate.breakdown.values()) >= 0.0
+
+
+def test_shardings_of_the_search_bound_candidates_with_more_ranks_for_a_sequence():
+    """Collectives over two ranks of tp are known from one sharding, and only from there: twice as many ranks for a
+    sequence, of twice as many samples, take at least as long."""
+    work = job("llama", Topology.preset("dgx-h100"), batch=64, ahead=True)
+    bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
+    space = SearchSpace(work.topology, 64, bounds.num_calls, bounds.dims, work.constraints, length=16)
+    plain = MeshCandidate(1, 4, 2, 4)
+    shared = replace(plain, dp=2, cp=2, microbatch_size=8)
+    others = [replace(shared, microbatch_size=16), replace(plain, dp=2, tp=4), replace(plain, dp=8, tp=1)]
+    every = [plain, shared, *others]
+    floors = BoundCascade(bounds, evaluator, list_candidates(space), space)
+    quick = floors.times(every).tolist()
+    assert floors.estimate_times(every).tolist() == quick
+    of_plain = evaluator.floor(plain, plain.microbatch_size)
+    assert of_plain is not None
+    estimated = floors.estimate_times(every).tolist()
+    assert quick[0] < estimated[0] <= bounds.with_floor([plain], of_plain) * (1 + 1e-9)
+    assert quick[1] < estimated[1]
+    assert estimated[2:] == quick[2:], "more samples take less time each, and another tp has other collectives"
+    of_shared = evaluator.floor(shared, shared.microbatch_size)
+    assert of_shared is not None and estimated[1] <= bounds.with_floor([shared], of_shared)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("experts", marks=pytest.mark.slow)])

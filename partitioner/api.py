@@ -87,7 +87,7 @@ def partition(
     def job_of(topology: Topology, pins: Constraints, global_batch: int | None, of: PreparedModel = prepared) -> Job:
         work, margin = of.at(global_batch, pins, torch_device(topology)), pins.memory_margin
         kind, train = precision_of(work[0], of.precision), of.objective == "train"
-        return sizes.limit(Job(*work, rate_cluster(topology, kind, margin), pins, train, optimizer, kind, how))
+        return Job(*work, rate_cluster(topology, kind, margin), pins, train, optimizer, kind, how, *sizes)
 
     with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)), ExitStack() as stack:
         check_request(topology, constraints, optimizer, train, how, prepared.precision)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Literal
@@ -119,6 +119,13 @@ class MeshCandidate:
         """
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
         return inside and isinstance(self.schedule, str)
+
+    def replicas_run_independently(self, updates: Collection[str]) -> bool:
+        """Return whether the ranks of ``dp`` wait for each other only at the end of a step, so that faster ranks may
+        compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in each microbatch.
+        ``updates``: the buffers that the model's forward changes; with any, all ranks wait for each other.
+        """
+        return not updates and self.dp > 1 and self.zero < 2 and self.shares_out
 
     def num_microbatches(self, global_batch: int) -> int:
         """Return the number of microbatches on the rank of ``dp`` that has the most, if they are divided as evenly as

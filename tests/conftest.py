@@ -28,7 +28,7 @@ import torch
 from hypothesis import settings
 
 from partitioner import background
-from partitioner.solve.evaluate import local_model_cache
+from partitioner.solve.evaluate import prefetch
 from partitioner.solve.search import search
 
 settings.register_profile("untimed", deadline=None)  # an example takes longer where other processes run
@@ -87,7 +87,7 @@ def pytest_configure() -> None:
     """Where each processor has a worker, plans are made by one process: a second one would take another's time."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) >= processors:
-        for module in (local_model_cache, background):
+        for module in (prefetch, background):
             module.can_help = lambda: False
 
 

@@ -36,14 +36,15 @@ from partitioner.advise.variants import (
 )
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
+from partitioner.cost.call.recomputation import allowed_recompute_mode, recompute_mode
 from partitioner.errors import Advice, CapacityError, Change, InfeasibleError, TimeLimitError
 from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.fit_memory import can_fit_program, planned_only
-from partitioner.solve.search.search import find_best_report, list_offload_variants, space_of
-from partitioner.solve.search.space import SearchSpace, list_candidates, several_stages
+from partitioner.solve.search.search import find_best_report, list_offload_variants
+from partitioner.solve.search.space import SearchSpace, build_search_space, list_candidates, several_stages
 from partitioner.units import list_divisors, seconds_text
 from partitioner.validate import check_request
 
@@ -101,7 +102,7 @@ _OF_POINTS = (*OF_POINT, "stage_of", "recompute")
 
 def _bounds_cache_key(job: Job) -> _Basis:
     ways = (getattr(job.constraints, name) for name in Constraints.model_fields if name not in _OF_POINTS)
-    return job.topology, job.global_batch, job.remade, *ways
+    return job.topology, job.global_batch, recompute_mode(job.constraints.recompute), *ways
 
 
 @dataclass
@@ -232,8 +233,8 @@ class _RelaxationSearch:
             return ()
         try:
             job = self._prepare_relaxed_job(base, every)
-            bounds, least = self._find_model_bounds(job), self._find_model_bounds(_maximise_offload(job))
-            choices = self._list_plainest_zero_choices(job, bounds, every)
+            least = self._find_model_bounds(_maximise_offload(job))
+            choices = self._list_plainest_zero_choices(job, every)
         except PartitionError:
             return ()
         ranked = sorted(choices, key=lambda p: (least.state_bytes(p) + least.layer_bytes(p), p))
@@ -258,10 +259,10 @@ class _RelaxationSearch:
         return self.asked.prepare(variant.topology, relax_pins(variant.constraints, pins), variant.global_batch)
 
     def _find_model_bounds(self, job: Job) -> ModelBounds:
-        key = (*_bounds_cache_key(job), job.made_again)
+        key = (*_bounds_cache_key(job), allowed_recompute_mode(job.constraints.recompute))
         if key not in self._bounds:
             self._bounds[key] = ModelBounds(job)
-        return self._bounds[key].with_job(job)
+        return self._bounds[key].with_constraints(job.constraints)
 
     def _list_relaxed_candidates(
         self, variant: Variant, pins: tuple[str, ...]
@@ -277,7 +278,7 @@ class _RelaxationSearch:
             job = self._prepare_relaxed_job(variant, pins)
             _check_job_request(job)
             bounds, least = self._find_model_bounds(job), self._find_model_bounds(_maximise_offload(job))
-            choices = self._list_plainest_zero_choices(job, bounds, pins)
+            choices = self._list_plainest_zero_choices(job, pins)
         except PartitionError:
             return []
         changed = [p for p in choices if all(is_pin_changed(variant.constraints, pin, p) for pin in pins)]
@@ -298,26 +299,24 @@ class _RelaxationSearch:
             self._lacking.append((variant, pins, ranked[0][2]))
         return fitting
 
-    def _list_plainest_zero_choices(
-        self, job: Job, bounds: ModelBounds, given_up: Sequence[str]
-    ) -> list[MeshCandidate]:
+    def _list_plainest_zero_choices(self, job: Job, given_up: Sequence[str]) -> list[MeshCandidate]:
         """Return the simplest mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of ``job``: those
         with the schedule that needs the least memory and, if memory is not the problem, with the lowest ZeRO stage.
 
-        ``bounds``: lower bounds for the job. ``given_up``: names of the fixed constraints that may change.
+        ``given_up``: names of the fixed constraints that may change.
         """
-        plainest = self._list_plainest_candidates(job, bounds, given_up)
+        plainest = self._list_plainest_candidates(job, given_up)
         least = min(candidate.zero for candidate in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
-    def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
+    def _list_plainest_candidates(self, job: Job, given_up: Sequence[str]) -> list[MeshCandidate]:
         """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of ``job``. If the user did
         not fix the schedule, only those with 1F1B are returned, which needs the least memory of the searched schedules.
 
-        ``bounds``: lower bounds for the job. ``given_up``: names of the fixed constraints that may change; with
-        ``virtual_stages`` among them, candidates with several virtual stages are included.
+        ``given_up``: names of the fixed constraints that may change; with ``virtual_stages`` among them, candidates
+        with several virtual stages are included.
         """
-        space = space_of(job, bounds)
+        space = build_search_space(job)
         asked = self.asked.constraints
         choices = _with_wider(space, {name: getattr(asked, name) for name in given_up if hasattr(asked, name)})
         free = job.constraints.schedule is None and not job.constraints.ahead
@@ -377,7 +376,7 @@ class _RelaxationSearch:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
             _check_job_request(job)
             bounds = self._find_model_bounds(_maximise_offload(job))
-            choices = self._list_plainest_candidates(job, bounds, ())
+            choices = self._list_plainest_candidates(job, ())
         except PartitionError:
             return False
         room = max(d.usable for d in job.topology.devices)

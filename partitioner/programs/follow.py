@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -44,8 +44,7 @@ _NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class FurtherSizes:
+class FurtherSizes(NamedTuple):
     """Batch sizes of a plan's further programs, such as evaluations. ``samples``: their numbers of samples.
     ``positions``: their numbers of positions (such as tokens of a sample). Each tuple is in ascending order without
     duplicates. A search leaves out meshes over whose ranks such a batch cannot be divided evenly.
@@ -53,12 +52,6 @@ class FurtherSizes:
 
     samples: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
-
-    def limit(self, job: Job) -> Job:
-        """Return a copy of the planning problem ``job`` with these batch sizes. Its search leaves out meshes over whose
-        ranks a batch of one of these sizes cannot be divided evenly.
-        """
-        return replace(job, further_samples=self.samples, further_positions=self.positions)
 
 
 def list_further_sizes(

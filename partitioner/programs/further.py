@@ -541,7 +541,7 @@ def assemble_plan(first: FirstProgram, further: dict[str, FurtherProgram], topol
         profile=job.profile,
         estimate=found.estimate,
         certificate=found.certificate,
-        shares=operator_share(job.batch_of(chosen.candidate.ep), chosen.local.sharding, chosen.local.context),
+        shares=operator_share(chosen.batch, chosen.local.sharding, chosen.local.context),
         model=type(prepared.model).__name__,
         precision=prepared.precision,
         optimizer=job.optimizer,

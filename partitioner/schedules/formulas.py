@@ -57,6 +57,8 @@ _LEAST_FILL = {
     "dualpipe-v": (0.3, 0.0),
 }
 _FEW = 0.7  # factor for ZB-1P with several virtual stages on a rank and less than two microbatches per rank
+_FEW_ROUNDS = 3  # rounds of one microbatch for each rank, in which all numbers of microbatches in flight occur
+_MOST_COMPARED = 1_000_000  # pairs of numbers that are compared at once
 _MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated from the steady state
 
 
@@ -153,7 +155,9 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
     virtual stages of each rank (``None``: the default of the schedule). To save time, a long step is replaced by a
     shorter one with the same steady state, which has the same result.
     """
-    table = shorten_timetable(schedule, p, m, v)[0]
+    # all orders but GPipe's reach their steady state within two rounds of p microbatches
+    is_long = table_of(schedule) is None and schedule != "gpipe" and m % p == 0 and m > _FEW_ROUNDS * p
+    table = build_timetable(schedule, p, _FEW_ROUNDS * p, v) if is_long else shorten_timetable(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
     together = []
     for order, stages in zip(table.orders, table.held, strict=True):
@@ -170,6 +174,10 @@ def _not_less(counts: NDArray[np.int64]) -> tuple[tuple[Counts, ...], ...]:
     the elements, without duplicates, shape ``[elements, virtual stages, 2]``.
     """
     rows = counts.reshape(len(counts), -1)
+    if len(rows) * rows.size <= _MOST_COMPARED:
+        exceeds = (rows[:, None] <= rows[None, :]).all(axis=2)  # [i, j]: j equals or exceeds i, as each does itself
+        left = counts[exceeds.sum(axis=1) == 1].tolist()
+        return tuple(tuple((whole, half) for whole, half in one) for one in left)
     is_left, greatest = np.ones(len(rows), dtype=bool), list[int]()
     for one in np.argsort(-rows.sum(axis=1), kind="stable").tolist():  # none exceeds another one with a larger sum
         if is_left[one]:

@@ -118,13 +118,15 @@ def find_steady_state(
                 continue
             start = least + rest
             few, many = orders(num_stages, start), orders(num_stages, start + unit)
-            parts = [
-                find_growth(_actions_to_items(a), _actions_to_items(b), unit) for a, b in zip(few, many, strict=True)
-            ]
-            if any(p is None for p in parts):
+            parts = list[list[Growth]]()
+            for a, b in zip(few, many, strict=True):
+                if (grown := find_growth(_actions_to_items(a), _actions_to_items(b), unit)) is None:
+                    break
+                parts.append(grown)
+            if len(parts) < num_stages:
                 continue
             wanted = wanted or [_actions_to_items(order) for order in orders(num_stages, num_microbatches)]
-            said = [list(grow_items(_actions_to_items(a), p or (), steps)) for a, p in zip(few, parts, strict=True)]
+            said = [list(grow_items(_actions_to_items(a), p, steps)) for a, p in zip(few, parts, strict=True)]
             if said == wanted:
                 return SteadyState(start, unit, steps)
     return None

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from partitioner import Constraints, Topology, partition
 from partitioner.errors import PlanError
 from partitioner.passes.rules.factors import MAX_SECTIONS
-from partitioner.solve.evaluate.local_model_cache import LocalKey, LocalModels
+from partitioner.solve.evaluate.local_model_cache import LocalModels
+from partitioner.solve.evaluate.prefetch import LocalKey
 from partitioner.solve.sharding.local_model import LocalModel
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

@@ -40,6 +40,22 @@ _COPIES = frozenset(
 )
 
 
+def recompute_mode(pinned: str | None) -> Remade:
+    """Return which operators selective recomputation runs again in the backward: ``"scores"`` (attention scores only),
+    ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
+    product). ``pinned``: the constraint ``recompute``; if it does not name one of these, ``"selective"`` is returned.
+    """
+    return "scores" if pinned == "scores" else "alternate" if pinned == "alternate" else "selective"
+
+
+def allowed_recompute_mode(pinned: str | None) -> Remade | None:
+    """Return which operators selective recomputation may run again in the backward: ``"scores"`` (attention scores
+    only), ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
+    product). ``pinned``: the constraint ``recompute``. ``None`` if it excludes selective recomputation.
+    """
+    return None if pinned in ("none", "full") else recompute_mode(pinned)
+
+
 def find_recomputed_nodes(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
     """Return the operators of ``block`` (such as a layer) that backward runs a second time, so that their results are
     not kept. The graph must mark which nodes need gradients.

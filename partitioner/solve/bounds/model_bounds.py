@@ -28,7 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.candidate import MeshCandidate
+from partitioner.constraints import Constraints
 from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.recomputation import allowed_recompute_mode
 from partitioner.cost.call.states import StateCost, StateCosts, kinds_of, state_costs, sum_state_costs, update_time
 from partitioner.cost.step.device_speeds import GroupSpeeds, pool_of, work_and_speeds
 from partitioner.cost.step.estimate import stage_problem
@@ -38,7 +40,7 @@ from partitioner.passes.ir.model import FoldedModel
 from partitioner.schedules.formulas import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.bounds.block_work import BlockWork, DeviceKinds, Works, bound_busiest_rank
 from partitioner.solve.bounds.planned_job import PlannedJob
-from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, LeastReduced
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, LeastReduced, Seconds
 from partitioner.solve.placement.placement import Placements
 from partitioner.solve.stages.lower_bound import LeastTime, least_time
 from partitioner.solve.stages.problem import StageProblem
@@ -53,6 +55,8 @@ _WORK = "pp", "dp", "tp", "microbatch_size", "schedule", "cp", "ep", "virtual_st
 
 _STATES = "pp", "dp", "tp", "cp", "ep", "etp", "zero", "dp_shard"
 BY_WORK: Key = attrgetter(*_WORK)  # equal for candidates with the same computation and pipeline
+BY_SHARDED_WORK: Key = attrgetter(*_WORK, "etp")  # the same with collectives
+BY_BLOCKS: Key = attrgetter("tp", "cp", "ep", "etp", "microbatch_size")  # equal for candidates with the same graphs
 BY_STATES: Key = attrgetter(*_STATES)  # equal for candidates that shard parameters and gradients in the same way
 BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # equal for candidates with as many microbatches on a rank
 BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster ranks may compute more microbatches
@@ -126,15 +130,26 @@ class ModelBounds:
     """
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
-        self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
-        self.samples, self.train = job.samples, job.train
+        self.model, self.topology, self.constraints, self.profile = (
+            job.model,
+            job.topology,
+            job.constraints,
+            job.profile,
+        )
+        self.global_batch, self.samples, self.train, self.experts = (
+            job.global_batch,
+            job.samples,
+            job.train,
+            job.experts,
+        )
         self.placements = placements or Placements(job.topology, job.precision)
         paces, of_device = job.topology.paces
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
         if job.profile.graphs != "none":  # recorded graphs need no dispatch
             types = [kind.model_copy(update={"dispatch": 0.0}) for kind in types]
         self.device = best_type(types)
-        how = job.train, job.precision == "fp8", job.profile.fused_casts, job.made_again, job.profile.fused_kernels
+        again = allowed_recompute_mode(job.constraints.recompute)
+        how = job.train, job.precision == "fp8", job.profile.fused_casts, again, job.profile.fused_kernels
         works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], *how)
         self._kinds = DeviceKinds(
             works, self._calls_by_block, job.samples, np.bincount(of_device, minlength=len(paces))
@@ -150,18 +165,18 @@ class ModelBounds:
         )
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._layer_bytes: dict[tuple[int, ...], float] = {}
-        self._reduced = LeastReduced(job, self.placements, self.device)
+        self._reduced = LeastReduced(job.topology, job.constraints, self.placements, self.device)
         self._shares: dict[tuple[Any, ...], StateCosts] = {}
         self._state_bytes: dict[tuple[Any, ...], float] = {}
         self._machines: dict[tuple[int, ...], BestCaseMesh] = {}  # by grid
         self._capacities: dict[tuple[int, int], tuple[int, ...]] = {}  # by stages and number of communication groups
 
-    def with_job(self, job: PlannedJob) -> ModelBounds:
-        """Return a copy of these bounds for another job, ``job``, with the same model, batch and topology but other
-        constraints, so that the work of blocks (such as layers) need not be computed again.
+    def with_constraints(self, constraints: Constraints) -> ModelBounds:
+        """Return a copy of these bounds for a job with the same model, batch and topology, but with other constraints,
+        ``constraints``, so that the work of blocks (such as layers) need not be computed again.
         """
         other = copy(self)
-        other.job = job
+        other.constraints = constraints
         return other
 
     @property
@@ -169,26 +184,6 @@ class ModelBounds:
         """Return the work (seconds and bytes) of each block (a part of the model that may be called several times, such
         as a decoder layer) on the best device type, by name of the block."""
         return self._kinds.works.best
-
-    @cached_property
-    def model_flops(self) -> float:
-        """Return the FLOPs of the matrix products of the whole model for the global batch, forward and backward."""
-        works = (self.blocks[call.block] for call in self.model.calls)
-        return sum(work.forward.flops + work.backward.flops for work in works) * (self.global_batch // self.samples)
-
-    @cached_property
-    def dims(self) -> frozenset[int]:
-        """Return the sizes of all dims of the model's parameters, as a set. A size of the mesh axis ``tp`` that divides
-        none of them is not searched."""
-        return frozenset(d for s in self.model.states.values() if s.kind == "parameter" for d in s.spec.shape)
-
-    @cached_property
-    def num_calls(self) -> int:
-        """Return the number of block calls (such as layers) of the model that can be distributed over pipeline stages.
-        Two kinds of calls are not counted: those that run on all microbatches before the pipeline starts, because later
-        calls need sums over the whole batch; and cheap calls, such as those for masks, that each stage runs itself.
-        """
-        return len(self._cuttable_blocks)
 
     @cached_property
     def _cuttable_blocks(self) -> list[str]:
@@ -207,19 +202,31 @@ class ModelBounds:
         """
         return Counter(self._cuttable_blocks)
 
-    def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
+    def times(
+        self,
+        candidates: Sequence[MeshCandidate],
+        *,
+        shared: bool = False,
+        known: Mapping[Hashable, Seconds] | None = None,
+    ) -> Vector:
         """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``.
 
         It is the sum of three terms: the pipeline; the part of the gradient reduction that the backward cannot hide
         (with a single stage); and the optimizer's update. The busiest rank of the pipeline takes at least an even share
         of the work, and it runs whole calls of blocks (such as layers), which may take longer. ``shared``: whether to
         use the even share alone. The bound is then lower, but a caller may add to it times that can fall on any rank.
-        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``known``: ``BY_BLOCKS`` of a candidate -> lower bounds on the seconds of its blocks for one microbatch, such as
+        those of a sharding; each is a dict from block name to forward and backward seconds. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
-        alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
+        key = by_all if self._kinds.differ else BY_WORK if known is None else BY_SHARDED_WORK
+        alike, places = find_distinct_candidates(candidates, key)
         often, fastest = list(self._calls_by_block.values()), self._kinds.fastest(alike)
         forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, alike))
+        if known is not None:
+            least = self._stack_block_seconds(alike, known)
+            forward, backward = np.maximum(forward, least[0]), np.maximum(backward, least[1] * self.train)
         # summed in order, so that the last digit does not depend on the other candidates
         ahead, back = (sum(map(multiply, often, seconds), np.zeros(len(alike))) for seconds in (forward, backward))
         ranks = np.array([candidate.pp for candidate in alike], dtype=np.float64)
@@ -234,6 +241,21 @@ class ModelBounds:
                 bound, self._shared_out(candidates, seconds) + self._bound_seconds_after_pipeline(candidates, hides)
             )
         found: Vector = np.maximum(bound, self._bound_drain_seconds(candidates, ahead, back)) * _ROUNDING
+        return found
+
+    def _stack_block_seconds(
+        self, candidates: Sequence[MeshCandidate], known: Mapping[Hashable, Seconds]
+    ) -> NDArray[np.float64]:
+        """Return the seconds of each block (such as a layer) in each of ``candidates`` as an array of shape ``[2,
+        blocks, candidates]``; 0 where they are not known. The first dim is forward and backward, blocks are in the
+        order of ``_calls_by_block``. ``known``: ``BY_BLOCKS`` of a candidate -> block name -> forward and backward
+        seconds.
+        """
+        distinct, places = find_distinct_candidates(candidates, BY_BLOCKS)
+        every = [known.get(BY_BLOCKS(candidate), {}) for candidate in distinct]
+        columns = [[seconds.get(block, (0.0, 0.0)) for block in self._calls_by_block] for seconds in every]
+        table = np.array(columns, dtype=np.float64).reshape(len(distinct), len(self._calls_by_block), 2)
+        found: NDArray[np.float64] = table[places].transpose(2, 1, 0)
         return found
 
     def _bound_pipeline_seconds(
@@ -285,7 +307,7 @@ class ModelBounds:
         """Return whether ``candidate`` may give the ranks of ``dp`` different numbers of microbatches, more to faster
         devices. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        return self._kinds.differ and self.job.goes_apart(candidate)
+        return self._kinds.differ and candidate.replicas_run_independently(self.model.updates)
 
     def rounds(self, candidate: MeshCandidate) -> float:
         """Return the number of microbatches that one rank of ``candidate`` computes in a step. If faster ranks may
@@ -304,9 +326,7 @@ class ModelBounds:
         if self.may_differ(candidate) and not is_formula(candidate.schedule):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)
-        return least_fill(
-            candidate.schedule, candidate.pp, m, candidate.virtual_stages, self.job.constraints.overlap_steps
-        )
+        return least_fill(candidate.schedule, candidate.pp, m, candidate.virtual_stages, self.constraints.overlap_steps)
 
     def _bound_seconds_after_pipeline(self, candidates: Sequence[MeshCandidate], backward: Vector) -> Vector:
         """Return a lower bound in seconds on the time after the pipeline, shape ``[candidates]``: the optimizer's
@@ -360,7 +380,7 @@ class ModelBounds:
         other. Gradients of experts are left out if ``ep`` > 1. ``candidate``: mesh sizes, microbatch size, schedule and
         ZeRO stage.
         """
-        experts = self.job.experts if candidate.ep > 1 else ()
+        experts = self.experts if candidate.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
 
@@ -371,7 +391,7 @@ class ModelBounds:
         """
         key = candidate.states_kind
         if key not in self._shares:
-            experts = self.job.experts
+            experts = self.experts
             alike = {(id(cost), name in experts): (cost, name in experts) for name, cost in self.states.items()}
             shares = {which: _shard_state_cost(*state, candidate) for which, state in alike.items()}
             self._shares[key] = StateCosts((n, shares[id(cost), n in experts]) for n, cost in self.states.items())
@@ -387,7 +407,7 @@ class ModelBounds:
         return [
             (cost, expert)
             for expert in (False, True)
-            for cost in sum_state_costs(self.states[name] for name in names if (name in self.job.experts) == expert)
+            for cost in sum_state_costs(self.states[name] for name in names if (name in self.experts) == expert)
         ]
 
     def state_bytes(self, candidate: MeshCandidate) -> float:
@@ -514,7 +534,7 @@ class ModelBounds:
         block call (such as a layer) that needs most. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
         stage.
         """
-        kept = "activations" not in (self.job.constraints.offload or ())
+        kept = "activations" not in (self.constraints.offload or ())
         key = (kept, candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._layer_bytes:
             calls = [self.calls(candidate)[name] for name in dict.fromkeys(self._cuttable_blocks)]
@@ -563,8 +583,8 @@ class ModelBounds:
             microbatch_size=candidate.microbatch_size,
             schedule=candidate.schedule,
             ranks=ranks,
-            constraints=self.job.constraints,
-            profile=self.job.profile,
+            constraints=self.constraints,
+            profile=self.profile,
             train=self.train,
         )
 
@@ -576,7 +596,7 @@ class ModelBounds:
         and ZeRO stage.
         """
         candidate, m = candidates[0], candidates[0].num_microbatches(self.global_batch)
-        pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.job.constraints.overlap_steps)
+        pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.constraints.overlap_steps)
         hides = least.backward_s if least.is_seen else math.inf
         return (
             pipeline + float(self._bound_seconds_after_pipeline(candidates, np.full(len(candidates), hides)).min())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
-from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
-from partitioner.cost.call.recomputation import Remade
 from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.topology.topology import Topology
@@ -17,11 +16,7 @@ class PlannedJob(Protocol):
 
     ``samples``: the number of samples in the graphs of ``model``: those of the global batch, or of one group if samples
     interact within groups. ``profile``: how the plan is executed, such as the framework and its kernels.
-    ``goes_apart``: function of a candidate (mesh sizes, microbatch size, schedule and ZeRO stage) that returns whether
-    faster ranks of ``dp`` may compute more microbatches. ``made_again``: what selective recomputation may run again in
-    the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take little time) or
-    ``"alternate"`` (also every second matrix product); ``None``: it is excluded. ``experts``: names of the experts'
-    parameters.
+    ``experts``: names of the experts' parameters.
     """
 
     @property
@@ -38,12 +33,9 @@ class PlannedJob(Protocol):
     def profile(self) -> ExecutionProfile: ...
     @property
     def train(self) -> bool: ...
-    def goes_apart(self, candidate: MeshCandidate) -> bool: ...
     @property
     def optimizer(self) -> str: ...
     @property
     def precision(self) -> str: ...
     @property
-    def made_again(self) -> Remade | None: ...
-    @property
-    def experts(self) -> frozenset[str]: ...
+    def experts(self) -> Collection[str]: ...

@@ -4,9 +4,10 @@ candidate therefore needs at least. The bounds hold for every cut into stages.""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,38 +140,75 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
     return MicrobatchMemory(ActivationBytes(whole, seconds), ActivationBytes(inputs, seconds), tuple(sorted(again)))
 
 
-def estimate_recompute_seconds(
-    calls: Sequence[CallCost], free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None
-) -> float:
-    """Return approximately how many seconds for each microbatch the busiest rank of a pipeline recomputes activations;
-    infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has an equal share of
-    the work and bytes of ``calls``, the costs of the block calls (such as layers) of the model.
+def _sum_kept_inputs(cost: CallCost) -> float:
+    """Return the bytes of the inputs of a block call (such as a layer) that are kept until its backward."""
+    return sum(size for size, is_kept in zip(cost.input_bytes, cost.saved_inputs, strict=True) if is_kept)
 
-    ``free``: bytes of a rank for activations. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``:
-    number of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes. A
-    rank either recomputes some of its virtual stages selectively, or whole calls, or both.
+
+@dataclass(frozen=True)
+class RecomputeCosts:
+    """Sums over the block calls (such as layers) of a model, for one microbatch, from which the recomputation that
+    memory requires is estimated.
+
+    ``num_calls``: number of calls. ``input_bytes``: bytes of inputs that are kept until the backward. ``saved_bytes``,
+    ``carried_bytes``: bytes of other activations that are held until the backward, and between its two halves.
+    ``selective_bytes``: bytes that selective recomputation frees, which takes ``selective_s`` seconds. ``whole_s``:
+    seconds of full recomputation. ``working_bytes``: working memory of the call that needs most; not a sum.
     """
-    whole, half = _count_in_flight_moments(schedule, p, m, v)
-    pairs = [pair for call in calls for pair in zip(call.input_bytes, call.saved_inputs, strict=True)]
-    inputs = sum(size for size, is_kept in pairs if is_kept)
-    saved, carried = sum(call.saved_bytes for call in calls), sum(call.carried_bytes for call in calls)
-    selective, selective_s = sum(call.selective_bytes for call in calls), sum(call.selective_s for call in calls)
-    stages = len(ranks_of(schedule, p, v))
-    over = whole * (saved + inputs) + half * (carried + inputs) - free * stages
-    # Recomputation frees bytes of microbatches whose backward has not begun. Of the whole model, each has to free:
-    excess = float((over / np.maximum(whole, _TINY)).max())
-    if excess <= 0:
-        return 0.0
-    if excess > saved:
-        return math.inf
-    of_rank = len(calls) / p  # calls of a rank
-    whole_s, chunks = sum(call.recompute_s for call in calls) / len(calls), stages // p
-    seconds = [math.ceil(of_rank * excess / saved) * whole_s]
-    if selective > 0:
-        seconds.append(math.ceil(chunks * min(1.0, excess / selective)) / chunks * selective_s / p)
-    if 0 < selective < excess:
-        seconds[-1] += math.ceil(of_rank * (excess - selective) / (saved - selective)) * whole_s
-    return min(seconds)
+
+    num_calls: int
+    input_bytes: float
+    saved_bytes: float
+    carried_bytes: float
+    selective_bytes: float
+    selective_s: float
+    whole_s: float
+    working_bytes: float
+
+    @classmethod
+    def of(cls, calls: Iterable[tuple[CallCost, int]]) -> RecomputeCosts:
+        """Return the sums over ``calls``, pairs (cost of a block call, how often the model has such a call)."""
+        every = list(calls)
+
+        def total(of_call: Callable[[CallCost], float]) -> float:
+            return sum(times * of_call(cost) for cost, times in every)
+
+        return cls(
+            num_calls=sum(times for _, times in every),
+            input_bytes=total(_sum_kept_inputs),
+            saved_bytes=total(attrgetter("saved_bytes")),
+            carried_bytes=total(attrgetter("carried_bytes")),
+            selective_bytes=total(attrgetter("selective_bytes")),
+            selective_s=total(attrgetter("selective_s")),
+            whole_s=total(attrgetter("recompute_s")),
+            working_bytes=max(cost.working_bytes for cost, _ in every),
+        )
+
+    def estimate_seconds(self, free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> float:
+        """Return approximately how many seconds for each microbatch the busiest rank of a pipeline recomputes
+        activations; infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has
+        an equal share of the work and bytes of the model.
+
+        ``free``: bytes of a rank for activations. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``:
+        number of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
+        A rank either recomputes some of its virtual stages selectively, or whole calls, or both.
+        """
+        whole, half = _count_in_flight_moments(schedule, p, m, v)
+        saved, inputs, stages = self.saved_bytes, self.input_bytes, len(ranks_of(schedule, p, v))
+        over = whole * (saved + inputs) + half * (self.carried_bytes + inputs) - free * stages
+        # Recomputation frees bytes of microbatches whose backward has not begun. Of the whole model, each has to free:
+        excess = float((over / np.maximum(whole, _TINY)).max())
+        if excess <= 0:
+            return 0.0
+        if excess > saved:
+            return math.inf
+        of_rank, call_s, chunks = self.num_calls / p, self.whole_s / self.num_calls, stages // p
+        seconds, selective = [math.ceil(of_rank * excess / saved) * call_s], self.selective_bytes
+        if selective > 0:
+            seconds.append(math.ceil(chunks * min(1.0, excess / selective)) / chunks * self.selective_s / p)
+        if 0 < selective < excess:
+            seconds[-1] += math.ceil(of_rank * (excess - selective) / (saved - selective)) * call_s
+        return min(seconds)
 
 
 @lru_cache(maxsize=1024)

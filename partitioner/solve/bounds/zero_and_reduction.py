@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partitioner.candidate import MeshCandidate
+from partitioner.constraints import Constraints
 from partitioner.cost.call.block_profile import StateRead, gradient_bytes_of
 from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.call.expert_parallel import compute_exposed_seconds
@@ -32,6 +33,7 @@ from partitioner.solve.bounds.planned_job import PlannedJob
 from partitioner.solve.placement.placement import Placements
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
+from partitioner.topology.topology import Topology
 
 Seconds = Mapping[str, tuple[float, float]]  # by block, forward and backward
 
@@ -257,12 +259,15 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 class LeastReduced:
     """Computes lower bounds in seconds on the gradient reduction of mesh candidates (combinations of mesh sizes,
-    schedule and ZeRO stage), and caches them. ``job``: the model, batch, cluster and constraints. ``placements``: finds
-    the placements (assignments of ranks to devices) of a mesh. ``device``: the best device type of the topology.
+    schedule and ZeRO stage), and caches them. ``topology``: the cluster. ``constraints``: what the user fixed.
+    ``placements``: finds the placements (assignments of ranks to devices) of a mesh. ``device``: the best device type
+    of the topology.
     """
 
-    def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
-        self._job, self._placements, self._device = job, placements, device
+    def __init__(
+        self, topology: Topology, constraints: Constraints, placements: Placements, device: DeviceType
+    ) -> None:
+        self._topology, self._constraints, self._placements, self._device = topology, constraints, placements, device
         self._known: dict[tuple[int, ...], float] = {}
 
     def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
@@ -280,12 +285,12 @@ class LeastReduced:
         single = candidate.pp == 1
         key = (candidate.dp, candidate.cp, candidate.tp, min(candidate.zero, 1), candidate.ep > 1, single)
         if key not in self._known:
-            grid, constraints = {"dp": candidate.dp, "cp": candidate.cp, "tp": candidate.tp}, self._job.constraints
+            grid, constraints = {"dp": candidate.dp, "cp": candidate.cp, "tp": candidate.tp}, self._constraints
             if single and self._placements.complete(grid):
                 reducers = data_reducers(self._placements.candidates(grid), candidate.zero, constraints)
             else:
                 group = self._placements.best_group(candidate.replicas, everywhere=single)
-                reducers = best_reducers(self._job.topology, group, self._device, constraints)
+                reducers = best_reducers(self._topology, group, self._device, constraints)
             sizes, last_level = _over_data(states())
             totals = (reduction_of(sizes, last_level, r, overlap=False).total_s for r in reducers)
             self._known[key] = min(totals, default=0.0)  # with one bucket the start-up is paid once

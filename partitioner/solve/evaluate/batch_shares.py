@@ -14,13 +14,13 @@ from functools import cached_property
 import numpy as np
 
 from partitioner.candidate import MeshCandidate
+from partitioner.constraints import Constraints
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.step.device_speeds import PipelineSpeeds, work_and_speeds
 from partitioner.cost.step.placed_mesh import PlacedMesh, Seats
 from partitioner.cost.step.rank_costs import CallCostCache, Costs, combine_fastest_costs, combine_longest_costs
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.formulas import is_formula, least_fill
-from partitioner.solve.evaluate.job import Job
 from partitioner.solve.sharding.local_model import LocalModel
 
 
@@ -61,18 +61,22 @@ Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty
 @dataclass
 class BatchSharing:
     """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate`` (mesh sizes,
-    microbatch size, schedule and ZeRO stage), so that ranks on faster devices can get more. ``job``: the model, batch,
-    cluster and constraints. ``local``: the graphs of one rank. ``costs``: the costs of their block calls (such as
-    layers) by device.
+    microbatch size, schedule and ZeRO stage), so that ranks on faster devices can get more. ``local``: the graphs of
+    one rank. ``costs``: the costs of their block calls (such as layers) by device. ``global_batch``: samples of a step.
+    ``constraints``: what the user fixed. ``train``: whether a step has a backward. ``independent``: whether ranks of
+    ``dp`` wait for each other only at the end of a step, so that their numbers of microbatches may differ.
 
     The methods take a placement: a topology with the mesh laid over it and the settings of the candidate. Results are
     cached by the identity of the placement object.
     """
 
-    job: Job
     candidate: MeshCandidate
     local: LocalModel
     costs: CallCostCache
+    global_batch: int
+    constraints: Constraints
+    train: bool
+    independent: bool
     _first: dict[SameObject[PlacedMesh], Sequence[Shares]] = field(default_factory=dict)
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
@@ -81,7 +85,7 @@ class BatchSharing:
         (a topology with the mesh laid over it): their pipelines differ in speed, and neither a constraint nor the
         candidate fixes the numbers.
         """
-        free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
+        free = self.constraints.data_shares is None and self.independent
         return free and len(machine.distinct_pipelines) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
@@ -125,7 +129,7 @@ class BatchSharing:
         stage gets the greatest scaled costs of all pipelines.
         """
         candidate, pipelines = self.candidate, machine.pipelines
-        if len(machine.distinct_pipelines) == 1 or not self.job.goes_apart(candidate):
+        if len(machine.distinct_pipelines) == 1 or not self.independent:
             return self.costs.by_stage(machine)
         most, fill = max(shares), float(candidate.pp - 1)
         kinds = machine.distinct_pipelines
@@ -153,39 +157,38 @@ class BatchSharing:
         over it), and return each as a tuple with the number of microbatches of every rank of ``dp``.
         """
         candidate = self.candidate
-        even = candidate.data_shares(self.job.global_batch)
+        even = candidate.data_shares(self.global_batch)
         if not self.is_free(machine):
-            return (self.job.constraints.data_shares or even,)
+            return (self.constraints.data_shares or even,)
         work = {seats: self._compute_stage_seconds(seats, machine) for seats in machine.distinct_pipelines}
         best = {seats: 1 / sum(1 / seconds for seconds in of) for seats, of in work.items()}
         paced = {seats: max(of) / candidate.pp for seats, of in work.items()}
         shared = [self._share_out_batch([seconds[seats] for seats in machine.pipelines]) for seconds in (best, paced)]
-        alike = even or (candidate.parts(self.job.global_batch) // candidate.dp,) * candidate.dp
+        alike = even or (candidate.parts(self.global_batch) // candidate.dp,) * candidate.dp
         return list(dict.fromkeys(shared if candidate.pp == 1 else [*shared, alike]))
 
     def _share_out_batch(self, seconds: Sequence[float]) -> Shares:
         """Return the number of microbatches of each pipeline with which the last pipeline ends as early as possible.
         ``seconds``: for each pipeline, the time of one microbatch on its slowest stage."""
-        return share_out(self.candidate.parts(self.job.global_batch), seconds, float(self.candidate.pp - 1))
+        return share_out(self.candidate.parts(self.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _compute_division_lower_bound(self, machine: PlacedMesh) -> float:
         """Compute, without the cache, a lower bound in seconds on the step of every plan on the placement ``machine``
         (a topology with the mesh laid over it), for any division of the batch among pipelines and any cut into stages;
         return it.
         """
-        candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.job.global_batch)
-        overlap = self.job.constraints.overlap_steps
+        candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.global_batch)
+        overlap = self.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
-        apart = self.job.goes_apart(candidate)
-        of_stages = self.costs.by_pipeline(machine) if apart else self.costs.by_stage(machine)
+        of_stages = self.costs.by_pipeline(machine) if self.independent else self.costs.by_stage(machine)
         different = {id(costs): costs for costs in of_stages}
         ahead, back = self._sum_call_seconds(combine_fastest_costs(list(different.values())))
         filled = (1 - 1 / candidate.pp) * (fill[0] * ahead + fill[1] * back)
         alike = (ahead + back) * num_microbatches / candidate.pp + filled
         if len(different) == 1:
             return alike
-        counts = list(Counter(machine.pipelines).values()) if apart else [1]
-        of_all = candidate.parts(self.job.global_batch) if apart else num_microbatches
+        counts = list(Counter(machine.pipelines).values()) if self.independent else [1]
+        of_all = candidate.parts(self.global_batch) if self.independent else num_microbatches
         return max(alike, self._least_of_pipelines(of_stages, different, counts, of_all))
 
     def _least_of_pipelines(
@@ -221,7 +224,7 @@ class BatchSharing:
         model. ``of``: block name -> cost of a call.
         """
         ahead, back = (sum(n * getattr(of[b], name) for b, n in self._calls_by_block.items()) for name in _TOTALS)
-        return ahead, back if self.job.train else 0.0
+        return ahead, back if self.train else 0.0
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
@@ -233,7 +236,7 @@ class BatchSharing:
 
     @property
     def _time_fields(self) -> Sequence[str]:
-        return _TOTALS[: 1 + self.job.train]
+        return _TOTALS[: 1 + self.train]
 
 
 def _scale_costs_by_pace(costs: Costs, factor: float) -> Costs:

@@ -152,7 +152,9 @@ class PlacementEvaluator:
 
     @cached_property
     def _batch_sharing(self) -> BatchSharing:
-        return BatchSharing(self.job, self.candidate, self.local, self.costs)
+        job, independent = self.job, self.candidate.replicas_run_independently(self.job.model.updates)
+        step = job.global_batch, job.constraints, job.train
+        return BatchSharing(self.candidate, self.local, self.costs, *step, independent)
 
     def __call__(self, machine: PlacedMesh) -> tuple[float, PlacementResult]:
         """Return the step time in seconds of the best plan on ``machine`` (a placement of the mesh), and that plan.

@@ -9,7 +9,6 @@ from functools import cached_property
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.call_cost import call_costs
-from partitioner.cost.call.recomputation import Remade
 from partitioner.cost.call.states import gradient_bytes
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import CapacityError
@@ -18,7 +17,7 @@ from partitioner.passes.errors import PartitionError
 from partitioner.passes.ir.layouts import Layout
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.solve.evaluate.pinned_layout import PinnedLayout
-from partitioner.solve.sharding.expert_parallel import common_experts, expert_states, regions_of, spread_batch
+from partitioner.solve.sharding.expert_parallel import expert_states, regions_of, spread_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.topology import Topology
 
@@ -70,30 +69,17 @@ class Job:
     optimizer: str
     precision: str  # type of most of the work: "bf16", "fp32", ...
     profile: ExecutionProfile = OURS
+    further_samples: tuple[int, ...] = ()
+    further_positions: tuple[int, ...] = ()
     reserve: int = 0
     reserves: Mapping[MeshCandidate, int] = field(default_factory=dict[MeshCandidate, int])
     refused: Mapping[MeshCandidate, CapacityError] = field(default_factory=dict[MeshCandidate, CapacityError])
     simulated: Mapping[MeshCandidate, float] = field(default_factory=dict[MeshCandidate, float])
     layout: PinnedLayout | None = None
-    further_samples: tuple[int, ...] = ()
-    further_positions: tuple[int, ...] = ()
     companions: tuple[CompanionProgram, ...] = ()
     unfollowed: Mapping[MeshCandidate | tuple[int, ...], PartitionError] = field(
         default_factory=dict[MeshCandidate | tuple[int, ...], PartitionError]
     )
-
-    def check_refused(self, candidate: MeshCandidate) -> None:
-        """Raise the error that ``refused`` (candidates whose programs do not fit in memory) or ``unfollowed``
-        (candidates in whose layout a further program has no plan) has for ``candidate``, if any. ``candidate``: mesh
-        sizes, microbatch size, schedule and ZeRO stage.
-        """
-        for error in (
-            self.refused.get(candidate),
-            self.unfollowed.get(candidate),
-            self.unfollowed.get(candidate.axes),
-        ):
-            if error is not None:
-                raise error.with_traceback(None)
 
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
         """Return a copy of ``machine`` with the settings that decide costs: those of the candidate (experts, ZeRO) and
@@ -109,44 +95,15 @@ class Job:
             dp_shard=candidate.dp_shard,
             gradient_bytes=self.gradient_bytes,
             profile=self.profile,
-            num_experts=self.num_experts,
+            num_experts=max(self.experts.values(), default=0),
             reserve=self.reserve + self.reserves.get(candidate, 0),
         )
-
-    @property
-    def remade(self) -> Remade:
-        """Return which operators selective recomputation runs again in the backward: ``"scores"`` (attention scores
-        only), ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second
-        matrix product). It is the one that the constraints request, or else ``"selective"``.
-        """
-        asked = self.constraints.recompute
-        return asked if asked in ("scores", "alternate") else "selective"
-
-    @property
-    def made_again(self) -> Remade | None:
-        """Return which operators selective recomputation may run again in the backward: ``"scores"`` (attention scores
-        only), ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second
-        matrix product). ``None`` if the constraints exclude selective recomputation.
-        """
-        return None if self.constraints.recompute in ("none", "full") else self.remade
 
     @property
     def samples(self) -> int:
         """Return the number of samples that the graphs of ``model`` are for: those of one group, or of the global
         batch."""
         return self.constraints.group_size or self.global_batch
-
-    def goes_apart(self, candidate: MeshCandidate) -> bool:
-        """Return whether the ranks of ``dp`` of ``candidate`` wait for each other only at the end of a step, so that
-        faster ranks may compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in
-        each microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
-        return not self.model.updates and candidate.dp > 1 and candidate.zero < 2 and candidate.shares_out
-
-    def batch_of(self, ep: int) -> ShardingSolution:
-        """Return the layouts that split the batch into microbatches and data-parallel parts if the experts are
-        distributed over ``ep`` ranks."""
-        return self.batch if ep == 1 else self.expert_batch
 
     @cached_property
     def expert_batch(self) -> ShardingSolution:
@@ -164,24 +121,10 @@ class Job:
         return sum(gradient_bytes(s.spec, short) for s in self.model.states.values() if s.requires_grad)
 
     @cached_property
-    def experts(self) -> frozenset[str]:
-        """Return the names of the parameters that belong to experts of a mixture."""
-        return frozenset(self._experts)
-
-    @cached_property
-    def _experts(self) -> dict[str, tuple[int, int]]:
-        return expert_states(self.model, regions_of(self.model))
-
-    @cached_property
-    def num_experts(self) -> int:
-        """Return the number of experts in the layer with the most experts; 0 for a model without experts."""
-        return max((count for _, count in self._experts.values()), default=0)
-
-    @cached_property
-    def common_experts(self) -> int:
-        """Return the greatest number of ranks over which the experts of all layers can be distributed evenly; the size
-        of the axis ``ep`` must divide it. 0 for a model without experts."""
-        return common_experts(self._experts)
+    def experts(self) -> Mapping[str, int]:
+        """Return a dict from the name of each parameter that belongs to experts of a mixture to the number of experts
+        of its layer; empty for a model without experts."""
+        return {name: count for name, (_, count) in expert_states(self.model, regions_of(self.model)).items()}
 
     @cached_property
     def flops(self) -> float:

@@ -1,25 +1,28 @@
-"""Cache local models (the sharded graphs that one rank runs for one microbatch), so that candidates of a search share
-them."""
+"""Cache local models (the sharded graphs that one rank runs for one microbatch) and what they cost, so that candidates
+of a search share them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from typing import Any
 
-from partitioner.background import BackgroundWorker, can_help
-from partitioner.candidate import MeshCandidate, Split, split_of
+from partitioner.candidate import MeshCandidate, split_of
+from partitioner.cost.call.call_cost import CallWork
 from partitioner.cost.call.collectives import collective_time
-from partitioner.cost.step.placed_mesh import RankProfile
+from partitioner.cost.call.recomputation import find_recomputed_nodes, recompute_mode
+from partitioner.cost.call.states import StateCost, StateCosts, StateKinds, kinds_of, state_costs
+from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
+from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.errors import PlanError
 from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block, FoldedModel
 from partitioner.passes.shard.split_batch import couples_samples, split_batch
 from partitioner.solve.evaluate.job import Job
+from partitioner.solve.evaluate.prefetch import LocalKey, PrefetchQueue, ProblemKey, Solutions, Wanted
 from partitioner.solve.placement.placement import Placements
 from partitioner.solve.sharding.choices import FREE_LAYOUTS
 from partitioner.solve.sharding.context_parallel import ContextModel, shard_context
@@ -36,20 +39,12 @@ from partitioner.units import list_divisors
 _SENT = (0.0, 1e5, 1e8)  # message sizes in bytes at which groups are compared
 
 _LEAST_ROUNDS = 2
-_WORTH_S = 0.05  # processor seconds of sharding after which a second process is started
-
-# tp, cp, microbatches of the batch, whether a rank has a single one, whether the batch is split for experts, and how
-LocalKey = tuple[int, int, int, bool, bool, Split]  # the experts' work is sharded over tp
-ProblemKey = tuple[int, int, int, bool, bool]  # a LocalKey without its last element
-Wanted = tuple[LocalKey, int]  # a key, and the number of microbatches of a rank
-Solutions = tuple[ShardingSolution | None, ShardingSolution]  # the shardings over cp and over tp
-Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # a result: its name, the local model it needs, the function
 
 
 @dataclass
 class LocalModels:
     """The local models of a job: the sharded graphs that one rank runs for one microbatch. Each is computed when it is
-    first needed. If sharding takes long, a forked process computes those that were announced by :meth:`expect` ahead.
+    first needed. If sharding takes long, a forked process computes those ahead that were announced in :attr:`ahead`.
     ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements (assignments of ranks to
     devices) of a mesh.
     """
@@ -63,22 +58,34 @@ class LocalModels:
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _none: dict[LocalKey, PartitionError] = field(default_factory=dict)  # why there is no local model
     _seats: dict[tuple[int, int], RankProfile] = field(default_factory=dict)
-    _expected: dict[ProblemKey, dict[LocalKey, Wanted]] = field(default_factory=dict)
-    _readings: list[Iterable[Reading]] = field(default_factory=list)
-    _wishes: dict[ProblemKey, None] = field(default_factory=dict)  # in order
-    _aside: BackgroundWorker[Hashable, Any] | None = None
-    _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # solutions that were computed ahead
     _companions: dict[int, LocalModels] = field(default_factory=dict)  # by place among the job's companions
-    _spent_s: float = 0.0
 
     def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
         """Return the cache key of a candidate's local model (the sharded graphs of one rank); candidates with equal
         keys share it. ``parts``: the number of microbatches in the global batch. ``whole``: whether each rank has a
         single microbatch. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        apart = self.job.batch_of(candidate.ep) is not self.job.batch
+        apart = candidate.ep > 1 and self.job.expert_batch is not self.job.batch
         split = split_of(candidate.tp, candidate.ep, candidate.etp)
         return candidate.tp, candidate.cp, parts, whole and (apart or self.coupled), apart, split
+
+    def is_whole(self, candidate: MeshCandidate, size: int) -> bool:
+        """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples depend on that each rank has
+        a single microbatch: it has one, and samples interact. ``candidate``: mesh sizes, microbatch size, schedule and
+        ZeRO stage.
+        """
+        whole = size == candidate.microbatch_size and candidate.num_microbatches(self.job.global_batch) == 1
+        return whole and self.coupled
+
+    def find_wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
+        """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` for microbatches of
+        ``size`` samples, from which lower bounds on blocks (such as layers) are computed, and the number of
+        microbatches of a rank. ``whole``: whether all samples of a rank are one microbatch. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
+        parts = self.job.global_batch // size
+        dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
+        return self.key(candidate, parts, whole or parts == 1), parts // dp
 
     def at(self, key: LocalKey, num_microbatches: int) -> LocalModel:
         """Return the local model (the sharded graphs of one rank) with the cache key ``key``. ``num_microbatches``: the
@@ -96,38 +103,6 @@ class LocalModels:
                 self._none[key] = error
                 raise
         return self._locals[key]
-
-    def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
-        """Announce what the search will request, approximately in order of use, so that a second process can compute it
-        ahead if sharding takes long. ``wanted``: local models (sharded graphs of one rank), as pairs of a cache key and
-        the number of microbatches of a rank. ``readings``: results that are computed from local models, as tuples (name
-        of the result, cache key of the model, function that computes the result)."""
-        for each in wanted:
-            self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
-        self._readings.append(readings)
-
-    def wish(self, wanted: Wanted) -> None:
-        """Announce that a local model (the sharded graphs of one rank) will be needed soon, so that the second process
-        computes it before all others that were announced. ``wanted``: pair of its cache key and the number of
-        microbatches of a rank."""
-        problem = wanted[0][:5]
-        if problem not in self._wishes:
-            self._wishes[problem] = None
-            if self._aside is not None:
-                self._aside.wish(problem)
-
-    def read_ahead(self, name: Hashable) -> Any | None:
-        """Return the announced result with the key ``name`` if a second process has computed it. ``None`` means that
-        the caller has to compute it.
-        """
-        return None if self._aside is None else self._aside.take(name)
-
-    def end(self) -> None:
-        """Stop the second process that computes sharded graphs ahead, and forget which graphs and results were
-        announced."""
-        self._expected, self._readings = {}, []
-        if self._aside is not None:
-            self._aside.end()
 
     def split(self, candidate: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
         """Return the model of ``candidate`` for one microbatch, before the sequence is sharded over ``cp``. It is
@@ -164,63 +139,14 @@ class LocalModels:
 
     def _build_local_model(self, key: LocalKey, num_microbatches: int) -> LocalModel:
         start = time.process_time()
-        model, context, solution = self._solve_local_sharding(
-            key, num_microbatches, self._take_solutions_of_helper(key)
-        )
-        self._spent_s += time.process_time() - start
+        model, context, solution = self._solve_local_sharding(key, num_microbatches, self.ahead.take_solutions(key))
+        self.ahead.spent_s += time.process_time() - start
         return build_local_model(model, solution, context, self._blocks)
 
-    def _take_solutions_of_helper(self, key: LocalKey) -> Solutions | None:
-        """Return the sharding solutions, over ``cp`` and over ``tp``, of the local model (sharded graphs of one rank)
-        with the cache key ``key`` if the second process has found them, or else ``None``. If that process is still
-        working on them, this process solves other announced problems in the meantime."""
-        if key in self._known:
-            return self._known[key]
-        if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
-            works = self._list_pending_work()
-            self._aside = BackgroundWorker(list(works), lambda name: works[name]())
-            for problem in self._wishes:
-                self._aside.wish(problem)
-        if self._aside is None:
-            return None
-        while self._aside.works_on(key[:5]):
-            other = self._aside.claim(self._expected.keys())
-            if other is None:
-                break
-            self._all_of(other)
-        self._known |= self._aside.take(key[:5]) or {}
-        return self._known.get(key)
-
-    def _list_pending_work(self) -> dict[Hashable, Callable[[], Any]]:
-        """Return the announced tasks that are not done: key of the task -> function that does it and returns the
-        result, in order of use. Tasks are sharding problems and results that are computed from sharded graphs; each
-        problem comes before its results.
-        """
-        left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
-        solve = {problem: partial(self._all_of, problem) for problem in left}
-        works: dict[Hashable, Callable[[], Any]] = {}
-        for name, key, read in chain.from_iterable(self._readings):
-            if key[:5] in solve:
-                works.setdefault(key[:5], solve[key[:5]])
-            works[name] = partial(self._read_if_available, key, read)
-        return works | {problem: solve[problem] for problem in left if problem not in works}
-
-    def _all_of(self, problem: ProblemKey) -> dict[LocalKey, Solutions]:
-        """Solve the sharding of all announced local models (sharded graphs of one rank) that belong to one sharding
-        problem, and return cache key -> solutions over ``cp`` and over ``tp``. ``problem``: the part of the cache key
-        that these models have in common. Models that cannot be sharded are left out."""
-        found = {}
-        for key, wanted in self._expected[problem].items():
-            with suppress(PartitionError):  # the error is raised when the model is requested
-                if key not in self._locals:
-                    found[key] = self._solve_local_sharding(*wanted)[1:]
-        self._known |= found
-        return found
-
-    def _read_if_available(self, key: LocalKey, read: Callable[[], Any]) -> Any:
-        if key not in self._known and key not in self._locals:
-            raise LookupError("its sharding is for the first process")
-        return read()
+    @cached_property
+    def ahead(self) -> PrefetchQueue:
+        """Return the queue of announced shardings and results, which a second process may compute ahead."""
+        return PrefetchQueue(lambda *wanted: self._solve_local_sharding(*wanted)[1:], self._locals)
 
     def _solve_local_sharding(
         self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
@@ -361,3 +287,59 @@ def _rank_group_slowness(group: Group) -> tuple[float, ...]:
         max(each.hops[k].time(num_bytes) for each in group.every) for k in range(len(group.hops)) for num_bytes in _SENT
     ]
     return (-group.bus_bandwidth, group.all_reduce_start, *times, *hops)
+
+
+@dataclass
+class LocalCosts:
+    """Costs of local models (the sharded graphs of one rank), each computed when it is first needed. All methods take
+    the job (the model, batch, cluster and constraints); jobs that share this object differ only in constraints on which
+    these costs do not depend.
+    """
+
+    _calls: dict[LocalKey, CallCostCache] = field(default_factory=dict)
+    _works: dict[SameObject[Block], CallWork] = field(default_factory=dict)
+    _kinds: dict[LocalKey, StateKinds] = field(default_factory=dict)
+    _states: dict[tuple[Any, ...], StateCosts] = field(default_factory=dict)
+
+    def cache_call_costs(self, job: Job, key: LocalKey, local: LocalModel) -> CallCostCache:
+        """Return the cache from which costs of calls of ``local``, the graphs of one rank, are taken. Costs are stored
+        for each kind of rank (device, speed and groups). ``key``: the cache key of ``local``; equal keys share one
+        cache."""
+        if key not in self._calls:
+            how = recompute_mode(job.constraints.recompute)
+            self._calls[key] = CallCostCache(
+                local.model.blocks,
+                job.topology,
+                job.train,
+                lambda block, sent: find_recomputed_nodes(block, how, sent),
+                self._works,
+            )
+        return self._calls[key]
+
+    def compute_state_costs(
+        self, job: Job, candidate: MeshCandidate, key: LocalKey, local: LocalModel
+    ) -> dict[str, StateCost]:
+        """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, which does
+        not depend on the placement (assignment of ranks to devices). ``key``: the cache key of ``local``, the graphs of
+        one rank. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """
+        held = (
+            candidate.dp > 1,
+            candidate.kind,
+            candidate.zero and (candidate.zero, candidate.sharers, candidate.expert_sharers),
+            key,
+        )
+        if held not in self._states:
+            if key not in self._kinds:
+                layouts = local.sharding.states
+                self._kinds[key] = kinds_of(local.model.states, layouts, job.experts, local.complete, local.left_whole)
+            self._states[held] = state_costs(
+                self._kinds[key],
+                candidate.grid,
+                optimizer=job.optimizer,
+                train=job.train,
+                sharded=job.dressed(PlacedMesh(job.topology, candidate.grid), candidate).sharded,
+                short_gradients=job.profile.short_gradients,
+                offload=job.constraints.offload or (),
+            )
+        return self._states[held]

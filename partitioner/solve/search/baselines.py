@@ -27,10 +27,11 @@ from partitioner.constraints import OF_POINT, Constraints
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.search.interleaved import estimate_interleaved_effort
-from partitioner.solve.search.outcomes import EvaluatedCandidate, build_candidate_report, build_refused_report
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.search.outcomes import build_candidate_report, build_refused_report, solved_to_evaluated
 from partitioner.solve.search.space import (
     SearchSpace,
+    estimate_interleaved_effort,
     explain_uneven_batch,
     find_baseline_candidates,
     find_least_bound_candidate,
@@ -134,15 +135,15 @@ class StandardLayout:
 
 
 def list_standard_layouts(
-    space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds, free: ModelBounds
+    space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> list[StandardLayout]:
     """Return the well-known layouts with which the report compares the plan (plain data parallelism, ZeRO-3,
     Megatron-LM's). ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``:
     its candidates. If a layout is not among them because of the user's constraints, it is taken from the space without
-    constraints on the layout and marked as excluded. ``bounds``: computes lower bounds for the job. ``free``: lower
-    bounds for the job without the user's constraints on the layout.
+    constraints on the layout and marked as excluded. ``bounds``: computes lower bounds for the job.
     """
     wide = replace(space, constraints=unpin_constraints(space.constraints))
+    free = bounds.with_constraints(wide.constraints)
     own = best = _find_textbook_layouts(space, candidates, bounds)
     others: Sequence[MeshCandidate] = candidates
     known = own_points = frozenset(candidates)
@@ -242,7 +243,7 @@ def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
 def compare_standard_layouts(
     found: Sequence[StandardLayout],
     rows: Sequence[Candidate],
-    evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
+    evaluator: CandidateEvaluator,
     offload: tuple[str, ...] = (),
     unhosted: Mapping[str, Baseline] = _NONE,
     until: float = math.inf,
@@ -255,9 +256,9 @@ def compare_standard_layouts(
     with several variants (its field ``family``), the best one is shown that is found until ``until``
     (:func:`time.monotonic`).
 
-    ``rows``: the outcomes of the search, one for each candidate. ``evaluate``: plans a candidate, given the step time
-    in seconds that it has to beat. ``offload``: the kinds of data that plans of the search keep in host memory; empty:
-    none. ``unhosted``: layout name -> outcome with all data in device memory.
+    ``rows``: the outcomes of the search, one for each candidate. ``evaluator``: plans candidates. ``offload``: the
+    kinds of data that plans of the search keep in host memory; empty: none. ``unhosted``: layout name -> outcome with
+    all data in device memory.
     """
     made = []
     for standard in found:
@@ -269,11 +270,11 @@ def compare_standard_layouts(
         for candidate in standard.candidates[:MOST_TRIED]:
             row = None if standard.excluded else _find_candidate_row(candidate, rows)
             known = row if row is not None and row.status != "bounded" else None
-            tried.append(known or _plan_candidate_report(candidate, evaluate))
+            tried.append(known or _plan_candidate_report(candidate, evaluator))
             if tried[-1].step_time is not None:
                 break
         shortest = min(tried, key=lambda c: (c.step_time is None, c.missing or 0), default=None)
-        best, excluded = _tune_standard_layout(standard, shortest, rows, evaluate, until), standard.excluded
+        best, excluded = _tune_standard_layout(standard, shortest, rows, evaluator, until), standard.excluded
         if best is not shortest and best is not None:
             excluded = "" if _row_like(best, rows) is not None else _EXCLUDED if excluded else ""
         hosted = offload if best is not None else ()
@@ -313,7 +314,7 @@ def _tune_standard_layout(
     standard: StandardLayout,
     textbook: Candidate | None,
     rows: Sequence[Candidate],
-    evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
+    evaluator: CandidateEvaluator,
     until: float,
 ) -> Candidate | None:
     """Return the outcome (step time and memory of a plan, or the reason why there is none) with the least step time
@@ -324,8 +325,8 @@ def _tune_standard_layout(
     ``textbook``: the outcome of the layout itself; ``None``: it was not planned. ``rows``: the outcomes of the search.
     Those of variants are found by comparing mesh, microbatch size, schedule, virtual stages and ZeRO settings; an
     interleaved schedule counts as 1F1B. Unless the plan that the search chose is a variant, a few more variants with
-    low bounds on their step times are planned now, until the time ``until`` (:func:`time.monotonic`). ``evaluate``:
-    plans a candidate, given the step time in seconds that it has to beat.
+    low bounds on their step times are planned now, until the time ``until`` (:func:`time.monotonic`). ``evaluator``:
+    plans candidates.
     """
     family, best = standard.family, textbook
     if family is None:
@@ -352,7 +353,7 @@ def _tune_standard_layout(
         if told is not None and (told.status != "bounded" or told.bound >= most_s):
             return None
         planned.add(candidate)
-        found = _plan_candidate_report(candidate, evaluate, most_s)
+        found = _plan_candidate_report(candidate, evaluator, most_s)
         best = found if _read_step_seconds(found) < most_s else best
         return found
 
@@ -435,14 +436,15 @@ def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> li
 
 
 def _plan_candidate_report(
-    candidate: MeshCandidate, evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate], cutoff_s: float = math.inf
+    candidate: MeshCandidate, evaluator: CandidateEvaluator, cutoff_s: float = math.inf
 ) -> Candidate:
-    """Plan ``candidate`` with ``evaluate``, a function of a candidate and ``cutoff_s``. Return the candidate's row of
-    the report: the step time and memory of the plan, or the reason why there is none. ``cutoff_s``: plans of at least
-    this many seconds per step are of no interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """Plan ``candidate`` with ``evaluator``. Return the candidate's row of the report: the step time and memory of the
+    plan, or the reason why there is none. ``cutoff_s``: plans of at least this many seconds per step are of no
+    interest. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     try:
-        return build_candidate_report(candidate, evaluate(candidate, cutoff_s))
+        solved = evaluator.solve(candidate, improved=False, cutoff_s=cutoff_s)
+        return build_candidate_report(candidate, solved_to_evaluated(solved))
     except PartitionError as error:
         return build_refused_report(candidate, error)
 

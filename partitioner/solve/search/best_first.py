@@ -69,6 +69,12 @@ class Bounds(Protocol):
         in seconds; a bound above it need not be exact. They raise :class:`PartitionError` if the candidate has no plan.
         """
 
+    def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+        """Return approximate lower bounds in seconds on the step times of candidates that the search has not bounded,
+        shape ``[candidates]``, from results for similar candidates. ``candidates``: combinations of mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
+
     def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         """Return approximately how many seconds of a step of ``candidate`` the recomputation of activations takes. This
         is an estimate and not a bound; it helps to choose what to try next. ``quick``: do not shard the model for it.

@@ -3,8 +3,8 @@ shardings."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
@@ -13,21 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.candidate import MeshCandidate
+from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import CapacityError
 from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.model import FoldedModel
 from partitioner.schedules.formulas import is_formula, is_plain, is_split, most_in_flight
-from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.bounds.model_bounds import BY_BLOCKS, ModelBounds
 from partitioner.solve.bounds.schedule_memory import (
     MicrobatchMemory,
     RankCapacity,
-    estimate_recompute_seconds,
+    RecomputeCosts,
     least_of,
     most_held,
     needs_of,
 )
-from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers, Seconds
 from partitioner.solve.evaluate.evaluate_placement import split_of, virtual_ranks
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.evaluate.sharded_bounds import FloorKey, ShardedBounds
 from partitioner.solve.search.space import SearchSpace, list_hybrid_candidates
 from partitioner.solve.search.uniform_cluster import UniformClusterBound
 from partitioner.solve.stages.lower_bound import LeastTime
@@ -43,6 +46,8 @@ class BoundCascade:
     The first bounds come from the unsharded model without collectives (``bounds``). Then a sharding is solved
     (``evaluator``) for the largest microbatch; its collectives also bound those of smaller microbatches, so one
     sharding bounds all candidates with one size of ``tp``. Last, the candidate's own sharding gives the tightest bound.
+
+    ``floors``: bounds on blocks from shardings that are known already, to which new ones are added.
     """
 
     def __init__(
@@ -51,8 +56,9 @@ class BoundCascade:
         evaluator: CandidateEvaluator,
         candidates: Sequence[MeshCandidate],
         space: SearchSpace,
+        floors: dict[FloorKey, BlockLowerBound | None] | None = None,
     ) -> None:
-        self.bounds, self.evaluator, self.space = bounds, evaluator, space
+        self.bounds, self.sharded, self.space = bounds, ShardedBounds(evaluator, floors), space
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
         largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[MeshCandidate, LeastTime | PartitionError] = {}
@@ -61,6 +67,7 @@ class BoundCascade:
         self._unseen: set[MeshCandidate] = set()
         self._expected = False
         self._needs: dict[tuple[int, ...], MicrobatchMemory] = {}
+        self._recompute: dict[tuple[int, ...], RecomputeCosts] = {}
         self._alike = UniformClusterBound(evaluator)
         self._gathers = Gathers(evaluator.job, bounds.placements, bounds.device)
         self._parts: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # (ZeRO stage, dp_shard) under hybrid sharding
@@ -85,6 +92,26 @@ class BoundCascade:
             self._prefetch_shardings([candidates[i] for i in np.argsort(found, kind="stable")])
         return found
 
+    def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+        """Return approximate lower bounds in seconds on the step times of candidates outside the search, shape
+        ``[candidates]``, without a sharding of their own. The seconds of blocks (such as layers) are those of the
+        shardings that the search has computed for equal ``tp``, ``ep`` and ``etp``, in proportion to the tokens of a
+        rank. More ranks for a sequence (``cp``) only add collectives for attention, which are left out. Where the
+        search has computed none, the bound is that of :meth:`times`. ``candidates``: combinations of mesh sizes,
+        microbatch size, schedule and ZeRO stage.
+        """
+        solved, known = self.sharded.list_known_floors(), dict[Hashable, Seconds]()
+        for kind, candidate in {BY_BLOCKS(candidate): candidate for candidate in candidates}.items():
+            tokens = candidate.microbatch_size / candidate.cp  # of so many samples
+            of_kind = solved.get((candidate.tp, candidate.ep, candidate.etp), [])
+            larger = [(tokens / samples, seconds) for samples, seconds in of_kind if tokens <= samples]
+            if larger and self._scales:
+                known[kind] = {
+                    block: (max(s * of[block][0] for s, of in larger), max(s * of[block][1] for s, of in larger))
+                    for block in larger[0][1]
+                }
+        return self.bounds.times(candidates, known=known)
+
     def _prefetch_shardings(self, candidates: Sequence[MeshCandidate]) -> None:
         """Announce the sharding problems from which the most promising candidates will be bounded: those of the largest
         microbatches, then each candidate's own. A second process may solve them ahead. ``candidates``: combinations of
@@ -97,7 +124,7 @@ class BoundCascade:
             )
         fit = [candidate for candidate in first.values() if candidate.microbatch_size in self._sizes[candidate.tp]]
         largest = [(p, self._find_largest_microbatch(p)) for p in fit if self._scales and not p.tp == p.cp == p.ep == 1]
-        self.evaluator.expect(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
+        self.sharded.prefetch(self._of_families(candidates), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, candidates: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
         """Yield pairs (candidate, microbatch size in samples) that name the shardings from which lower bounds on
@@ -155,7 +182,10 @@ class BoundCascade:
         (assignment of ranks to devices): the greatest of all bounds that are known for single candidates. ``cutoff_s``:
         a bound of this value is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        floor, own = self.evaluator.floor(candidate, candidate.microbatch_size), self.evaluator.least(candidate)
+        floor, own = (
+            self.sharded.bound_blocks(candidate, candidate.microbatch_size),
+            self.sharded.bound_call_costs(candidate),
+        )
         even = self.bounds.with_floor([candidate], floor) if floor else 0.0
         try:
             problem = self.bounds.problem(candidate, *own, virtual_ranks(candidate))
@@ -190,7 +220,7 @@ class BoundCascade:
         self._lean[self.family(candidates[0])] = min(candidates, key=self.bounds.state_bytes)
         floor = self._of_largest(self.family(candidates[0]))
         if not self._says_most(candidates[0]):
-            self.evaluator.wish(candidates[0], candidates[0].microbatch_size)
+            self.sharded.prioritise(candidates[0], candidates[0].microbatch_size)
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
@@ -232,7 +262,7 @@ class BoundCascade:
         """
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
-        floor = self.evaluator.floor(self.family(candidates[0]), candidates[0].microbatch_size)
+        floor = self.sharded.bound_blocks(self.family(candidates[0]), candidates[0].microbatch_size)
         return self.bounds.with_floor(candidates, floor) if floor else 0.0
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
@@ -265,8 +295,8 @@ class BoundCascade:
         every backward; 0 if that cannot be bounded. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
         stage.
         """
-        job, m = self.evaluator.job, int(self.bounds.rounds(candidate))
-        if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(candidate):
+        m, compression = int(self.bounds.rounds(candidate)), self.bounds.constraints.grad_compression
+        if m == 1 or not self.bounds.train or compression is not None or self.bounds.may_differ(candidate):
             return 0.0
         if candidate.cp > 1:  # ranks of cp may compute whole gradients, which fewer ranks share
             return 0.0
@@ -310,8 +340,8 @@ class BoundCascade:
         is tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         candidate = min(candidates, key=self.bounds.state_bytes)
-        job = self.evaluator.job
-        if not job.train or candidate.pp == 1 or job.constraints.offload:
+        constraints = self.bounds.constraints
+        if not self.bounds.train or candidate.pp == 1 or constraints.offload:
             return 0.0
         m = self.bounds.rounds(candidate)
         least = 1.0 if self.bounds.may_differ(candidate) else m  # least number of microbatches of a rank
@@ -328,7 +358,7 @@ class BoundCascade:
         def of_steps(limit_s: float) -> float:
             """Return a lower bound in seconds that holds for those steps that take at most ``limit_s`` seconds: the
             work, and the recomputation without which activations do not fit if no rank computes for longer."""
-            again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / least * speed)
+            again = needs.seconds_again(ranks, constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 
         return least_of(of_steps, known, cutoff_s)
@@ -341,7 +371,7 @@ class BoundCascade:
         split = is_split(candidate.schedule)
         key = candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep, split
         if key not in self._needs:
-            calls = [c for c in self.evaluator.job.model.calls if not c.shared and not c.prologue]
+            calls = [c for c in self.bounds.model.calls if not c.shared and not c.prologue]
             self._needs[key] = needs_of([(call, self.bounds.calls(candidate)[call.block]) for call in calls], split)
         return self._needs[key]
 
@@ -351,15 +381,17 @@ class BoundCascade:
         that ``tp`` divides all work and memory evenly, too, instead of sharding the model. ``candidate``: mesh sizes,
         microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if the candidate has no plan.
         """
-        model, of_block = self.bounds.model, self.bounds.calls(candidate)
-        if not quick:
-            model, of_block, _ = self.evaluator.least(candidate)
-        costs = [of_block[call.block] for call in model.calls if not call.shared and not call.prologue]
+        if quick:
+            key = candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep
+            if key not in self._recompute:
+                self._recompute[key] = _sum_recompute_costs(self.bounds.model, self.bounds.calls(candidate))
+            costs = self._recompute[key]
+        else:
+            costs = _sum_recompute_costs(*self.sharded.bound_call_costs(candidate)[:2])
         m, (_, speeds) = self.bounds.rounds(candidate), self.bounds.speeds(candidate)
-        free = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate)
-        free -= max(cost.working_bytes for cost in costs)
+        free = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate) - costs.working_bytes
         how = candidate.schedule, candidate.pp, int(m), candidate.virtual_stages
-        return float(m * candidate.pp / speeds * estimate_recompute_seconds(costs, free, *how))
+        return m * candidate.pp / speeds * costs.estimate_seconds(free, *how)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages, if
@@ -381,7 +413,7 @@ class BoundCascade:
         """
         if self._says_most(candidate):
             return 0.0  # an earlier bound included it
-        floor = self.evaluator.floor(candidate, candidate.microbatch_size)
+        floor = self.sharded.bound_blocks(candidate, candidate.microbatch_size)
         return self.bounds.with_floor([candidate], floor) if floor else 0.0
 
     def _says_most(self, candidate: MeshCandidate) -> bool:
@@ -414,7 +446,7 @@ class BoundCascade:
         """
         if leanest not in self._own_shared:
             try:
-                least = self.evaluator.bound_family_costs(leanest)
+                least = self.sharded.bound_family_costs(leanest)
                 self._own_shared[leanest] = least and self.bounds.least(leanest, *least, cutoff_s=cutoff_s)
             except PartitionError as error:
                 self._own_shared[leanest] = error
@@ -432,7 +464,7 @@ class BoundCascade:
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return 0.0
         return self.bounds.staged(
-            [candidate], self.bounds.least(candidate, *self.evaluator.least(candidate), cutoff_s=cutoff_s)
+            [candidate], self.bounds.least(candidate, *self.sharded.bound_call_costs(candidate), cutoff_s=cutoff_s)
         )
 
     def _of_all(self, candidate: MeshCandidate) -> BlockLowerBound | None:
@@ -452,7 +484,7 @@ class BoundCascade:
             not self._scales or candidate.tp == candidate.cp == candidate.ep == 1
         ):  # without collectives the bound would hardly be tighter
             return None
-        return self.evaluator.floor(candidate, self._find_largest_microbatch(candidate))
+        return self.sharded.bound_blocks(candidate, self._find_largest_microbatch(candidate))
 
     def _find_largest_microbatch(self, candidate: MeshCandidate) -> int:
         """Return the microbatch size in samples for which a sharding is solved to bound ``candidate`` (mesh sizes,
@@ -467,3 +499,10 @@ class BoundCascade:
         known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]
         first = self._first.get(tp)  # candidates outside the search may have sizes that no candidate of it has
         return first if first is not None and first in known else max(known, default=size)
+
+
+def _sum_recompute_costs(model: FoldedModel, of_block: Mapping[str, CallCost]) -> RecomputeCosts:
+    """Return the sums of costs over all block calls (such as layers) of ``model`` that can be distributed over pipeline
+    stages. ``of_block``: block name -> cost of a call."""
+    often = Counter(call.block for call in model.calls if not call.shared and not call.prologue)
+    return RecomputeCosts.of((of_block[block], times) for block, times in often.items())

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, cast
 from partitioner.background import Future
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
-from partitioner.cost.call.recomputation import find_recomputed_nodes
+from partitioner.cost.call.recomputation import find_recomputed_nodes, recompute_mode
 from partitioner.cost.call.saved_activations import kept_by
 from partitioner.cost.step.estimate import with_step_time
 from partitioner.cost.step.offload import check_disks, check_hosts
@@ -311,7 +311,7 @@ def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -
     scaled = constraints.overlap_steps and is_split(candidate.schedule) and job.precision == "fp16"
     more = {
         f"etp={candidate.etp}": candidate.etp not in (0, 1, candidate.tp),
-        "precision=fp8 with experts": job.precision == "fp8" and job.num_experts > 0,
+        "precision=fp8 with experts": job.precision == "fp8" and bool(job.experts),
         "overlap_steps=True with precision=fp16": scaled
         and job.train,  # all ranks have to agree whether gradients overflowed
     }
@@ -342,7 +342,7 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     prove that its ranks cannot deadlock and that every value exists when it is used. Return the program, and the plan's
     estimate of time and memory, in which the memory and the simulated step time are replaced by those of the program.
     """
-    candidate = chosen.candidate
+    candidate, how = chosen.candidate, recompute_mode(job.constraints.recompute)
     local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)
     spec = ProgramSpec(
         mesh=candidate.mesh,
@@ -351,13 +351,11 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         schedule=candidate.schedule,
         virtual_stages=candidate.virtual_stages,
         objective="train" if job.train else "infer",
-        layouts=layouts_of(local, job.batch_of(candidate.ep)),
+        layouts=layouts_of(local, chosen.batch),
         etp=candidate.etp if candidate.ep > 1 else 0,
         recompute=chosen.recompute,
         selective=chosen.selective,
-        again={
-            n: frozenset(x.name for x in find_recomputed_nodes(b, job.remade)) for n, b in local.model.blocks.items()
-        }
+        again={n: frozenset(x.name for x in find_recomputed_nodes(b, how)) for n, b in local.model.blocks.items()}
         if chosen.selective
         else {},
         zero=cast(Literal[0, 1, 2, 3], candidate.zero),

@@ -11,13 +11,14 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Candidate, Certificate
 from partitioner.solve.evaluate.evaluator import SolvedCandidate
+from partitioner.solve.search.attempts import CandidateAttempts, mesh_of
 from partitioner.solve.search.best_first import Bounds
 from partitioner.solve.search.outcomes import (
     CandidateOutcome,
@@ -25,43 +26,18 @@ from partitioner.solve.search.outcomes import (
     bound_and_gap,
     build_candidate_report,
     build_refused_report,
+    solved_to_evaluated,
 )
 from partitioner.solve.search.space import SearchSpace, list_short_context_candidates, several_stages
 
 PATIENCE = 200  # consecutive families without a better plan after which such schedules are skipped
 
-_MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
 _ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried first; their greatest time relative to the best
 _ALIKE = 0.97  # the ratio of step time to estimate is assumed to be at least so much of the least one seen
 _MOST_FRUITLESS = 4  # candidates in a row that were no better, after which no more are tried
 # ways to shard layers for which candidates are ranked; the same for experts, whose shardings take long
 _MOST_SHARDINGS, _MOST_OF_EXPERTS = 8, 3
-
-
-def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
-    """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
-    the search may spend on such candidates without finding a better plan. ``space``: the search space (cluster, batch,
-    constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
-    return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
-
-
-def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
-    """Return a copy of ``candidate`` that keeps only mesh sizes and microbatch size: schedule, virtual stages and ZeRO
-    have fixed values. It serves as a key of all candidates with the same mesh and microbatch size."""
-    return replace(candidate, schedule="", virtual_stages=1, zero=0, dp_shard=0)
-
-
-def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
-    """Yield keys of meshes whose placement (assignment of ranks to devices), if it is known, can also be used for
-    ``candidate``: its own mesh, then meshes with half of its ``cp`` and twice its ``tp`` or ``dp``. A key is a
-    candidate (mesh sizes, microbatch size, schedule and ZeRO stage) with fixed schedule, virtual stages and ZeRO.
-    """
-    yield mesh_of(candidate)
-    if candidate.cp % 2 == 0:
-        for axis in ("tp", "dp"):
-            yield mesh_of(replace(candidate, cp=candidate.cp // 2, **{axis: 2 * getattr(candidate, axis)}))
 
 
 def list_promising_candidates(
@@ -92,9 +68,9 @@ def list_promising_candidates(
     left = [other for other in _list_untried_candidates(space, solved, rows, fine) if other not in known]
     if not left:
         return
-    bound_s = bounds.times(left).tolist()
+    bound_s = bounds.estimate_times(left).tolist()
     recompute_s = [0.0] * len(left)
-    heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s)]
+    heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s) if seconds < best.seconds]
     heapq.heapify(heap)
     kinds: set[tuple[int, ...]] = set()
     most_kinds = _MOST_OF_EXPERTS if space.experts else _MOST_SHARDINGS
@@ -106,7 +82,7 @@ def list_promising_candidates(
             before = best.seconds
             yield candidate
             ratio = min(ratio, best.last_s / seconds)
-            fruitless = 0 if best.seconds < before else fruitless + 1
+            fruitless = 0 if best.seconds < before else fruitless + (not best.is_pruned)
             if fruitless == _MOST_FRUITLESS:
                 return
             continue
@@ -179,20 +155,16 @@ class BestSchedule:
     """The best plan while candidates outside the search are tried, most of them with several virtual stages on a rank.
 
     ``found``: the best plan of the search, with its estimated step time. ``certificate``: the record of how near that
-    plan is to the optimum, with a table of candidates. ``attempt``: plans a candidate without a lower bound, and may
-    try one placement (assignment of ranks to devices) only. ``evaluate``: plans a candidate on all placements, and
-    computes a lower bound on the step time of all its plans. ``last``: returns the tightest lower bound in seconds on a
-    candidate; its second argument is a bound in seconds at which the computation may stop. ``bounds``: computes quicker
-    lower bounds. ``last_s``: seconds of a step of the candidate that was tried last; infinite if it was not planned.
+    plan is to the optimum, with a table of candidates. ``attempts``: plans and bounds candidates.
+    ``last_s``: seconds of a step of the candidate that was tried last; infinite if it was not planned.
+    ``is_pruned``: whether that candidate was not planned because a lower bound showed that it is no better.
     """
 
     found: SolvedCandidate
     certificate: Certificate
-    attempt: Callable[[MeshCandidate], EvaluatedCandidate]
-    evaluate: Callable[[MeshCandidate], EvaluatedCandidate]
-    last: Callable[[MeshCandidate, float], float]
-    bounds: Bounds
+    attempts: CandidateAttempts
     last_s: float = field(default=math.inf, init=False)
+    is_pruned: bool = field(default=False, init=False)
     _better: EvaluatedCandidate | None = field(default=None, init=False)
     _rows: list[Candidate] = field(default_factory=list, init=False)
 
@@ -232,13 +204,14 @@ class BestSchedule:
         planned if its lower bounds show that it is no better. ``candidate``: mesh sizes, microbatch size, schedule and
         ZeRO stage.
         """
-        cutoff_s, self.last_s = self.seconds * (1 - _ROUNDING), math.inf
-        least = float(self.bounds.times([candidate])[0])
+        cutoff_s, self.last_s, self.is_pruned = self.seconds * (1 - _ROUNDING), math.inf, False
+        least = float(self.attempts.bounds.times([candidate])[0])
         try:
-            least = max([least, *(bound([candidate], cutoff_s) for bound in self.bounds.family_bounds)])
-            if least >= cutoff_s:
+            least = max([least, *(bound([candidate], cutoff_s) for bound in self.attempts.bounds.family_bounds)])
+            self.is_pruned = least >= cutoff_s
+            if self.is_pruned:
                 return
-            told = self.attempt(candidate)
+            told = self.attempts.evaluate_on_known_devices(candidate)
         except PartitionError as error:
             self._rows.append(build_refused_report(candidate, error))
             return
@@ -254,11 +227,11 @@ class BestSchedule:
         """
         best: SolvedCandidate = better.payload
         try:
-            whole = self.evaluate(best.candidate)
+            whole = self.attempts.evaluate(best.candidate)
         except PartitionError:  # the plan that was found stands
             return best
         # bounds that cover some placements only do not count
-        proven = self.last(best.candidate, whole.step_time) if whole.partly else whole.lower_bound_s
+        proven = self.attempts.bound_tightly(best.candidate, whole.step_time) if whole.partly else whole.lower_bound_s
         chosen = build_candidate_report(best.candidate, whole)
         if whole.step_time < best.estimate.step_time:
             best = whole.payload
@@ -285,15 +258,6 @@ def without_limit(
     bound, gap = bound_and_gap(told.step_time, [certificate.bound])
     better = {"objective": told.step_time, "bound": bound, "gap": gap, "candidates": tuple(rows)}
     return again, certificate.model_copy(update=better)
-
-
-def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
-    """Return the record that the search keeps of a solved candidate: step time, memory, lower bound and parts of the
-    step. ``solved``: the plan of the candidate."""
-    estimate = solved.estimate
-    return EvaluatedCandidate(
-        estimate.step_time, max(estimate.memory), solved, solved.lower_bound_s, estimate.breakdown
-    )
 
 
 def _add_rows_to_certificate(
@@ -342,10 +306,6 @@ def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
 __all__ = [
     "PATIENCE",
     "BestSchedule",
-    "estimate_interleaved_effort",
     "list_promising_candidates",
-    "mesh_of",
-    "meshes_around",
-    "solved_to_evaluated",
     "without_limit",
 ]

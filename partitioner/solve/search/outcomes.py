@@ -12,6 +12,7 @@ from partitioner.errors import CapacityError
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import OPEN, Candidate, Certificate
 from partitioner.schedules.registry import schedule_name
+from partitioner.solve.evaluate.evaluator import SolvedCandidate
 
 CutOff = Literal["time limit", "interruption"]
 
@@ -44,6 +45,15 @@ class EvaluatedCandidate:
     def lower_bound_s(self) -> float:
         """Return the lower bound in seconds on the step time of the candidate's plans that were tried."""
         return self.step_time if self.least is None else self.least
+
+
+def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
+    """Return the record that the search keeps of a solved candidate: step time, memory, lower bound and parts of the
+    step. ``solved``: the plan of the candidate."""
+    estimate = solved.estimate
+    return EvaluatedCandidate(
+        estimate.step_time, max(estimate.memory), solved, solved.lower_bound_s, estimate.breakdown
+    )
 
 
 @dataclass

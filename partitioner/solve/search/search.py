@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
-
-import torch
 
 from partitioner.background import Future
 from partitioner.candidate import MeshCandidate
-from partitioner.cost.call.operators import is_attention
 from partitioner.errors import CapacityError
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate, Certificate, Limits
 from partitioner.runtime.program.program import Offload
 from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
+from partitioner.solve.evaluate.sharded_bounds import FloorKey
+from partitioner.solve.search.attempts import CandidateAttempts
 from partitioner.solve.search.baselines import (
     compare_standard_layouts,
     is_known,
@@ -31,24 +29,14 @@ from partitioner.solve.search.baselines import (
 )
 from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, ZeroInfeasibility
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.interleaved import (
-    PATIENCE,
-    BestSchedule,
-    estimate_interleaved_effort,
-    list_promising_candidates,
-    mesh_of,
-    meshes_around,
-    solved_to_evaluated,
-    without_limit,
-)
+from partitioner.solve.search.interleaved import PATIENCE, BestSchedule, list_promising_candidates, without_limit
 from partitioner.solve.search.outcomes import (
     CandidateOutcome,
-    EvaluatedCandidate,
     bound_and_gap,
     list_solved_candidates,
 )
 from partitioner.solve.search.smaller_clusters import JobOf, faster_batches, is_even, without_laggards
-from partitioner.solve.search.space import SearchSpace, beyond_the_bound, left_out, list_candidates
+from partitioner.solve.search.space import SearchSpace, beyond_the_bound, build_search_space, left_out, list_candidates
 from partitioner.solve.search.warm_start import WarmStart
 from partitioner.solve.sharding.context_parallel import check_algorithm
 from partitioner.topology.hosts import can_offload, has_disks
@@ -69,7 +57,8 @@ class PlanSearchResult:
     (well-known layouts for comparison), which may still be computed in the background.
 
     ``rows``: candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> its outcome. ``lacking``: the memory
-    shortage that made the search choose offload; empty if there was none.
+    shortage that made the search choose offload; empty if there was none. ``floors``: the lower bounds on blocks that
+    were computed, which hold for a search with other free memory, too.
     """
 
     chosen: SolvedCandidate
@@ -77,6 +66,7 @@ class PlanSearchResult:
     baselines: Future[tuple[Baseline, ...]]
     rows: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
     lacking: str = ""
+    floors: dict[FloorKey, BlockLowerBound | None] = field(default_factory=dict)
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
         """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
@@ -92,39 +82,6 @@ class PlanSearchResult:
         covered = self.certificate.covered_bound
         update = {"bound": bound, "gap": gap, "covered_bound": None if covered is None else min(covered, lower_bound_s)}
         return self.certificate.model_copy(update={"baselines": baselines, **update})
-
-
-def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
-    """Return the search space of ``job`` (model, batch, cluster and constraints), from which its candidates
-    (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) are listed. ``bounds``: knows the sizes of
-    the job's model, such as the number of block calls (such as layers) and the dims of its parameters.
-    """
-    attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
-    # an image has channels where a text has tokens
-    lengths = [i.spec.shape[1] for i in job.model.inputs if 1 < len(i.spec.shape) < 4]
-    ids = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) == 2 and _is_integer(i.spec.dtype)]
-    length = max(lengths, default=0) if attends else 0  # without attention there is no sequence to spread
-    often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
-    return SearchSpace(
-        job.topology,
-        job.global_batch,
-        bounds.num_calls,
-        bounds.dims,
-        job.constraints,
-        job.train,
-        experts=job.common_experts,
-        length=length,
-        repeated=sum(times for times in often.values() if times > 1),
-        even=bool(job.model.updates or job.further_samples),
-        any_etp=job.profile.expert_tensor == "any",
-        further_samples=job.further_samples,
-        further_positions=job.further_positions,
-        tokens=length or max(ids, default=0),
-    )
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def search_for_plan(
@@ -158,34 +115,37 @@ def search_for_plan(
     pinned = job.constraints
     if pinned.cp is not None:
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
-    evaluator = CandidateEvaluator(job)
-    bounds = ModelBounds(job, evaluator.placements)
+    had = before.chosen.offload if before else ()
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     request = _SearchRequest(progress, compare, deadline, cutoff_s, other_batch)
     short: CapacityError | None = None
     hosts_lacked: list[bool] = []
-    had = before.chosen.offload if before else ()
     tried = before is None
     for asked in list_offload_variants(job, lambda: any(hosts_lacked) or "disk" in had):
         tried = tried or (asked.constraints.offload or ()) == had
         if not tried:  # in the earlier search nothing fitted with less data in host memory
             continue
-        if asked is not evaluator.job:
-            evaluator = CandidateEvaluator(asked)
-            bounds = ModelBounds(asked, evaluator.placements)
+        evaluator = CandidateEvaluator(asked)
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
             hosts = asked is not job
-            found = _search_candidates(asked, evaluator, bounds, request, known, hosts=hosts)
+            found = _search_candidates(asked, evaluator, request, known, hosts=hosts, floors=_floors_of(before, asked))
             lacking = short.shortage if short is not None else before.lacking if before else ""
             return replace(found, lacking=lacking if hosts else "")
         except CapacityError as error:
             short = error if asked is job or short is None else short  # keep the error of the job without offload
         finally:
-            evaluator.locals.end()
+            evaluator.locals.ahead.end()
             hosts_lacked.append(evaluator.host_lacks)
     assert short is not None
     raise short
+
+
+def _floors_of(before: PlanSearchResult | None, job: Job) -> dict[FloorKey, BlockLowerBound | None]:
+    """Return a copy of the lower bounds on blocks that the search ``before`` has computed, if they hold for ``job``: if
+    its plan offloads the same kinds of data. Otherwise, and without an earlier search, there are none."""
+    same = before is not None and before.chosen.offload == (job.constraints.offload or ())
+    return dict(before.floors) if before is not None and same else {}
 
 
 def list_offload_variants(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
@@ -226,80 +186,34 @@ class _SearchRequest:
     other_batch: JobOf | None
 
 
-@dataclass
-class _CandidateAttempts:
-    """Plans and bounds the candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) of one
-    search.
-
-    ``evaluator``: plans single candidates. ``space``: the search space. ``bounds``: lower bounds on candidates.
-    ``early``: chooses the first candidates; each outcome is reported to it. ``siblings``: skips candidates that cannot
-    fit because another candidate, which differs only in ZeRO, did not fit. ``best_s``: step time in seconds of the best
-    plan so far, or the cutoff if there is none; slower plans are of no interest.
-    """
-
-    evaluator: CandidateEvaluator
-    space: SearchSpace
-    bounds: BoundCascade
-    early: WarmStart
-    siblings: ZeroInfeasibility
-    best_s: float
-
-    def evaluate(
-        self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
-    ) -> EvaluatedCandidate:
-        """Return the best plan of ``candidate``. ``proven``: whether to compute a tight lower bound on its plans.
-        ``devices``: the device index of each rank; if ``None``, the placement (assignment of ranks to devices) is
-        searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if
-        there is no plan.
-        """
-        is_complete = self.evaluator.placements.complete(candidate.grid)
-        solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
-        try:
-            found = solved_to_evaluated(self.siblings.tried(candidate, solve))
-        except PartitionError as error:
-            self.early.tell(candidate, error)
-            raise
-        self.early.tell(candidate, found.step_time)
-        self.best_s = min(self.best_s, found.step_time)
-        return replace(found, partly=not is_complete, unsure=not self.evaluator.tries_all(candidate))
-
-    def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
-        return self.evaluator.can_prune(candidate, upper_bound_s)
-
-    def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
-        return self.bounds.bound_tightly(candidate, upper_bound_s)
-
-    def estimate_effort(self, candidate: MeshCandidate) -> float:
-        return estimate_interleaved_effort(self.space, candidate)
-
-
 def _search_candidates(
     job: Job,
     evaluator: CandidateEvaluator,
-    bounds: ModelBounds,
     request: _SearchRequest,
     before: Mapping[MeshCandidate, CandidateOutcome],
     *,
     hosts: bool,
+    floors: dict[FloorKey, BlockLowerBound | None],
 ) -> PlanSearchResult:
     """Search the candidates of one variant of the job with fixed kinds of offloaded data, and return the best plan.
-    ``job``: the model, batch, cluster and constraints. ``evaluator``, ``bounds``: plan and bound its candidates.
-    ``before``: candidate -> its outcome in an earlier search. ``hosts``: whether offload was added because nothing
-    fitted without it. ``request``: time limit, cutoff and callbacks of the search.
+    ``job``: the model, batch, cluster and constraints. ``evaluator``: plans its candidates. ``before``:
+    candidate -> its outcome in an earlier search. ``hosts``: whether offload was added because nothing fitted without
+    it. ``request``: time limit, cutoff and callbacks of the search. ``floors``: lower bounds on blocks that are known.
     """
+    bounds = ModelBounds(job, evaluator.placements)
     start, compare, deadline = time.monotonic(), request.compare, request.deadline
-    space = space_of(job, bounds)
+    space = build_search_space(job)
     candidates = list_candidates(space)
     free = replace(job, constraints=unpin_constraints(job.constraints))
-    always = list_standard_layouts(space, candidates, bounds, bounds.with_job(free)) if compare else []
+    always = list_standard_layouts(space, candidates, bounds) if compare else []
 
     early = WarmStart(space, frozenset(candidates), bounds, always, request.deadline, request.cutoff_s)
-    floors = BoundCascade(bounds, evaluator, candidates, space)
-    attempts = _CandidateAttempts(
-        evaluator, space, floors, early, ZeroInfeasibility(bounds.state_bytes), request.cutoff_s
+    cascade = BoundCascade(bounds, evaluator, candidates, space, floors)
+    attempts = CandidateAttempts(
+        evaluator, space, cascade, early, ZeroInfeasibility(bounds.state_bytes), request.cutoff_s
     )
     result = BestFirstSearch(
-        floors,
+        cascade,
         attempts,
         progress=request.progress,
         time_limit_s=request.deadline - time.monotonic(),
@@ -315,22 +229,9 @@ def _search_candidates(
     found, certificate = result.best.payload, result.certificate
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
-        devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
-
-        def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
-            """Plan a candidate without a lower bound. If all placements (assignments of ranks to devices) would be
-            tried, use the devices of a known plan instead: one with the same mesh, or one with half as many ranks along
-            ``cp`` and twice as many along ``tp`` or ``dp``. ``candidate``: mesh sizes, microbatch size, schedule and
-            ZeRO stage.
-            """
-            key = next((key for key in meshes_around(candidate) if key in devices), None)
-            same = devices[key] if key is not None and evaluator.placements.complete(candidate.grid) else None
-            found = attempts.evaluate(candidate, proven=False, devices=same)
-            devices.setdefault(mesh_of(candidate), found.payload.devices)
-            return found if same is None else replace(found, least=0.0)
-
-        schedules = BestSchedule(found, certificate, attempt, attempts.evaluate, floors.bound_tightly, floors)
-        promising = list_promising_candidates(space, schedules, known, result.rows, floors)
+        attempts.remember_devices(known.values())
+        schedules = BestSchedule(found, certificate, attempts)
+        promising = list_promising_candidates(space, schedules, known, result.rows, cascade)
         found, certificate = schedules.follow(promising, deadline)
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
         found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))
@@ -349,23 +250,20 @@ def _search_candidates(
             job,
             found.estimate.step_time,
             lambda: float(bounds.times(candidates).min()),
-            space_of,
             lambda *asked: find_best_report(until - time.monotonic(), *asked),
         )
         offload = job.constraints.offload or ()
+        if request.other_batch is not None and not offload:
+            fewer += faster_batches(
+                job,
+                found.estimate.step_time,
+                request.other_batch,
+                lambda *asked: find_best_report(until - time.monotonic(), *asked),
+            )
         tried = {s.name for s in always if offload and (s.excluded or not hosts)}
         alone = _plan_without_host_memory(job, tried) if tried else {}
         tuned_by = min(deadline, time.monotonic() + as_long_s)
-        found_beside = compare_standard_layouts(always, rows, partial(_solved_beside, beside), offload, alone, tuned_by)
-        if request.other_batch is not None and not offload:
-            step_s = found.estimate.step_time
-            fewer += faster_batches(
-                job,
-                step_s,
-                request.other_batch,
-                space_of,
-                lambda *asked: find_best_report(until - time.monotonic(), *asked),
-            )
+        found_beside = compare_standard_layouts(always, rows, beside, offload, alone, tuned_by)
         return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
 
     pinned = bool(job.constraints.offload) and not hosts
@@ -376,11 +274,7 @@ def _search_candidates(
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
-    return PlanSearchResult(found, certificate, baselines, result.rows)
-
-
-def _slowest_first(found: EvaluatedCandidate) -> float:
-    return -found.step_time
+    return PlanSearchResult(found, certificate, baselines, result.rows, floors=cascade.sharded.floors)
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:
@@ -409,17 +303,13 @@ def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Bas
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = CandidateEvaluator(alone)
     bounds = ModelBounds(alone, evaluator.placements)
-    space = space_of(alone, bounds)
+    space = build_search_space(alone)
     try:
-        found = no_candidates(list_standard_layouts(space, list_candidates(space), bounds, bounds), names)
+        found = no_candidates(list_standard_layouts(space, list_candidates(space), bounds), names)
     except PartitionError:
         return {}
     until = time.monotonic() + _LEAST_S
-    return {b.name: b for b in compare_standard_layouts(found, (), partial(_solved_beside, evaluator), until=until)}
-
-
-def _solved_beside(evaluator: CandidateEvaluator, candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate:
-    return solved_to_evaluated(evaluator.solve(candidate, improved=False, cutoff_s=cutoff_s))
+    return {b.name: b for b in compare_standard_layouts(found, (), evaluator, until=until)}
 
 
 def find_best_report(time_limit_s: float, job: Job, cutoff_s: float) -> Candidate:
@@ -431,4 +321,4 @@ def find_best_report(time_limit_s: float, job: Job, cutoff_s: float) -> Candidat
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 
 
-__all__ = ["OFFLOAD_SETS", "MeshCandidate", "PlanSearchResult", "list_offload_variants", "search_for_plan", "space_of"]
+__all__ = ["OFFLOAD_SETS", "MeshCandidate", "PlanSearchResult", "list_offload_variants", "search_for_plan"]

@@ -19,7 +19,7 @@ from partitioner.plan import WITHOUT, Baseline, Candidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.regular import equal_levels
-from partitioner.solve.search.space import SearchSpace, list_candidates
+from partitioner.solve.search.space import build_search_space, list_candidates
 from partitioner.topology import Topology
 from partitioner.topology.files import with_nodes
 from partitioner.units import list_divisors
@@ -30,7 +30,6 @@ _NEARLY = 0.9  # a part is planned if its computation alone takes less than this
 _WORTH = 0.99  # greatest share of the best step time at which an alternative is reported
 _AS_FAST = 1.005  # the same for a power of two of nodes, which need only be as fast
 
-SpaceOf = Callable[[Job, ModelBounds], SearchSpace]
 
 Best = Callable[[Job, float], Candidate]  # the best plan of a job that takes less than so many seconds
 
@@ -87,15 +86,13 @@ def is_even(topology: Topology) -> bool:
     return alike and len(topology.paces[0]) == 1 and len({group.devices for group in topology.nodes}) == 1
 
 
-def without_laggards(
-    job: Job, best_s: float, lower_bound_s: Callable[[], float], space_of: SpaceOf, best: Best
-) -> tuple[Baseline, ...]:
+def without_laggards(job: Job, best_s: float, lower_bound_s: Callable[[], float], best: Best) -> tuple[Baseline, ...]:
     """Return the smaller clusters whose best plan takes clearly less than ``best_s`` seconds per step, each with that
     plan. Clusters whose number of nodes is a power of two are returned even if they are only about as fast.
 
     ``lower_bound_s``: function that returns a lower bound on the step with all devices; it is called only if the
-    devices are equal. ``space_of``: returns the search space of a job, given an object that computes its lower bounds.
-    ``best``: returns the best plan of a job, given the step time in seconds that the plan has to beat.
+    devices are equal. ``best``: returns the best plan of a job, given the step time in seconds that the plan has to
+    beat.
     """
     found = []
     clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, lower_bound_s)]
@@ -104,7 +101,7 @@ def without_laggards(
     for topology, worth in clusters:
         fewer = replace(job, topology=topology)
         try:
-            if _bound_job_seconds(fewer, space_of) >= worth * best_s:
+            if _bound_job_seconds(fewer) >= worth * best_s:
                 continue
             candidate = best(fewer, worth * best_s)
         except PartitionError:
@@ -129,13 +126,11 @@ def _list_smaller_clusters(topology: Topology, best_s: float, lower_bound_s: Cal
     return parts_alone(topology, _NEARLY * best_s / least if least else math.inf)
 
 
-def _bound_job_seconds(job: Job, space_of: SpaceOf) -> float:
+def _bound_job_seconds(job: Job) -> float:
     """Return a lower bound in seconds on the step of every plan of ``job`` (the model, batch, cluster and constraints).
-    ``space_of``: returns the search space of a job, given an object that computes its lower bounds. Raises a
-    :class:`PartitionError` if it has no candidates.
+    Raises a :class:`PartitionError` if it has no candidates.
     """
-    bounds = ModelBounds(job)
-    return float(bounds.times(list_candidates(space_of(job, bounds))).min())
+    return float(ModelBounds(job).times(list_candidates(build_search_space(job))).min())
 
 
 _FARTHEST = 0.25  # greatest relative difference from the given batch
@@ -157,12 +152,11 @@ def batches_near(global_batch: int, num_devices: int) -> list[int]:
     return sorted(near, key=lambda batch: (abs(batch - global_batch), batch))
 
 
-def faster_batches(job: Job, best_s: float, job_of: JobOf, space_of: SpaceOf, best: Best) -> tuple[Baseline, ...]:
+def faster_batches(job: Job, best_s: float, job_of: JobOf, best: Best) -> tuple[Baseline, ...]:
     """Return the nearest global batch with which each sample takes clearly less time than now, with its plan, as a
     tuple of one entry; empty if there is none. ``best_s``: seconds of a step with the present batch. ``job_of``:
-    returns the job with another batch. ``space_of``: returns the search space of a job, given an object that computes
-    its lower bounds. ``best``: returns the best plan of a job, given the step time in seconds that the plan has to
-    beat."""
+    returns the job with another batch. ``best``: returns the best plan of a job, given the step time in seconds that
+    the plan has to beat."""
     pinned = job.constraints
     if not job.train or pinned.group_size is not None or pinned.data_shares is not None:
         return ()
@@ -170,8 +164,7 @@ def faster_batches(job: Job, best_s: float, job_of: JobOf, space_of: SpaceOf, be
         most_s = _WORTH_A_BATCH * best_s * batch / job.global_batch
         try:
             other = job_of(batch)
-            bounds = ModelBounds(other)
-            if float(bounds.times(list_candidates(space_of(other, bounds))).min()) >= most_s:
+            if _bound_job_seconds(other) >= most_s:
                 continue
             candidate = best(other, most_s)
         except PartitionError:

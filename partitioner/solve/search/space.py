@@ -7,18 +7,22 @@ candidates that every report shows for comparison.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_ONE_STAGE, Constraints
+from partitioner.cost.call.operators import is_attention
 from partitioner.errors import ConstraintError, PlanError
 from partitioner.schedules.csv_table import ScheduleTable, table_of
 from partitioner.schedules.registry import SCHEDULES, SEARCHED, chunks_of, schedule_name
+from partitioner.solve.evaluate.job import Job
 from partitioner.topology.hosts import can_offload
 from partitioner.topology.topology import Topology
 from partitioner.units import format_plural, format_ranges, list_divisors
@@ -128,6 +132,8 @@ _UNEVEN = 1.1  # the largest virtual stage may have this many times an even shar
 _MORE_CHUNKS = 1.8  # least ratio of two numbers of virtual stages that are tried
 _MOST_CHUNKS = 16
 
+_MOST_RUNS = 4e7  # effort without a better plan, in runs of calls on virtual stages: about half a minute
+
 _WIDEST = 8  # greatest tp that is searched if no node has more devices
 
 _PART_GROWS = 4  # ratio of consecutive sizes of dp_shard that are tried
@@ -236,6 +242,39 @@ class SearchSpace:
             else len(set(given)) == 1
         )
         return even or (not self.even and candidate.shares_out)
+
+
+def build_search_space(job: Job) -> SearchSpace:
+    """Return the search space of ``job`` (model, batch, cluster and constraints), from which its candidates
+    (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) are listed.
+    """
+    model = job.model
+    attends = any(is_attention(node) for block in model.blocks.values() for node in block.graph.nodes)
+    # an image has channels where a text has tokens
+    lengths = [i.spec.shape[1] for i in model.inputs if 1 < len(i.spec.shape) < 4]
+    ids = [i.spec.shape[1] for i in model.inputs if len(i.spec.shape) == 2 and _is_integer(i.spec.dtype)]
+    length = max(lengths, default=0) if attends else 0  # without attention there is no sequence to spread
+    often = Counter(call.block for call in model.calls if not call.shared and not call.prologue)
+    return SearchSpace(
+        job.topology,
+        job.global_batch,
+        often.total(),
+        frozenset(dim for s in model.states.values() if s.kind == "parameter" for dim in s.spec.shape),
+        job.constraints,
+        job.train,
+        experts=math.gcd(*job.experts.values()),
+        length=length,
+        repeated=sum(times for times in often.values() if times > 1),
+        even=bool(model.updates or job.further_samples),
+        any_etp=job.profile.expert_tensor == "any",
+        further_samples=job.further_samples,
+        further_positions=job.further_positions,
+        tokens=length or max(ids, default=0),
+    )
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
@@ -434,6 +473,14 @@ def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCan
     choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
     found = [(name, v) for name, several in choices.items() for v in several if v * candidate.pp <= space.num_calls]
     return [replace(candidate, schedule=name, virtual_stages=v) for name, v in found]
+
+
+def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
+    """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
+    the search may spend on such candidates without finding a better plan. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model). ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
+    return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
 def list_short_context_candidates(space: SearchSpace, sharing: Collection[tuple[int, int]]) -> list[MeshCandidate]:

@@ -10,7 +10,6 @@ not.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Collection, Mapping
 
 from torch import fx
@@ -189,10 +188,3 @@ def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[F
                 raise PlanError(f"ep={ep}: {state} is a weight of experts in one call, but not in another; use ep=1")
     blocks = {**model.blocks, **{name: block for name, (block, _) in made.items()}}
     return model.with_(blocks=blocks), {name: layout for name, layout in layouts.items() if layout.is_shard}
-
-
-def common_experts(states: Mapping[str, tuple[int, int]]) -> int:
-    """Return the largest number of ranks over which the experts of all layers can be distributed evenly; 0 without
-    experts. ``states``: for each parameter of experts by name, the dim that indexes experts and the number of experts.
-    """
-    return math.gcd(*(count for _, count in states.values()))

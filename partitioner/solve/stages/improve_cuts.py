@@ -15,10 +15,10 @@ If there are few cuts, all are tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,7 +106,7 @@ def _improve_cuts_locally(
     """
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
-        near = [cuts for cuts in _list_neighbour_cuts(best) if cuts not in seen][:left]
+        near = list(islice((cuts for cuts in _list_neighbour_cuts(best) if cuts not in seen), left))
         seen |= costs.taken(timetable, np.array(near, dtype=np.int64).reshape(-1, len(best)), how)
         left -= len(near)
         best, before = min(seen, key=lambda cuts: seen[cuts]), best
@@ -153,27 +153,30 @@ def _all_cuts(calls: int, stages: int) -> Places:
 class _Costs:
     """Seconds of every sequence of consecutive block calls (such as layers) on every virtual stage.
 
-    ``of_stage`` has one array for each stage, of shape ``[5, calls + 1, calls + 1]``. The first dim is forward,
-    backward for inputs, backward for weights, wait for values and wait for gradients; the others are the first call and
-    the call after the last. The seconds of the backward for inputs are infinite if the calls do not fit in memory.
-    ``tables``: seconds and bytes of all possible stages, from which these are taken.
+    ``of_stage`` has five tables for each stage, of shape ``[calls + 1, calls + 1]``: forward, backward for inputs,
+    backward for weights, wait for values and wait for gradients. Rows are the first call, columns the call after the
+    last. The seconds of the backward for inputs are infinite if the calls do not fit in memory. Stages share tables
+    that are equal. ``tables``: seconds and bytes of all possible stages, from which these are taken.
     """
 
     def __init__(self, tables: StageTables) -> None:
         problem = tables.problem
-        made = []
+        self.of_stage: list[tuple[Table, ...]] = []
+        self.longest = len(problem.calls) - problem.num_stages + 1  # calls of a stage, since others have at least one
+        shared: dict[int, tuple[Table, Table]] = {}  # by speed: forward, and backward for weights
         for k in range(problem.num_stages):
-            pace = problem.pace(k)
-            forward, times = tables.seconds(k)[0] + pace.overhead.forward_total_s, tables.times[k]
-            later = [c.later_s if problem.train else 0.0 for c in pace.costs]
-            weights = tables.segments.sums(later)
+            if (speed := tables.pace_number(k)) not in shared:
+                pace = problem.pace(k)
+                later = [c.later_s if problem.train else 0.0 for c in pace.costs]
+                ahead = tables.seconds(k)[0] + pace.overhead.forward_total_s
+                shared[speed] = ahead, tables.segments.sums(later)
+            (forward, weights), times = shared[speed], tables.times[k]
             values, gradients = (np.broadcast_to(waits, times.shape) for waits in tables.transfers(k))
             inputs = times - forward - values - gradients - weights
             if problem.chunks == 1:  # see :func:`partitioner.solve.stages.virtual_stages.phases_of`
                 forward, inputs = forward + values, inputs + gradients
-                values = gradients = np.zeros_like(times)
-            made.append(np.stack([forward, inputs, weights, values, gradients]))
-        self.of_stage = made
+                values = gradients = np.broadcast_to(np.zeros(1), times.shape)
+            self.of_stage.append((forward, inputs, weights, values, gradients))
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
         """Return, for each stage under ``cuts``, its seconds per microbatch: forward, backward for inputs, backward for
@@ -181,8 +184,8 @@ class _Costs:
         stages: the index of the first call of each stage, followed by the number of calls.
         """
         return [
-            Phases(*(float(seconds) for seconds in table[:, cuts[k], cuts[k + 1]]))
-            for k, table in enumerate(self.of_stage)
+            Phases(*(float(table[cuts[k], cuts[k + 1]]) for table in of_stage))
+            for k, of_stage in enumerate(self.of_stage)
         ]
 
     def taken(
@@ -196,7 +199,7 @@ class _Costs:
         ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one). ``timetable``:
         the order of actions of the schedule.
         """
-        each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
+        each = self._stack_seconds((cuts[:, k], cuts[:, k + 1]) for k in range(len(self.of_stage)))
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
         if not len(fit):
             return {}
@@ -209,17 +212,21 @@ class _Costs:
         seconds per microbatch and fit in memory, together with a mask of these sequences. Both are arrays that are
         indexed by the end and the length of the sequence; they are small if all of these sequences are short.
         """
-        size = self.of_stage[0].shape[-1]
-        total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])
-        length = np.arange(size)[None, :] - np.arange(size)[:, None]
-        fits = np.isfinite(total) & (total <= most * (1 + TINY)) & (length > 0)
-        width = int(length[fits.any(axis=0)].max())
-        stop, start = np.arange(size)[:, None], np.arange(size)[:, None] - np.arange(1, width + 1)[None, :]
-        inside = start >= 0
-        start = np.maximum(start, 0)
-        fit = fits[:, start, stop] & inside
-        seconds = np.stack([table[:, start, stop] for table in self.of_stage])
-        return _Bands(np.where(fit[:, None], seconds, 0.0), np.where(fit, 0.0, np.inf))
+        size = len(self.of_stage[0][0])
+        stop, start = np.arange(size)[:, None], np.arange(size)[:, None] - np.arange(1, self.longest + 1)[None, :]
+        inside, start = start >= 0, np.maximum(start, 0)
+        seconds = self._stack_seconds([(start, stop)] * len(self.of_stage))
+        total = seconds[:, :3].sum(axis=1)
+        fit = np.isfinite(total) & (total <= most * (1 + TINY)) & inside
+        width = int(np.flatnonzero(fit.any(axis=(0, 1)))[-1]) + 1
+        fit = fit[..., :width]
+        return _Bands(np.where(fit[:, None], seconds[..., :width], 0.0), np.where(fit, 0.0, np.inf))
+
+    def _stack_seconds(self, places: Iterable[tuple[Places, Places]]) -> Table:
+        """Return the seconds of sequences of block calls (such as layers), shape ``[stages, 5, ...]``; the second dim
+        is that of ``of_stage``. ``places``: for each stage two arrays, the first calls and the calls after the last."""
+        both = zip(self.of_stage, places, strict=True)
+        return np.stack([np.stack([table[start, stop] for table in of_stage]) for of_stage, (start, stop) in both])
 
 
 @dataclass(frozen=True)

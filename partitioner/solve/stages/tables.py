@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,23 @@ Counts = NDArray[np.int64]
 TINY = 1e-12  # relative rounding of sums of seconds
 ROUNDING_BYTES = 0.01  # rounding of sums of sizes
 _MOST_ENTRIES = 1 << 21  # entries of tables that are made together
+
+
+class _MeasuredRuns(NamedTuple):
+    """Seconds and bytes of sequences of block calls (such as layers) on several stages, as far as they do not depend on
+    the memory of the stages. All arrays have the shape ``[stages, sequences]``.
+
+    ``seconds``: per microbatch, without recomputation. ``kept_bytes``: peak bytes without full recomputation.
+    ``allowed``: whether the stage may consist of the calls. ``may_recompute``: whether it may recompute some of them in
+    full; ``None``: no stage may. ``least_bytes``: peak bytes if all are recomputed in full; ``None`` if the problem
+    requires that.
+    """
+
+    seconds: Table
+    kept_bytes: Table
+    allowed: NDArray[np.bool_]
+    may_recompute: NDArray[np.bool_] | None
+    least_bytes: Table | None
 
 
 class StageTables:
@@ -58,6 +78,16 @@ class StageTables:
         self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
         self.allowed = self._mask_allowed_segments()
         self.slim = StageTables(problem.slim) if problem.slim is not None else None
+
+    def with_capacity(self, capacity: Sequence[float]) -> StageTables:
+        """Return the tables of the same problem with other memory. Tables that do not depend on the memory are shared
+        with this object, if it has computed them. ``capacity``: usable bytes of a rank, by stage."""
+        other = copy(self)
+        other.problem = replace(self.problem, capacity=tuple(int(limit) for limit in capacity))
+        other._capacity = np.array(other.problem.capacity, dtype=np.float64)
+        other.__dict__.pop("_ways", None)
+        other.slim = None if self.slim is None else self.slim.with_capacity(capacity)
+        return other
 
     @property
     def times(self) -> list[Table]:
@@ -138,8 +168,16 @@ class StageTables:
         """
         start, stop = self._segment_ranges
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
-        times[:, start, stop] = self.run_times(stages, start, stop)
+        every = len(stages) == self.problem.num_stages
+        measured = self._measured_segments if every else self._measure_runs(stages, start, stop)
+        times[:, start, stop] = self._limit_by_memory(measured, stages, start, stop)
         return times
+
+    @cached_property
+    def _measured_segments(self) -> _MeasuredRuns:
+        """Return the seconds and bytes of all sequences of block calls (such as layers) on all stages, as far as they
+        do not depend on the memory of the stages."""
+        return self._measure_runs(np.arange(self.problem.num_stages), *self._segment_ranges)
 
     @property
     def _segment_ranges(self) -> tuple[Counts, Counts]:
@@ -159,8 +197,13 @@ class StageTables:
         recomputed in full as memory demands, or, if full recomputation is required, as many as allowed. Infinite if the
         calls do not fit or are not allowed.
         """
+        return self._limit_by_memory(self._measure_runs(stages, start, stop), stages, start, stop)
+
+    def _measure_runs(self, stages: Counts, start: Counts, stop: Counts) -> _MeasuredRuns:
+        """Return the seconds and bytes of the block calls ``start:stop`` (such as layers), for each pair of the index
+        arrays ``start`` and ``stop``, on each of ``stages`` (indices), without and with full recomputation.
+        """
         problem, pace = self.problem, self._pace_of[stages][:, None]
-        usable = self._capacity[stages][:, None]
         before, after = (of_ends[stages] for of_ends in self._end_wait_seconds)
         time: Table = self._forward[pace, start, stop] + self._overhead[stages][:, None]
         time += before[:, start] + after[:, stop]
@@ -171,14 +214,27 @@ class StageTables:
         different = stages if problem.pinned or problem.barred else stages[:1]
         every = [self.allowed[stage][start, stop] for stage in different.tolist()]
         allowed = np.broadcast_to(np.stack(every), time.shape)
-        fits = allowed & (plain <= usable + ROUNDING_BYTES)
-        if problem.train and self.most_recomputed.any():
-            again = allowed & (self.most_recomputed[start, stop] > 0)
-            if problem.recompute != "full":  # only segments that do not fit without recomputation and may fit with it
-                least = self._compute_peak_with_recompute(stages[:, None], start, stop)
-                again &= ~(plain <= usable) & (least <= usable + ROUNDING_BYTES)
+        if not (problem.train and self.most_recomputed.any()):
+            return _MeasuredRuns(time, plain, allowed, None, None)
+        again = allowed & (self.most_recomputed[start, stop] > 0)
+        # with full recomputation its bytes are computed later
+        least = None if problem.recompute == "full" else self._compute_peak_with_recompute(stages[:, None], start, stop)
+        return _MeasuredRuns(time, plain, allowed, again, least)
+
+    def _limit_by_memory(self, measured: _MeasuredRuns, stages: Counts, start: Counts, stop: Counts) -> Table:
+        """Return the seconds per microbatch of the block calls ``start:stop`` on each of ``stages``, shape ``[stages,
+        pairs]``, with the recomputation that the memory of the stages requires; infinite if they do not fit.
+        ``measured``: their seconds and bytes without that. The other arguments are those of :meth:`run_times`.
+        """
+        usable, time = self._capacity[stages][:, None], measured.seconds
+        fits = measured.allowed & (measured.kept_bytes <= usable + ROUNDING_BYTES)
+        if measured.may_recompute is not None:
+            again = measured.may_recompute
+            if measured.least_bytes is not None:  # only runs that do not fit without recomputation and may with it
+                again = again & ~(measured.kept_bytes <= usable) & (measured.least_bytes <= usable + ROUNDING_BYTES)
             here, run = np.nonzero(again)
             stage, begin, end = stages[here], start[run], stop[run]
+            time = time.copy()
             count = self.recomputed(stage, begin, end)
             time[here, run] += self.again(stage, begin, count)
             memory = self.memory(stage, begin, end, count)

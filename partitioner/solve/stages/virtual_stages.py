@@ -23,7 +23,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import CapacityError
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.actions import group_stages_by_rank
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.formulas import (
@@ -130,6 +132,7 @@ def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[S
         yield list(now)
 
 
+_MOST_IMPROVED = 0.1  # of a pipeline's seconds: better cuts saved up to 5 % on models of 32 to 126 layers
 _ROUNDS = 6  # rounds of dividing a rank's memory
 
 _ENOUGH = 1 << 60  # bytes
@@ -166,6 +169,9 @@ def solve_virtual(
     if lacking is not None and (not problem.train or problem.recompute is not None):
         raise lacking
     for how in ("selective", "full") if problem.slim is not None else ("full",):
+        fastest_s = min((cutoff_s, *(split.pipeline_s for split in found)))
+        if found and _bound_recomputed_seconds(problem, num_ranks, how) >= fastest_s:
+            continue
         with suppress(CapacityError):
             found.append(
                 _solve_virtual_stages(
@@ -183,6 +189,21 @@ def solve_virtual(
         least = found[0].lower_bound_s
     best = min(found, key=lambda split: split.pipeline_s)
     return replace(best, lower_bound_s=min(best.pipeline_s, least))
+
+
+def _bound_recomputed_seconds(problem: StageProblem, num_ranks: int, how: str) -> float:
+    """Return a lower bound in seconds on the pipeline of ``problem`` if all block calls (such as layers) are
+    recomputed: the work, divided evenly over ``num_ranks`` ranks. ``how``: ``"full"``, or ``"selective"``
+    recomputation."""
+
+    def of_call(cost: CallCost, number: int) -> float:
+        cost = cost.selective() if how == "selective" else cost
+        again = cost.recompute_s if how == "full" and number < problem.last_repeated else 0.0
+        return cost.forward_total_s + cost.backward_total_s + again
+
+    paces = {SameObject(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
+    seconds = [[of_call(cost, number) for number, cost in enumerate(pace.costs)] for pace in paces]
+    return problem.num_microbatches * float(np.min(seconds, axis=0).sum()) / num_ranks
 
 
 @dataclass(frozen=True)
@@ -303,17 +324,17 @@ def _solve_virtual_stages(
         limits = _divide_rank_capacity(
             needs, ranks.own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)]
         )
-        limited = replace(ranks.problem, capacity=tuple(int(limit) for limit in limits))
         try:
-            tables = StageTables(limited)
-            split = solve_stages(limited, tables)
+            tables = whole.with_capacity(limits)
+            split = solve_stages(tables.problem, tables)
         except CapacityError:
             break
     if found:
         split = min(found, key=ranks.seconds)
         quick = not proven and _cut_by_memory(ranks.problem, split)
         bound = 0.0
-        if improved:
+        # without a proof, the search for better cuts is of no use where it cannot reach the cutoff
+        if improved and (proven or ranks.seconds(split) * (1 - _MOST_IMPROVED) < cutoff_s):
             split, bound = _improve_virtual_cuts(whole, split, ranks, cutoff_s, quick)
         return _join_stages_by_rank(split, ranks, ranks.memory(whole, split.stages), bound)
     stage, missing = lacking

@@ -23,7 +23,7 @@ from partitioner.schedules.formulas import (
     stage_in_flight,
 )
 from partitioner.schedules.makespan import Phases, longest_path
-from partitioner.schedules.registry import ranks_of
+from partitioner.schedules.registry import build_timetable, ranks_of
 from partitioner.solve.bounds.schedule_memory import RankCapacity, most_held, needs_of
 from partitioner.solve.stages.lower_bound import LeastTime, least_time
 from partitioner.solve.stages.problem import StageProblem
@@ -118,6 +118,21 @@ def test_what_stages_hold_is_what_the_order_holds(schedule: str):
     for p, m in product(range(2, 9), (1, 2, 3, 5, 8, 9, 16, 27)):
         pairs = held_microbatches(schedule, p, m, 1).pairs
         assert tuple(stage_in_flight(schedule, s, p, m) for s in range(p)) == pairs, (p, m)
+
+
+@pytest.mark.parametrize(("schedule", "v"), [*_EVERY, ("interleaved", 5), ("zb-1p", 3), ("gpipe", 1), ("1f1b", 1)])
+def test_long_steps_hold_what_their_orders_hold(schedule: str, v: int):
+    """Numbers in flight are found from a few rounds of a long step. They are those of the whole step, in which no other
+    moment has as many of each."""
+    for p, rounds in product((2, 3, 5, 8), (2, 3, 4, 7)):
+        found, table = held_microbatches(schedule, p, rounds * p, v), build_timetable(schedule, p, rounds * p, v)
+        for order, stages, together in zip(table.orders, table.held, found.together, strict=True):
+            moments = set(halves_in_flight(order, len(stages)))
+            rows = {moment: np.array(moment).ravel() for moment in moments}
+            exceeded = {
+                one for one, row in rows.items() if any((row <= other).all() for m, other in rows.items() if m != one)
+            }
+            assert set(together) == moments - exceeded, (p, rounds)
 
 
 @given(st.sampled_from(_EVERY), st.integers(2, 6), st.integers(1, 24), st.floats(0, 3), st.floats(0, 3))

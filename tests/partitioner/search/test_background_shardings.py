@@ -26,9 +26,10 @@ from partitioner.background import (
     check_threads,
 )
 from partitioner.candidate import MeshCandidate
-from partitioner.solve.evaluate import local_model_cache
+from partitioner.solve.evaluate import prefetch
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
+from partitioner.solve.evaluate.sharded_bounds import ShardedBounds
 from partitioner.validate import precision_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a second process is a fork, which is not there")
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a second proces
 @pytest.fixture(autouse=True)
 def _second_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests need the second process, which parallel workers of the other tests do without (conftest.py)."""
-    for module in (local_model_cache, background):
+    for module in (prefetch, background):
         monkeypatch.setattr(module, "can_help", can_help)
 
 
@@ -167,32 +168,32 @@ def test_bounds_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(model, inputs).at(None)
     work = Job(*prepared, Topology.preset("dgx-h100"), Constraints(), True, "adamw", precision_of(prepared[0], None))
     candidates = [MeshCandidate(pp=2, dp=4 // tp, tp=tp, microbatch_size=2) for tp in (2, 4)]
-    alone = CandidateEvaluator(work)
-    expected = [alone.floor(candidate, 2) for candidate in candidates]
+    alone = ShardedBounds(CandidateEvaluator(work))
+    expected = [alone.bound_blocks(candidate, 2) for candidate in candidates]
     assert None not in expected and expected[0] != expected[1]
 
-    monkeypatch.setattr(local_model_cache, "_WORTH_S", -1.0)
-    helped = CandidateEvaluator(work)
-    helped.expect([(candidate, 2) for candidate in candidates], [(candidate, 2) for candidate in candidates])
+    monkeypatch.setattr(prefetch, "_WORTH_S", -1.0)
+    helped = ShardedBounds(CandidateEvaluator(work))
+    helped.prefetch([(candidate, 2) for candidate in candidates], [(candidate, 2) for candidate in candidates])
     first = replace(candidates[0], dp=4, tp=1)
-    helped.floor(first, 2)  # which was not expected: the second process starts
-    ahead = helped.locals._aside
+    helped.bound_blocks(first, 2)  # which was not expected: the second process starts
+    ahead = helped.locals.ahead._worker
     assert ahead is not None and len(ahead._keys) == 4
     while ahead._helper is not None and ahead._helper.runs:
         time.sleep(0.001)
     own: list[MeshCandidate] = []
 
-    def counted(evaluator: CandidateEvaluator, candidate: MeshCandidate, *args: Any) -> Any:
+    def counted(bounds: ShardedBounds, candidate: MeshCandidate, *args: Any) -> Any:
         own.append(candidate)
-        return floor(evaluator, candidate, *args)
+        return floor(bounds, candidate, *args)
 
-    floor = CandidateEvaluator._compute_block_bound
-    monkeypatch.setattr(CandidateEvaluator, "_compute_block_bound", counted)
-    assert [helped.floor(candidate, 2) for candidate in candidates] == expected
+    floor = ShardedBounds._compute_block_bound
+    monkeypatch.setattr(ShardedBounds, "_compute_block_bound", counted)
+    assert [helped.bound_blocks(candidate, 2) for candidate in candidates] == expected
     assert not own
-    helped.floor(replace(candidates[1], microbatch_size=1), 1)
+    helped.bound_blocks(replace(candidates[1], microbatch_size=1), 1)
     assert [candidate.microbatch_size for candidate in own] == [1]
-    helped.locals.end()
+    helped.locals.ahead.end()
 
 
 def _llama() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -244,8 +245,8 @@ def test_plans_are_the_same(
     take = BackgroundWorker.take
     monkeypatch.setattr(BackgroundWorker, "take", counted)
     for helped in (False, True):
-        monkeypatch.setattr(local_model_cache, "_WORTH_S", -1.0)
-        for module in (local_model_cache, background):
+        monkeypatch.setattr(prefetch, "_WORTH_S", -1.0)
+        for module in (prefetch, background):
             monkeypatch.setattr(module, "can_help", lambda helped=helped: helped)
         plans.append(partition(prepared, topology, constraints=Constraints(**constraints)))
         assert helped or not taken

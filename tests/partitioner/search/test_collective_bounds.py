@@ -17,7 +17,7 @@ from partitioner.cost.step.relaxed_mesh import best_group, no_slower
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.space import SearchSpace
+from partitioner.solve.search.space import build_search_space
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
 from partitioner.topology.group import select_slowest_group
@@ -113,7 +113,7 @@ def test_no_placement_is_below_what_is_said_of_a_point(cluster: str, mesh: tuple
     candidate = MeshCandidate(pp, dp, tp, 1, schedule)
     bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
     assert not evaluator.placements.complete(candidate.grid)
-    space = SearchSpace(work.topology, 6, bounds.num_calls, bounds.dims)
+    space = build_search_space(work)
     bound = BoundCascade(bounds, evaluator, [candidate], space).bound_tightly(candidate)
     assert bound >= bounds.refine(candidate)
     assert bound <= min(times_of_all(work, candidate)) / (1 + SLACK) * (1 + 2 * SLACK)

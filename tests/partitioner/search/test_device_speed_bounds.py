@@ -15,8 +15,8 @@ from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.search import search_for_plan, space_of
-from partitioner.solve.search.space import list_candidates
+from partitioner.solve.search.search import search_for_plan
+from partitioner.solve.search.space import build_search_space, list_candidates
 from partitioner.topology.files import loads
 from tests.helpers.placement_jobs import job
 
@@ -116,7 +116,7 @@ LEVELS = "levels: [{name: nvlink, like: nvlink3, nodes: 1}, {name: network, band
 def test_no_plan_on_devices_that_differ_is_below_its_bounds(cluster: str, every: int):
     work = job(loads(cluster), batch=12)
     bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
-    space = space_of(work, bounds)
+    space = build_search_space(work)
     candidates = list_candidates(space)
     floors = BoundCascade(bounds, evaluator, candidates, space)
     first, solved = floors.times(candidates), 0
@@ -131,7 +131,7 @@ def test_no_plan_on_devices_that_differ_is_below_its_bounds(cluster: str, every:
         found += [bound(candidate, np.inf) for bound in floors.candidate_bounds]
         assert max(found) <= least, candidate
         assert floors.bound_tightly(candidate) <= least, candidate
-        assert not evaluator.can_prune(candidate, least * (1 + 1e-9)), candidate
+        assert not floors.sharded.can_prune(candidate, least * (1 + 1e-9)), candidate
         solved += 1
     assert solved >= 10
 

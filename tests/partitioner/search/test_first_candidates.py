@@ -17,8 +17,7 @@ from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.zero_and_reduction import LeastReduced
 from partitioner.solve.search.baselines import StandardLayout, list_standard_layouts
-from partitioner.solve.search.search import space_of
-from partitioner.solve.search.space import SearchSpace, list_candidates
+from partitioner.solve.search.space import SearchSpace, build_search_space, list_candidates
 from partitioner.solve.search.warm_start import WarmStart
 from partitioner.topology import Topology
 from tests.helpers.search_jobs import job
@@ -28,7 +27,7 @@ def known(name: str, nodes: int = 1, **pins: object) -> tuple[SearchSpace, list[
     work = job(name, Topology.preset("dgx-h100", nodes), batch=8 * nodes)
     work = replace(work, constraints=Constraints(**pins)) if pins else work
     bounds = ModelBounds(work)
-    space = space_of(work, bounds)
+    space = build_search_space(work)
     return space, list_candidates(space), bounds
 
 
@@ -63,7 +62,7 @@ def test_what_is_excluded_is_not_walked():
 
 def test_only_what_may_be_better_is_tried_besides():
     space, candidates, bounds = known("experts")
-    always = list_standard_layouts(space, candidates, bounds, bounds)
+    always = list_standard_layouts(space, candidates, bounds)
     early = WarmStart(space, frozenset(candidates), bounds, always, math.inf)
     asked = walked(early, lambda _: 0.0)  # nothing is better
     assert set(asked) <= {standard.candidates[0] for standard in always if standard.candidates}
@@ -71,7 +70,7 @@ def test_only_what_may_be_better_is_tried_besides():
 
 def test_experts_are_spread_and_neighbours_lead_to_a_better_plan():
     space, candidates, bounds = known("experts")
-    always = list_standard_layouts(space, candidates, bounds, bounds)
+    always = list_standard_layouts(space, candidates, bounds)
     goal = next(p for p in candidates if (p.pp, p.cp, p.tp, p.ep, p.zero) == (2, 1, 2, 2, 1) and p.schedule == "1f1b")
 
     def seconds(candidate: MeshCandidate) -> float:
@@ -124,5 +123,6 @@ def test_states_that_are_alike_are_reduced_like_each_by_itself():
         )
         apart = [replace(cost, grad_axes=("dp",) if cost.grad_axes else ()) for cost in states.values()]
         assert len({id(cost) for cost in states.values()}) < len(states)
-        found = LeastReduced(bounds.job, bounds.placements, bounds.device).seconds(candidate, states.values)
+        least = LeastReduced(bounds.topology, bounds.constraints, bounds.placements, bounds.device)
+        found = least.seconds(candidate, states.values)
         assert found == pytest.approx(compute_gradient_reduction(apart, reducer, True).total_s, rel=1e-12)

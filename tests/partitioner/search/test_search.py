@@ -27,7 +27,7 @@ from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.errors import InputsError
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.bounds.schedule_memory import estimate_recompute_seconds
+from partitioner.solve.bounds.schedule_memory import RecomputeCosts
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, SearchResult, ZeroInfeasibility
@@ -38,6 +38,7 @@ from partitioner.solve.search.search import search_for_plan
 from partitioner.solve.search.space import (
     SearchSpace,
     beyond_the_bound,
+    build_search_space,
     even_chunks,
     find_baseline_candidates,
     left_out,
@@ -408,6 +409,9 @@ class Told:
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         return np.array([self._of(candidate)[0] for candidate in candidates])
 
+    def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+        return self.times(candidates)
+
     def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         found = 0.0 if quick else self._of(candidate)[2]
         if isinstance(found, str):
@@ -417,11 +421,15 @@ class Told:
 
 @dataclass
 class Best:
-    """The best plan so far, and the step time of the last candidate."""
+    """The best plan so far, and the step time of the last candidate; infinite if a bound pruned it."""
 
     candidate: MeshCandidate
     seconds: float
     last_s: float = math.inf
+
+    @property
+    def is_pruned(self) -> bool:
+        return self.last_s == math.inf
 
 
 def test_candidates_with_several_virtual_stages_are_tried_in_the_order_of_what_they_are_expected_to_take():
@@ -453,6 +461,7 @@ def test_candidates_with_several_virtual_stages_are_tried_in_the_order_of_what_t
         return found
 
     assert tried({}) == [(8, 4)], "all sizes of microbatches are told the same: after four that are no better it ends"
+    assert tried({(8, 4): math.inf}) == [(8, 4), (2, 4)], "those that a bound prunes do not count"
     told.seconds[8, 4] = (7.0, 7.0, "too large")
     assert tried({}) == [(2, 4)]
     told.seconds[2, 4] = (5.0, 8.0, "too large")
@@ -469,7 +478,8 @@ def test_recomputation_is_estimated_from_what_ranks_hold():
     )
 
     def seconds(free: float, schedule: str = "1f1b", cost: CallCost = layer) -> float:
-        return estimate_recompute_seconds([cost] * 8, free, schedule, 4, 8, 2 if schedule == "zb-v" else 1)
+        costs = RecomputeCosts.of([(cost, 8)])
+        return costs.estimate_seconds(free, schedule, 4, 8, 2 if schedule == "zb-v" else 1)
 
     assert seconds(88.0) == 0.0
     assert seconds(87.0) == seconds(56.0) == 1.0  # both calls selectively: 88 - 4 x 2 x 4 = 56 bytes
@@ -685,10 +695,7 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
     """The certificate rests on this: every candidate's bounds hold for what the evaluator makes of it."""
     work = job(name, Topology.preset("dgx-h100", nodes), batch=8 * nodes, ahead=ahead)
     bounds = ModelBounds(work)
-    experts, length = work.num_experts, 16
-    space = SearchSpace(
-        work.topology, 8 * nodes, bounds.num_calls, bounds.dims, work.constraints, experts=experts, length=length
-    )
+    space = build_search_space(work)
     candidates = list_candidates(space)
     evaluator = CandidateEvaluator(work)
     floors = BoundCascade(bounds, evaluator, candidates, space)
@@ -707,6 +714,29 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
         assert min(solved.estimate.breakdown.values()) >= 0.0
 
 
+def test_shardings_of_the_search_bound_candidates_with_more_ranks_for_a_sequence():
+    """Collectives over two ranks of tp are known from one sharding, and only from there: twice as many ranks for a
+    sequence, of twice as many samples, take at least as long."""
+    work = job("llama", Topology.preset("dgx-h100"), batch=64, ahead=True)
+    bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
+    space = SearchSpace(work.topology, 64, bounds.num_calls, bounds.dims, work.constraints, length=16)
+    plain = MeshCandidate(1, 4, 2, 4)
+    shared = replace(plain, dp=2, cp=2, microbatch_size=8)
+    others = [replace(shared, microbatch_size=16), replace(plain, dp=2, tp=4), replace(plain, dp=8, tp=1)]
+    every = [plain, shared, *others]
+    floors = BoundCascade(bounds, evaluator, list_candidates(space), space)
+    quick = floors.times(every).tolist()
+    assert floors.estimate_times(every).tolist() == quick
+    of_plain = evaluator.floor(plain, plain.microbatch_size)
+    assert of_plain is not None
+    estimated = floors.estimate_times(every).tolist()
+    assert quick[0] < estimated[0] <= bounds.with_floor([plain], of_plain) * (1 + 1e-9)
+    assert quick[1] < estimated[1]
+    assert estimated[2:] == quick[2:], "more samples take less time each, and another tp has other collectives"
+    of_shared = evaluator.floor(shared, shared.microbatch_size)
+    assert of_shared is not None and estimated[1] <= bounds.with_floor([shared], of_shared)
+
+
 @pytest.mark.parametrize("name", ["llama", pytest.param("experts", marks=pytest.mark.slow)])
 def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
     """Of schedules that are followed: what has a plan is not refused, and its time is not below the bounds, also where
@@ -721,9 +751,7 @@ def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
         small = Topology(name="small", nodes=topology.nodes, types=kinds, levels=topology.levels)
         work = job(name, small, batch=32, ahead=True)
         bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
-        space = SearchSpace(
-            small, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16
-        )
+        space = build_search_space(work)
         candidates = list_candidates(space)
         floors = BoundCascade(bounds, evaluator, candidates, space)
         for candidate in [p for p in candidates if not is_plain(p.schedule, p.virtual_stages)][::29]:
@@ -784,9 +812,7 @@ def test_scattering_gradients_behind_every_backward_bounds_a_step(name: str, ove
     topology = Topology(name="slow", nodes=fast.nodes, types=fast.types, levels=(slow,))
     work = job(name, topology, batch=32, profile=ExecutionProfile(overlap=overlap))
     bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
-    space = SearchSpace(
-        topology, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16
-    )
+    space = build_search_space(work)
     candidates = [
         candidate for candidate in list_candidates(space) if candidate.zero == 2 and candidate.num_microbatches(32) > 1
     ]
@@ -838,9 +864,7 @@ def test_states_alone_are_too_large_where_no_stages_hold_them(name: str, share: 
     small = Topology(name="small", nodes=topology.nodes, types=kinds, levels=topology.levels)
     work = job(name, small, ahead=True, offload=offload)
     bounds = ModelBounds(work)
-    space = SearchSpace(
-        work.topology, 8, bounds.num_calls, bounds.dims, work.constraints, experts=work.common_experts, length=16
-    )
+    space = build_search_space(work)
     tried = [candidate for candidate in list_candidates(space)[::3] if is_formula(candidate.schedule)]
     refused = {candidate: error for candidate in tried if (error := refusal(bounds, candidate))}
     for candidate, least in refused.items():

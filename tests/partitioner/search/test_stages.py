@@ -6,7 +6,9 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from partitioner.solve.stages.lower_bound import least_time
 from partitioner.solve.stages.problem import StageCall, StageProblem
 from partitioner.solve.stages.range_sums import segments_of
 from partitioner.solve.stages.split import SLACK, StageSplit, solve_stages
+from partitioner.solve.stages.tables import StageTables
 from tests.helpers.stage_problems import by_hand, call, problem, problems
 
 
@@ -55,6 +58,27 @@ def test_the_split_is_the_best_of_all(p: StageProblem):
         seconds, memory = by_hand(p, s, stage.start, stage.stop)
         assert stage.time_s == pytest.approx(seconds)
         assert stage.memory == pytest.approx(memory, abs=1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), problems(), st.sampled_from([None, "none", "selective", "full"]))
+def test_tables_with_other_memory_are_those_of_the_problem_with_it(p: StageProblem, other: StageProblem, how: str):
+    p = replace(p, recompute=how)
+    capacity = [other.capacity[stage % other.num_stages] for stage in range(p.num_stages)]
+    tables = StageTables(p)
+    before = [table.copy() for table in tables.times]
+    changed, made = tables.with_capacity(capacity), StageTables(replace(p, capacity=tuple(capacity)))
+    for stage in range(p.num_stages):
+        assert np.array_equal(changed.times[stage], made.times[stage])
+        assert np.array_equal(tables.times[stage], before[stage])
+    assert solved(changed.problem, changed) == solved(made.problem, made)
+
+
+def solved(p: StageProblem, tables: StageTables) -> StageSplit | str:
+    try:
+        return solve_stages(p, tables)
+    except CapacityError as error:
+        return str(error)
 
 
 def test_a_heavy_head_gets_fewer_layers():

@@ -15,7 +15,8 @@ from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.search import search_for_plan, space_of
+from partitioner.solve.search.search import search_for_plan
+from partitioner.solve.search.space import build_search_space
 from partitioner.solve.search.uniform_cluster import BEST, UniformClusterBound, list_uniform_clusters
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
@@ -30,7 +31,7 @@ def bounds_of(work: Any, candidate: MeshCandidate) -> tuple[float, float]:
     evaluator = CandidateEvaluator(work)
     evaluator.tries_all = lambda _: False  # type: ignore[method-assign]
     bounds = ModelBounds(work, evaluator.placements)
-    floors = BoundCascade(bounds, evaluator, [candidate], space_of(work, bounds))
+    floors = BoundCascade(bounds, evaluator, [candidate], build_search_space(work))
     return UniformClusterBound(evaluator).least(candidate, math.inf), floors.bound_tightly(candidate)
 
 

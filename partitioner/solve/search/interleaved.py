@@ -35,7 +35,8 @@ PATIENCE = 200  # consecutive families without a better plan after which such sc
 _ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried first; their greatest time relative to the best
 _ALIKE = 0.97  # the ratio of step time to estimate is assumed to be at least so much of the least one seen
-_MOST_FRUITLESS = 4  # candidates in a row that were no better, after which no more are tried
+# candidates in a row that were no better, after which no more are tried: those solved, and those that a bound prunes
+_MOST_FRUITLESS, _MOST_PRUNED = 4, 16
 # ways to shard layers for which candidates are ranked; the same for experts, whose shardings take long
 _MOST_SHARDINGS, _MOST_OF_EXPERTS = 8, 3
 
@@ -74,7 +75,7 @@ def list_promising_candidates(
     heapq.heapify(heap)
     kinds: set[tuple[int, ...]] = set()
     most_kinds = _MOST_OF_EXPERTS if space.experts else _MOST_SHARDINGS
-    fruitless, ratio = 0, math.inf
+    fruitless, pruned, ratio = 0, 0, math.inf
     while heap and heap[0][0] * (1.0 if ratio == math.inf else _ALIKE * ratio) < best.seconds:
         seconds, number, step = heapq.heappop(heap)
         candidate = left[number]
@@ -82,8 +83,10 @@ def list_promising_candidates(
             before = best.seconds
             yield candidate
             ratio = min(ratio, best.last_s / seconds)
-            fruitless = 0 if best.seconds < before else fruitless + (not best.is_pruned)
-            if fruitless == _MOST_FRUITLESS:
+            fruitless, pruned = fruitless + (not best.is_pruned), pruned + best.is_pruned
+            if best.seconds < before:
+                fruitless = pruned = 0
+            if fruitless == _MOST_FRUITLESS or pruned == _MOST_PRUNED:
                 return
             continue
         kind = candidate.tp, candidate.cp, candidate.ep, candidate.etp

@@ -32,7 +32,7 @@ from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, SearchResult, ZeroInfeasibility
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.interleaved import list_promising_candidates
+from partitioner.solve.search.interleaved import _MOST_PRUNED, list_promising_candidates
 from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate
 from partitioner.solve.search.search import search_for_plan
 from partitioner.solve.search.space import (
@@ -462,6 +462,9 @@ def test_candidates_with_several_virtual_stages_are_tried_in_the_order_of_what_t
 
     assert tried({}) == [(8, 4)], "all sizes of microbatches are told the same: after four that are no better it ends"
     assert tried({(8, 4): math.inf}) == [(8, 4), (2, 4)], "those that a bound prunes do not count"
+    endless = Best(plain, 10.0)
+    every = list_promising_candidates(small, cast(Any, endless), solved, rows, cast(Any, told))
+    assert len(list(every)) == _MOST_PRUNED, "but many of them in a row end it"
     told.seconds[8, 4] = (7.0, 7.0, "too large")
     assert tried({}) == [(2, 4)]
     told.seconds[2, 4] = (5.0, 8.0, "too large")

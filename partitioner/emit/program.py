@@ -36,7 +36,7 @@ from partitioner.emit.offload import select_offloads
 from partitioner.emit.routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit.stage import StageFlow, StageJob, stage_instructions, updates_of
 from partitioner.emit.zero import zero_axes
-from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
+from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, compute_gradient_flow, find_gradient_paths
 from partitioner.passes.ir.layouts import REPLICATED, Layout, can_shard_evenly, local_shape
 from partitioner.passes.ir.model import CallSignature, FoldedModel, TensorSpec
 from partitioner.passes.ir.serialize import block_to_data, dtype_name, dtype_of
@@ -153,8 +153,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     num_stages = sizes["pp"]
     train = spec.objective == "train"
     trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
-    paths = {name: gradient_paths(block) for name, block in model.blocks.items()}
-    flow = gradient_flow(model.calls, paths, trainable, model.loss)
+    paths = {name: find_gradient_paths(block) for name, block in model.blocks.items()}
+    flow = compute_gradient_flow(model.calls, paths, trainable, model.loss)
     ranks = ranks_of(schedule, num_stages, spec.virtual_stages)
     routes = make_routes(model, stage_of_call, num_stages, ranks, flow)
 

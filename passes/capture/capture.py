@@ -27,7 +27,7 @@ from partitioner.passes.capture.export import (
     cast_floating_dtype,
     export_parameterless_copy,
     leaf_paths,
-    make_twin,
+    make_fake_copy,
     try_forward,
 )
 from partitioner.passes.capture.functionalize import flatten_program
@@ -36,12 +36,12 @@ from partitioner.passes.capture.inputs import (
     Bound,
     Inputs,
     bind_inputs,
+    infer_batch_dims,
+    make_fake_arguments,
     sample_batch,
-    sample_dims_of,
     split_inputs,
-    without_numbers,
 )
-from partitioner.passes.capture.tracing import Tracer, make_hookless_twin, notes_on_fixed
+from partitioner.passes.capture.tracing import Tracer, list_fixed_input_notes, make_hookless_copy
 from partitioner.passes.capture.wrappers import check_inputs, check_model
 from partitioner.passes.errors import InputsError, UnsupportedError
 from partitioner.passes.ir.interpret import refresh_graph_values
@@ -114,32 +114,32 @@ def capture(
         check_model(model)
     check_inputs([leaf for part in split_inputs(model, inputs) for leaf in leaf_paths(part)])
     if isinstance(model, ExportedProgram):
-        program, notes = _fit_program(model, inputs, global_batch)
+        program, notes = _keep_shapes_fixed(model, inputs, global_batch)
         if loss is not None:
             raise InputsError("loss= needs the module: an ExportedProgram must return its loss itself")
-        canonical, kept = _canonical_names(program.state_dict.items()), {}
+        canonical, kept = _map_canonical_names(program.state_dict.items()), {}
         captured = assemble_program_graph(flatten_program(program), canonical, with_loss=False)
     else:
         train = objective == "train"
         of_hooks = list(check_hooks(model, train=train))
-        twin = make_hookless_twin(model, dtype, casts=device if dtype != torch.float64 else None)
+        twin = make_hookless_copy(model, dtype, casts=device if dtype != torch.float64 else None)
         arguments = bind_inputs(
             twin, model, inputs, global_batch=global_batch, dtype=dtype, with_labels=train and loss is None
         )
-        canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
+        canonical, kept = _map_canonical_names(_list_named_tensors(model)), _collect_nonpersistent_buffers(model, dtype)
         with (
             hooks_refused(of_hooks) if train else nullcontext(),
             global_hooks_dropped(),
             collections_kept(model, of_hooks),
         ):
             tracer = Tracer(model, dtype, loss, canonical, train, tuple(forward_hooks_of(model)))
-            before = tracer.state_of(twin.module)
-            twin, notes = _with_caches_settled(model, twin, arguments, dtype)
+            before = tracer.take_snapshot(twin.module)
+            twin, notes = _choose_cache_use(model, twin, arguments, dtype)
             trace = tracer.capture(twin, arguments, lift_numbers, before)
         captured = trace.captured
-        notes += (*dict.fromkeys(of_hooks), *_other_losses(captured, loss))
+        notes += (*dict.fromkeys(of_hooks), *_note_ignored_loss(captured, loss))
         notes += _list_decision_notes(captured, {canonical[name] for name in twin.asked})
-        notes += tuple(notes_on_fixed(captured.signature, trace.uses))
+        notes += tuple(list_fixed_input_notes(captured.signature, trace.uses))
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast_inputs_and_states(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -150,20 +150,20 @@ def capture(
     return captured
 
 
-def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
+def find_batch_dims(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
     """Return the number of samples in ``inputs``, and for each input tensor, by path, the index of its batch dim
     (``None`` if it has none).
 
     Raises :class:`InputsError` if no input has a batch dim. ``model``: gives the sample inputs if ``inputs`` is
     ``None``.
     """
-    count, dims = sample_dims_of(split_inputs(model, inputs))
+    count, dims = infer_batch_dims(split_inputs(model, inputs))
     if count is None:
         raise InputsError(NO_BATCH)
     return count, dims
 
 
-def _with_caches_settled(
+def _choose_cache_use(
     model: nn.Module, twin: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
     """Decide whether ``model`` is traced with its generation (key/value) caches. Return two values: the copy of the
@@ -180,11 +180,11 @@ def _with_caches_settled(
     if not twin.caches:
         return twin, ()
     args, kwargs = (
-        without_numbers(arguments, twin, _FEW, dtype) if sample_batch(pytree.tree_leaves(arguments)) else arguments
+        make_fake_arguments(arguments, twin, _FEW, dtype) if sample_batch(pytree.tree_leaves(arguments)) else arguments
     )
     run = functools.partial(try_forward, twin, args, kwargs, constants=True)
     matter = caches_matter(twin.module, twin.mode, twin.caches, run)
-    twin = replace(make_hookless_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
+    twin = replace(make_hookless_copy(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
     return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
 
 
@@ -207,7 +207,7 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
     return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()
 
 
-def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
+def _note_ignored_loss(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
     """Return a note for the user, as a tuple of one text, if the output of the model ``captured`` has a loss of its own
     that the function ``loss`` replaces. Return an empty tuple if it has none, or if ``loss`` is ``None``."""
     returned = [output.value for output in captured.outputs if output.path == "loss"]
@@ -217,11 +217,11 @@ def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> t
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def _map_canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Return a dict from every name of a tensor to the first name of the same tensor, since tied weights have several.
     ``named``: pairs of name and tensor."""
     first: dict[Any, str] = {}
@@ -234,17 +234,17 @@ def _build_tensor_key(tensor: Tensor) -> Any:
 
     For a tensor without values or elements, the key is its ``id``.
     """
-    if _without_numbers(tensor) or tensor.numel() == 0:
+    if _has_no_values(tensor) or tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _without_numbers(tensor: Tensor) -> bool:
+def _has_no_values(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has no values: it is fake or on the meta device."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _collect_nonpersistent_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return a dict from name to value, on the CPU, of the non-persistent buffers of ``model``, which no checkpoint
     contains. Buffers without values (on ``meta``) and those of more than ``_KEPT_BUFFER_NUMEL`` (2**16) elements are
     left out. ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
@@ -258,7 +258,7 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
 
 
 # --- an exported program ----------------------------------------------------------------------------------------------
-def _fit_program(
+def _keep_shapes_fixed(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Return two values: an exported program with fixed shapes for ``inputs``, and an empty tuple, because this step
@@ -272,8 +272,8 @@ def _fit_program(
         return program, ()
     args, kwargs = split_inputs(program, inputs)
     module = program.module(check_guards=False)
-    twin = make_twin(module, None)
-    args, kwargs = without_numbers((args, kwargs), twin, global_batch, None)
+    twin = make_fake_copy(module, None)
+    args, kwargs = make_fake_arguments((args, kwargs), twin, global_batch, None)
     fixed = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs]
     leaves = pytree.tree_leaves((args, kwargs))
     if len(leaves) != len(fixed):
@@ -303,11 +303,11 @@ def _cast_inputs_and_states(captured: Captured, dtype: torch.dtype, kinds: tuple
     ``kinds``: the kinds of states that are cast, of ``parameter``, ``buffer`` and ``constant``.
     """
 
-    def recast(spec: TensorSpec) -> TensorSpec:
+    def cast_spec(spec: TensorSpec) -> TensorSpec:
         return replace(spec, dtype=cast_floating_dtype(spec.dtype, dtype))
 
-    states = {k: replace(s, spec=recast(s.spec)) if s.kind in kinds else s for k, s in captured.states.items()}
-    inputs = [replace(i, spec=recast(i.spec)) for i in captured.inputs]
+    states = {k: replace(s, spec=cast_spec(s.spec)) if s.kind in kinds else s for k, s in captured.states.items()}
+    inputs = [replace(i, spec=cast_spec(i.spec)) for i in captured.inputs]
     specs = {k: s.spec for k, s in states.items()} | {i.value: i.spec for i in inputs}
     for node in captured.graph.nodes:
         if node.op == "placeholder":

@@ -33,16 +33,16 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
-from partitioner.passes.capture.buffers import aliases_traced, writes_traced
-from partitioner.passes.capture.wrappers import copy_model, leaves_text
+from partitioner.passes.capture.buffers import trace_buffer_writes, trace_state_aliases
+from partitioner.passes.capture.wrappers import copy_model, format_leaves
 from partitioner.passes.errors import CaptureError, InputsError, PartitionError
-from partitioner.passes.experts.traced_loops import TracedLoops, hits_traced
-from partitioner.passes.faults import FRAME, is_users, shorten_file_path
-from partitioner.passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
-from partitioner.passes.normalize.attention_masks import flex_attention_traced
-from partitioner.passes.ops.experts import grouped_traced
-from partitioner.passes.ops.fake_quantize import OBSERVERS_OFF, fused_quantizers_traced
-from partitioner.passes.ops.random import draws_traced
+from partitioner.passes.experts.traced_loops import TracedLoops, trace_expert_loops
+from partitioner.passes.faults import FRAME, is_user_file, shorten_file_path
+from partitioner.passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, trace_number_functions
+from partitioner.passes.normalize.attention_masks import trace_flex_attention
+from partitioner.passes.ops.experts import trace_grouped_products
+from partitioner.passes.ops.fake_quantize import OBSERVERS_OFF, trace_fused_quantizers
+from partitioner.passes.ops.random import trace_random_draws
 from partitioner.passes.select.traced_selections import selections_traced
 from partitioner.passes.trace.autocast import casts_traced
 from partitioner.passes.trace.autograd_functions import traced_with_own_gradients
@@ -106,14 +106,14 @@ class ParameterlessCopy:
     counters: tuple[Counter, ...] = ()
     attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     warm_up: Callable[[ParameterlessCopy], None] | None = None
-    scope: LiftScope = field(default_factory=lambda: LiftScope(_line_now))
+    scope: LiftScope = field(default_factory=lambda: LiftScope(_format_current_line))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.mode:
             return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
-def make_twin(
+def make_fake_copy(
     model: nn.Module,
     dtype: torch.dtype | None,
     mode: FakeTensorMode | None = None,
@@ -134,19 +134,19 @@ def make_twin(
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     memo: dict[int, Any] = {}
 
-    def fake(tensor: Tensor) -> Tensor:
+    def make_fake(tensor: Tensor) -> Tensor:
         empty = torch.empty(tensor.shape, dtype=cast_floating_dtype(tensor.dtype, dtype), device=_META)
         return FakeTensor(mode, empty, _CPU)  # ten times as fast as an operator in the mode
 
     for parameter in model.parameters():
-        made = memo[id(parameter)] = fake(parameter).requires_grad_(parameter.requires_grad)
+        made = memo[id(parameter)] = make_fake(parameter).requires_grad_(parameter.requires_grad)
         made._is_param = True  # as ``nn.Parameter`` says it of a fake tensor, of which it takes another view first
     for buffer in model.buffers():
-        memo[id(buffer)] = fake(buffer)
+        memo[id(buffer)] = make_fake(buffer)
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = fake(value) if value.is_meta else value.detach().to(_CPU)
+                memo[id(value)] = make_fake(value) if value.is_meta else value.detach().to(_CPU)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -183,32 +183,32 @@ def export_parameterless_copy(
     drawn: list[str] = []
     try:
         own = traced_with_own_gradients() if train else contextlib.nullcontext()
-        casts = casts_traced(twin.casts, _line_now)
+        casts = casts_traced(twin.casts, _format_current_line)
         known = numbers_known(twin.module, twin.held, twin.asked, drawn)
         contained, written = (
             _return_results_in_containers(twin.module, bare=twin.kept),
-            writes_traced(twin.module, double=twin.casts is None),
+            trace_buffer_writes(twin.module, double=twin.casts is None),
         )
-        aliases = aliases_traced(twin.module)
+        aliases = trace_state_aliases(twin.module)
         with (
             _silence_torch(),
-            _lines_noted(),
+            _record_user_lines(),
             own,
             casts,
             contained,
             written,
             aliases,
             _trace_inference_mode(),
-            inner_gradients_traced(_line_now),
-            grouped_traced(),
+            inner_gradients_traced(_format_current_line),
+            trace_grouped_products(),
             _trace_conversions(twin),
             known,
-            selections_traced(is_users),
-            draws_traced(_line_now),
-            flex_attention_traced(),
-            fused_quantizers_traced(_line_now),
-            hits_traced(twin.hits),
-            _numbers_lifted(twin),
+            selections_traced(is_user_file),
+            trace_random_draws(_format_current_line),
+            trace_flex_attention(),
+            trace_fused_quantizers(_format_current_line),
+            trace_expert_loops(twin.hits),
+            _lift_numbers(twin),
         ):
             program = torch.export.export(twin.module, args, kwargs, strict=False)
         if twin.scope.problem:
@@ -279,16 +279,16 @@ def _return_results_in_containers(model: nn.Module, bare: bool) -> Iterator[None
     forward = model.forward
 
     @functools.wraps(forward)
-    def contained(*args: Any, **kwargs: Any) -> Any:
-        output = in_containers(forward(*args, **kwargs))
-        return pytree.tree_map(lambda leaf: leaf if _is_plain(leaf) else None, output) if bare else output
+    def forward_to_containers(*args: Any, **kwargs: Any) -> Any:
+        output = convert_to_containers(forward(*args, **kwargs))
+        return pytree.tree_map(lambda leaf: leaf if _is_tensor_or_simple(leaf) else None, output) if bare else output
 
-    with mock.patch.dict(model.__dict__, {"forward": contained}):
+    with mock.patch.dict(model.__dict__, {"forward": forward_to_containers}):
         yield
 
 
 @contextlib.contextmanager
-def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
+def _lift_numbers(twin: ParameterlessCopy) -> Iterator[None]:
     """Return a context in which the forward of ``twin``, a copy of the model with fake tensors, computes with
     :class:`LiftedNumber` objects in place of Python numbers. A lifted number computes with a 0-dimensional tensor of
     the graph.
@@ -307,7 +307,7 @@ def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
         return LiftedNumber(leaf, twin.numbers[path], ("given", path), twin.scope)
 
     @functools.wraps(forward)
-    def lifted(*args: Any, **kwargs: Any) -> Any:
+    def forward_with_lifted_numbers(*args: Any, **kwargs: Any) -> Any:
         """Call forward with lifted numbers (which compute with tensors of the graph) in place of Python numbers, write
         the numbers that forward changed to their buffers, and return the output.
         """
@@ -322,7 +322,7 @@ def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
             _write_counter(twin.module.get_buffer(counter.buffer), held[counter.name], counter, twin.scope)
         return output
 
-    with mock.patch.dict(twin.module.__dict__, {"forward": lifted}), numbers_followed():
+    with mock.patch.dict(twin.module.__dict__, {"forward": forward_with_lifted_numbers}), trace_number_functions():
         yield
 
 
@@ -346,12 +346,12 @@ def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScop
             raise scope.refuse(f"{counter.full_name}, a whole number, as a fraction")
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_tensor_or_simple(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) or is_simple(leaf)
 
 
 @contextlib.contextmanager
-def _lines_noted() -> Iterator[None]:
+def _record_user_lines() -> Iterator[None]:
     """Return a context in which each traced operator records only the source line of the user's function that called
     it.
 
@@ -379,7 +379,7 @@ class _UserLine(tuple[str, ...]):
         an empty tuple.
         """
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not is_users(frame.f_code.co_filename):
+        while frame is not None and not is_user_file(frame.f_code.co_filename):
             frame = frame.f_back
         within = frame
         while within is not None and within.f_code.co_name not in _ENTRIES:
@@ -412,7 +412,14 @@ def try_forward(
     """
     try:
         mode = contextlib.nullcontext() if constants else twin.mode
-        with _silence_torch(), mode, torch.no_grad(), grouped_traced(), _trace_conversions(twin), _numbers_lifted(twin):
+        with (
+            _silence_torch(),
+            mode,
+            torch.no_grad(),
+            trace_grouped_products(),
+            _trace_conversions(twin),
+            _lift_numbers(twin),
+        ):
             return twin.module(*args, **kwargs)
     except Exception as error:
         return error
@@ -439,9 +446,9 @@ def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], 
     ``kwargs``: source line, reason and input shapes.
     """
     return (
-        f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
+        f"{type(model).__name__}.forward fails on these inputs{locate_error(error)}: "
         f"{type(error).__name__}: {_read_first_line(error)}\n"
-        f"The inputs are {leaves_text([*leaf_paths(args), *leaf_paths(kwargs)])}."
+        f"The inputs are {format_leaves([*leaf_paths(args), *leaf_paths(kwargs)])}."
     )
 
 
@@ -487,7 +494,7 @@ def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str])
             of these operators; otherwise empty. The advice in the message depends on it.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    where, said = place_of(error), f"{type(error).__name__}: {error}"
+    where, said = locate_error(error), f"{type(error).__name__}: {error}"
     by_draw = [_DRAWN.format(", ".join(dict.fromkeys(drawn)))]
     by_function = (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD)
     by_text = (advice for text, advice in _ADVICE.items() if text in said)
@@ -504,7 +511,7 @@ def _read_first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def place_of(error: Exception, *, but: str = "") -> str:
+def locate_error(error: Exception, *, but: str = "") -> str:
     """Return `` at file:line (code)``, for messages, of the innermost frame in the traceback of ``error`` that is in
     the user's code.
 
@@ -514,21 +521,21 @@ def place_of(error: Exception, *, but: str = "") -> str:
         but: path of a file whose frames are skipped.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if is_users(f.filename) and f.filename != but]
+    user = [f for f in frames if is_user_file(f.filename) and f.filename != but]
     if user:
         return f" at {shorten_file_path(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
-    named = [f for f in FRAME.findall(str(error)) if is_users(f[0])]
+    named = [f for f in FRAME.findall(str(error)) if is_user_file(f[0])]
     return f" at {shorten_file_path(named[-1][0])}:{named[-1][1]}" if named else ""
 
 
-def _line_now() -> str:
+def _format_current_line() -> str:
     """Return `` (file:line)`` of the innermost line of the user's code on the present call stack, for messages; an
     empty text if there is none."""
-    frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
+    frames = [f for f in traceback.extract_stack() if is_user_file(f.filename)]
     return f" ({shorten_file_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
-def line_of(frame: FrameType) -> str:
+def format_frame_line(frame: FrameType) -> str:
     """Return `` at file:line (code)`` for the line that the stack frame ``frame`` executes; ``(code)`` is left out if
     it cannot be read.
     """
@@ -536,7 +543,7 @@ def line_of(frame: FrameType) -> str:
     return f" at {shorten_file_path(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
 
 
-def in_containers(tree: Any) -> Any:
+def convert_to_containers(tree: Any) -> Any:
     """Return ``tree``, an output of forward, with dicts in place of dataclasses, namespaces and mappings that pytree
     does not know.
     """
@@ -549,8 +556,8 @@ def in_containers(tree: Any) -> Any:
     else:
         fields = None
     if fields is not None and pytree.tree_is_leaf(tree):
-        return {name: in_containers(value) for name, value in fields.items()}
-    return tree if pytree.tree_is_leaf(tree) else pytree.tree_map(in_containers, tree)
+        return {name: convert_to_containers(value) for name, value in fields.items()}
+    return tree if pytree.tree_is_leaf(tree) else pytree.tree_map(convert_to_containers, tree)
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:

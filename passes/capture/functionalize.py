@@ -32,7 +32,7 @@ from torch.utils._pytree import TreeSpec
 
 from partitioner.passes.capture.buffers import spell_out
 from partitioner.passes.errors import UnsupportedError
-from partitioner.passes.faults import source_of
+from partitioner.passes.faults import find_user_line
 from partitioner.passes.ir.inplace import remove_inplace
 from partitioner.passes.trace.concrete_scalars import written_by
 
@@ -64,7 +64,7 @@ _NOTHING: dict[Any, Callable[..., bool]] = {
 }
 
 
-def does_nothing(node: fx.Node) -> bool:
+def is_no_op(node: fx.Node) -> bool:
     """Return whether the operator ``node`` returns its first operand itself, because its arguments leave nothing to do.
 
     An example is ``contiguous`` of a contiguous tensor.
@@ -91,7 +91,7 @@ class StorageTracker:
     """Tracks which nodes of a graph share memory, which require a gradient, and which are written to. It finds in-place
     writes that a graph without such writes could not represent exactly.
 
-    Call :meth:`follows` for each node that is appended to the graph, in order.
+    Call :meth:`record_node` for each node that is appended to the graph, in order.
     """
 
     def __init__(self) -> None:
@@ -103,23 +103,23 @@ class StorageTracker:
         self._kept: dict[fx.Node, fx.Node] = {}  # memory -> the first operator whose gradient may need its numbers
         self._spoilt: list[tuple[fx.Node, fx.Node]] = []  # what writes to such memory, and that operator
 
-    def needs_grad(self, node: fx.Node) -> bool:
+    def requires_grad(self, node: fx.Node) -> bool:
         """Return whether ``node`` requires a gradient at this point of the graph. A write to one of its views can have
         caused this.
         """
         return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
 
-    def marks(self, node: fx.Node) -> None:
+    def mark_requires_grad(self, node: fx.Node) -> None:
         """Record that ``node`` and all nodes that are views of it require a gradient from now on."""
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
-    def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
+    def record_detached(self, detached: fx.Node, node: fx.Node) -> None:
         """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in regions where gradients are
         off. Both share memory, and a write to one of them is a write to the other."""
         self._without[detached] = node
-        self.follows(detached)
+        self.record_node(detached)
 
-    def follows(self, made: fx.Node) -> None:
+    def record_node(self, made: fx.Node) -> None:
         """Update the record of shared memory, gradients and writes for ``made``, a node that was just appended to the
         graph. Raises :class:`UnsupportedError` if it reads a tensor that requires a gradient and was written to without
         autograd's knowledge, as inside ``torch.no_grad()``.
@@ -127,8 +127,8 @@ class StorageTracker:
         target, source = made.target, made.args[0] if made.args else None
         detaches = target in (aten.detach.default, aten.detach_.default)
         for operand in () if detaches else made.all_input_nodes:
-            self.reads(operand)
-        brings = not detaches and any(self.needs_grad(n) for n in made.all_input_nodes)
+            self.check_read(operand)
+        brings = not detaches and any(self.requires_grad(n) for n in made.all_input_nodes)
         pieces = target is operator.getitem and source in self._memory
         if isinstance(source, fx.Node) and (pieces or _is_alias(made, source)):
             self._memory[made] = self._memory.get(source, source)
@@ -136,15 +136,15 @@ class StorageTracker:
                 source = self._without.get(source, source)  # it returns the very tensor
             if not detaches:
                 self._history[made] = self._history.get(source, source)
-        for written in _written_nodes(made):
+        for written in _find_written_nodes(made):
             self._record_detached_write(made, written)
             if brings and _is_in_place(target):
-                self.marks(written)
+                self.mark_requires_grad(written)
             memory = self._memory.get(written, written)
-            if not self.needs_grad(written) and self._grad.get(memory):
+            if not self.requires_grad(written) and self._grad.get(memory):
                 self._hidden.setdefault(memory, made)
         if brings:
-            self.marks(made)
+            self.mark_requires_grad(made)
             alias = isinstance(source, fx.Node) and _is_alias(made, source) and not _is_in_place(target)
             for kept in () if alias or target in _KEEPS_NOTHING else (*made.all_input_nodes, made):
                 self._kept.setdefault(self._memory.get(kept, kept), made)
@@ -153,18 +153,18 @@ class StorageTracker:
         """Record an error if ``made`` writes, by ``.data`` or ``detach()``, to values that an earlier operator's
         gradient needs.
 
-        :meth:`finish` raises the error when the whole graph has been read.
+        :meth:`check_overwritten` raises the error when the whole graph has been read.
 
         Args:
             written: the operand whose memory ``made`` writes to.
         """
         memory = self._memory.get(written, written)
         apart = written not in self._without and self._history.get(written, written) is not memory
-        trained = memory.op == "placeholder" and self.needs_grad(memory)  # which may not be changed at all
+        trained = memory.op == "placeholder" and self.requires_grad(memory)  # which may not be changed at all
         if apart and memory in self._kept and memory is not written and not trained:
             self._spoilt.append((made, self._kept[memory]))
 
-    def finish(self) -> None:
+    def check_overwritten(self) -> None:
         """Raise :class:`UnsupportedError` if an operator's gradient would be computed from values that were overwritten
         later."""
         for writer, reader in self._spoilt:
@@ -174,14 +174,14 @@ class StorageTracker:
                 "new values; change it before it is read, or assign a new tensor (x.data = ...)"
             )
 
-    def reads(self, node: fx.Node) -> None:
+    def check_read(self, node: fx.Node) -> None:
         """Raise :class:`UnsupportedError` if ``node`` requires a gradient and its memory was written to without
         autograd's knowledge, as inside ``torch.no_grad()``.
 
         Call it for each node that an operator or the output reads.
         """
         writer = self._hidden.get(self._memory.get(node, node))
-        if writer is not None and self.needs_grad(node):
+        if writer is not None and self.requires_grad(node):
             raise UnsupportedError(
                 f"forward changes a tensor in place without autograd's knowledge "
                 f"({_format_operator_line(writer)}) and reads it afterwards; change a copy, or write explicitly: y "
@@ -193,7 +193,7 @@ class StorageTracker:
 def _format_operator_line(node: fx.Node) -> str:
     """Return the name and source line of the operator ``node`` as text, for messages."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
-    return f"{name}, {source_of(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
+    return f"{name}, {find_user_line(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
 
 
 def _is_alias(made: fx.Node, source: fx.Node) -> bool:
@@ -213,7 +213,7 @@ def _get_node_dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def _written_nodes(node: fx.Node) -> list[fx.Node]:
+def _find_written_nodes(node: fx.Node) -> list[fx.Node]:
     """Return the nodes to whose memory the operator ``node`` writes; empty if it changes only a tensor's shape in
     place.
     """
@@ -252,7 +252,7 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
             of that model, so it should read none of these tensors: forward can reach them only past the copy, as
             through a global variable. ``None`` skips this check.
     """
-    _check_followed(program, own or {})
+    _check_traced_constants(program, own or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
     graph = inliner.inline_program(program)
     functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
@@ -290,13 +290,14 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
             if inliner.transforms is None:
                 raise
             raise UnsupportedError(
-                f"the torch.func transform {inliner.transforms.name}{_line_of(inliner.transforms, [])} cannot be "
+                f"the torch.func transform {inliner.transforms.name}{_format_node_line(inliner.transforms, [])} "
+                "cannot be "
                 f"traced ({type(error).__name__}): write its computation with plain operators on tensors"
             ) from error
     return decomposed
 
 
-def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
+def _check_traced_constants(program: ExportedProgram, own: Mapping[int, str]) -> None:
     """Raise :class:`UnsupportedError` if ``program`` contains, as a constant, a tensor that torch.export should have
     traced. This is so for a constant tensor without values, which forward has computed in a way that torch.export does
     not follow, and for a tensor of the original model.
@@ -411,12 +412,12 @@ class _RegionInliner:
             if node.op == "placeholder":
                 env[node] = self.graph.node_copy(node)
                 if node.name in self.trainable:
-                    self.memory.marks(env[node])
+                    self.memory.mark_requires_grad(env[node])
         for constant, state in _find_duplicate_constants(program).items():
             env[constant] = env[state]
         results = self.inline_body(program.graph_module, env, grad=True)
-        fx.node.map_arg(results, self.memory.reads)
-        self.memory.finish()
+        fx.node.map_arg(results, self.memory.check_read)
+        self.memory.check_overwritten()
         self.graph.output(results)
         return self.graph
 
@@ -455,7 +456,7 @@ class _RegionInliner:
             return self.copy_node(node, env, grad)
         if node.target._schema.name.split("::")[1].startswith(_CHECKS):
             return None
-        if _returns_itself(node) or (not grad and does_nothing(node)):
+        if _is_identity_cast(node) or (not grad and is_no_op(node)):
             return env[node.args[0]]  # type: ignore[index]
         self.mutates |= node.target._schema.is_mutable and node.target not in _PURE
         return self.copy_node(node, env, grad)
@@ -477,21 +478,27 @@ class _RegionInliner:
             owner, *operands = args[4:]
         elif name == "wrap_with_autocast":
             raise UnsupportedError(
-                f"the torch.autocast region{_line_of(node, args)} of an exported program cannot be kept exact: "
+                f"the torch.autocast region{_format_node_line(node, args)} of an exported program cannot be kept "
+                "exact: "
                 "pass the module, or remove the region and give the precision by partition(precision=...)"
             )
-        elif name == "flat_apply" and (function := _own_function(args)) is not None and not self._needs_grad(args):
+        elif (
+            name == "flat_apply"
+            and (function := _find_custom_function(args)) is not None
+            and not self._requires_grad(args)
+        ):
             return self.insert_function_call(node, function, *pytree.tree_unflatten(args[2:], args[1]))
         else:
             raise UnsupportedError(
-                f"the operator {name}{_line_of(node, args)} contains a function, which cannot be partitioned: write "
+                f"the operator {name}{_format_node_line(node, args)} contains a function, which cannot be "
+                "partitioned: write "
                 "it without torch.cond, while_loop and similar operators"
             )
         inner = [n for n in owner.graph.nodes if n.op == "placeholder"]
         return self.inline_body(owner, dict(zip(inner, operands, strict=True)), grad)
 
-    def _needs_grad(self, args: list[Any]) -> bool:
-        return any(isinstance(a, fx.Node) and self.memory.needs_grad(a) for a in args)
+    def _requires_grad(self, args: list[Any]) -> bool:
+        return any(isinstance(a, fx.Node) and self.memory.requires_grad(a) for a in args)
 
     def insert_function_call(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into.
@@ -505,7 +512,7 @@ class _RegionInliner:
         """
         made = self.graph.call_function(function, args, kwargs)
         made.meta = dict(node.meta)
-        self.memory.follows(made)
+        self.memory.record_node(made)
         self.closed = True
         return made
 
@@ -520,14 +527,14 @@ class _RegionInliner:
 
         def operand(n: fx.Node) -> Any:
             value = env[n]
-            return self.without_grad(value, node) if not grad and self.memory.needs_grad(value) else value
+            return self.detach_value(value, node) if not grad and self.memory.requires_grad(value) else value
 
         made = self.graph.node_copy(node, operand)
         made.target = _PURE.get(node.target, node.target)
-        self.memory.follows(made)
+        self.memory.record_node(made)
         return made
 
-    def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
+    def detach_value(self, value: fx.Node, reader: fx.Node) -> fx.Node:
         """Return a node that has the value of ``value`` but requires no gradient: a ``detach`` of it, or ``value``
         itself if it is no floating-point tensor.
 
@@ -539,22 +546,22 @@ class _RegionInliner:
         if value not in self.detached:
             self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
             self.detached[value].meta = {**reader.meta, "val": value.meta["val"]}
-            self.memory.stands_for(self.detached[value], value)
+            self.memory.record_detached(self.detached[value], value)
         return self.detached[value]
 
 
-def _line_of(node: fx.Node, args: list[Any]) -> str:
+def _format_node_line(node: fx.Node, args: list[Any]) -> str:
     """Return `` (file:line)`` of the operator ``node``, or of the first operator in its sub-graphs that has a line;
     empty if none has.
 
     ``args``: the arguments of the node, among which the sub-graphs are.
     """
     inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
-    lines = [source_of(n.meta.get("stack_trace")) for n in (node, *inner)]
+    lines = [find_user_line(n.meta.get("stack_trace")) for n in (node, *inner)]
     return next((f" ({line})" for line in lines if line), "")
 
 
-def _own_function(args: list[Any]) -> Callable[..., Any] | None:
+def _find_custom_function(args: list[Any]) -> Callable[..., Any] | None:
     """Return the Python function that a graph node calls without its operators being in the graph, if this function
     applies a ``torch.autograd.Function``. torch.export leaves such calls in its graphs. Return ``None`` if the node
     calls anything else.
@@ -566,7 +573,7 @@ def _own_function(args: list[Any]) -> Callable[..., Any] | None:
     return function if getattr(function, "__name__", "") == _CALLS_FUNCTION else None
 
 
-def _returns_itself(node: fx.Node) -> bool:
+def _is_identity_cast(node: fx.Node) -> bool:
     """Return whether ``node`` is a ``to`` operator that changes neither dtype, device nor layout, so that it returns
     its operand itself.
     """

@@ -55,13 +55,13 @@ def bind_inputs(
     """
     args, kwargs = split_inputs(original, inputs)
     check_signature(type(original).__name__, original.forward, args, kwargs)
-    (args, kwargs) = without_numbers((args, kwargs), twin, global_batch, dtype)
+    (args, kwargs) = make_fake_arguments((args, kwargs), twin, global_batch, dtype)
     if inputs is None and with_labels:
         kwargs = _add_labels(twin, kwargs)
     return args, kwargs
 
 
-def plain_numbers(arguments: Bound) -> dict[str, int | float]:
+def find_plain_numbers(arguments: Bound) -> dict[str, int | float]:
     """Return the Python ints and floats among the arguments, by their path (such as ``0`` or ``options.scale``),
     without booleans.
 
@@ -91,7 +91,7 @@ def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
     return map_leaves(lift, args), map_leaves(lift, kwargs)
 
 
-def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
+def list_forward_arguments(model: nn.Module) -> tuple[Argument, ...]:
     """Return a record of each named parameter of the ``forward`` of ``model``, in order: its name, its default, and
     whether it is required. ``*args`` and ``**kwargs`` are left out.
     """
@@ -118,7 +118,7 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     if inputs is None:
-        return _read_example_inputs(model) if isinstance(model, ExportedProgram) else ((), _dummy_inputs(model))
+        return _read_example_inputs(model) if isinstance(model, ExportedProgram) else ((), _get_dummy_inputs(model))
     raise InputsError(
         "inputs must be a tuple (positional) or a dict (keyword arguments), one whole global batch; "
         f"got {type(inputs).__name__}"
@@ -134,7 +134,7 @@ def _read_example_inputs(program: ExportedProgram) -> Bound:
     return args, kwargs
 
 
-def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
+def _get_dummy_inputs(model: nn.Module) -> dict[str, Any]:
     """Return the sample inputs that ``model`` offers if it is a Hugging Face model, as keyword arguments.
 
     Raises :class:`InputsError` if it has none.
@@ -172,7 +172,7 @@ def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...
         ) from None
 
 
-def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None) -> Any:
+def make_fake_arguments(tree: Any, twin: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None) -> Any:
     """Return ``tree``, a pytree of arguments of forward, with each tensor replaced by a fake tensor, which has a shape
     but no values.
 
@@ -187,13 +187,13 @@ def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None
     made = [
         twin.empty(enlarge_batch_shape(leaf, sample, global_batch), cast_floating_dtype(leaf.dtype, dtype))
         if isinstance(leaf, Tensor)
-        else python_number(leaf)
+        else unwrap_numpy_number(leaf)
         for leaf in leaves
     ]
     return pytree.tree_unflatten(made, spec)
 
 
-def python_number(value: Any) -> Any:
+def unwrap_numpy_number(value: Any) -> Any:
     """Return ``value`` as a Python number or boolean if it is one of NumPy; otherwise return it unchanged."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
 
@@ -204,7 +204,7 @@ def sample_batch(leaves: list[Any]) -> int | None:
     return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
-def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
+def infer_batch_dims(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
     """Return the number of samples in the batch, and for each tensor, by path, the index of its batch dim (``None`` if
     it has none).
 

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner.passes.capture.export import line_of
-from partitioner.passes.faults import is_users
+from partitioner.passes.capture.export import format_frame_line
+from partitioner.passes.faults import is_user_file
 from partitioner.passes.ir.lifted_numbers import is_lifted
 from partitioner.passes.ir.model import Captured
 
@@ -93,7 +93,7 @@ class _Variable:
         """Set this Python variable, and the elements of its container, back to what they were before forward."""
         if self.read() is not self.value:
             self.write(self.value)
-        if self.content is not None and not _containers_hold_same(self.value, self.content):
+        if self.content is not None and not _have_same_elements(self.value, self.content):
             self.value.clear()
             if isinstance(self.value, set | dict):
                 self.value.update(self.content)
@@ -101,7 +101,7 @@ class _Variable:
                 self.value.extend(self.content)
 
 
-def _containers_hold_same(one: Any, other: Any) -> bool:
+def _have_same_elements(one: Any, other: Any) -> bool:
     """Return whether ``one`` and ``other``, two containers of one type, hold the same objects (by identity) in the same
     order."""
     if isinstance(one, dict):
@@ -123,7 +123,7 @@ class PythonState:
     generators: list[tuple[str, Any, Any]]  # what it is, the generator, its state
 
     @classmethod
-    def of(cls, module: nn.Module, *functions: Any) -> PythonState:
+    def take(cls, module: nn.Module, *functions: Any) -> PythonState:
         """Record the Python state that forward can change: the attributes of ``module``, a copy of the model, and the
         variables, such as globals, that its code can change. ``functions``: further code that forward runs, such as the
         loss, whose variables are recorded too.
@@ -132,14 +132,14 @@ class PythonState:
         """
         generators: dict[int, tuple[str, Any, Any]] = {}
         for name, generator in (("Python's random", random), ("NumPy's random", np.random)):
-            generators[id(generator)] = (name, generator, _generator_state(generator))
+            generators[id(generator)] = (name, generator, _get_generator_state(generator))
         places = list(_iterate_reachable_variables(module, functions))
         for place in places:
-            if _generator_state(place.value) is not None:
-                generators.setdefault(id(place.value), (place.what, place.value, _generator_state(place.value)))
-        return cls(attributes_of(module), places, list(generators.values()))
+            if _get_generator_state(place.value) is not None:
+                generators.setdefault(id(place.value), (place.what, place.value, _get_generator_state(place.value)))
+        return cls(collect_attributes(module), places, list(generators.values()))
 
-    def changes(self, after: Attributes) -> list[StateChange]:
+    def find_changes(self, after: Attributes) -> list[StateChange]:
         """Return the differences between the snapshot and the present state: one :class:`StateChange` for each variable
         that has another value.
 
@@ -153,13 +153,13 @@ class PythonState:
             if before is None or before[0] != told:
                 of = f"the attribute {name!r} of {f'the module {path!r}' if path else 'the model'}"
                 was = None if before is None else before[1]
-                generator = _generator_state(value) is not None
+                generator = _get_generator_state(value) is not None
                 found.append(StateChange(of, path, name, _get_plain_number(was), _get_plain_number(value), generator))
         found += [StateChange(p.what) for p in self.places if _build_value_key(p.read(), {}) != p.told]
         found += [
             StateChange(what, generator=True)
             for what, generator, state in self.generators
-            if not _same_state(_generator_state(generator), state)
+            if not _are_states_equal(_get_generator_state(generator), state)
         ]
         return found
 
@@ -178,12 +178,15 @@ class PythonState:
         If traces after both seeds differ, the drawn numbers have an effect on what forward computes.
         """
         own = [value for part in module.modules() for value in vars(part).values()]
-        for generator in (*(g for _, g, _ in self.generators), *(v for v in own if _generator_state(v) is not None)):
+        for generator in (
+            *(g for _, g, _ in self.generators),
+            *(v for v in own if _get_generator_state(v) is not None),
+        ):
             _seed_generator(generator, below)
 
 
 # --- what can be changed ----------------------------------------------------------------------------------------------
-def attributes_of(module: nn.Module) -> Attributes:
+def collect_attributes(module: nn.Module) -> Attributes:
     """Return a dict of the attributes of ``module`` and its submodules: (module path, attribute name) -> (comparison
     key, value). Equal keys mean that a value has not changed. Attributes that every module has are left out, except
     ``training``."""
@@ -314,7 +317,7 @@ def _is_data(value: Any) -> bool:
     """
     if isinstance(value, type | types.ModuleType | nn.Module | Tensor | enum.Enum) or _is_function(value):
         return False
-    told = isinstance(value, (*_PLAIN, *_CONTAINERS, itertools.count)) or _generator_state(value) is not None
+    told = isinstance(value, (*_PLAIN, *_CONTAINERS, itertools.count)) or _get_generator_state(value) is not None
     return told or _has_attributes(value)
 
 
@@ -334,7 +337,7 @@ def _has_code_of_users(module: str) -> bool:
     if module.split(".")[0] in ("torch", "builtins", "numpy", "functools", "collections", "typing", "pytest", "abc"):
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is None or is_users(file)
+    return file is None or is_user_file(file)
 
 
 def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
@@ -361,8 +364,8 @@ def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     told: Any = kind
     if isinstance(value, itertools.count):
         told = repr(value)
-    elif _generator_state(value) is not None:
-        told = kind, repr(_arrays_to_lists(_generator_state(value)))
+    elif _get_generator_state(value) is not None:
+        told = kind, repr(_convert_arrays_to_lists(_get_generator_state(value)))
     elif isinstance(value, dict) and len(value) <= _MOST_ELEMENTS:
         told = (
             kind,
@@ -390,7 +393,7 @@ def _get_plain_number(value: Any) -> int | float | None:
 
 
 # --- generators -------------------------------------------------------------------------------------------------------
-def _generator_state(generator: Any) -> Any:
+def _get_generator_state(generator: Any) -> Any:
     """Return the state of a random generator of Python or NumPy; ``None`` if ``generator`` is no random generator."""
     if generator is random or (isinstance(generator, random.Random) and type(generator) is not random.SystemRandom):
         return generator.getstate()
@@ -412,14 +415,14 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-def _same_state(one: Any, other: Any) -> bool:
-    return repr(_arrays_to_lists(one)) == repr(_arrays_to_lists(other))
+def _are_states_equal(one: Any, other: Any) -> bool:
+    return repr(_convert_arrays_to_lists(one)) == repr(_convert_arrays_to_lists(other))
 
 
-def _arrays_to_lists(state: Any) -> Any:
+def _convert_arrays_to_lists(state: Any) -> Any:
     """Return ``state``, the state of a random generator, with lists in place of NumPy arrays."""
     if isinstance(state, Mapping):
-        return {k: _arrays_to_lists(v) for k, v in state.items()}
+        return {k: _convert_arrays_to_lists(v) for k, v in state.items()}
     return state.tolist() if isinstance(state, np.ndarray) else state
 
 
@@ -462,10 +465,10 @@ def find_draw(run: Callable[[], Any]) -> str:
         owner = getattr(argument, "__self__", None) if event == "c_call" else frame.f_locals.get("self")
         if event in ("call", "c_call") and isinstance(owner, generators):
             at: types.FrameType | None = frame
-            while at is not None and not is_users(at.f_code.co_filename):
+            while at is not None and not is_user_file(at.f_code.co_filename):
                 at = at.f_back
             if at is not None:
-                found.append(line_of(at))
+                found.append(format_frame_line(at))
 
     before = sys.getprofile()
     sys.setprofile(watch)
@@ -479,7 +482,7 @@ def find_draw(run: Callable[[], Any]) -> str:
 
 # --- the clock --------------------------------------------------------------------------------------------------------
 @dataclass
-class Clock:
+class ClockObserver:
     """Observes whether traced code reads the clock, and shifts the time that it reads by ``shift_s`` seconds.
 
     ``asked_at``: the first line of the user's code that reads the clock, as `` at file:line (code)``; empty if no line
@@ -491,7 +494,7 @@ class Clock:
     _originals: dict[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
 
     @contextlib.contextmanager
-    def watched(self, module: nn.Module) -> Iterator[None]:
+    def observe(self, module: nn.Module) -> Iterator[None]:
         """Return a context in which the functions of ``time`` return the shifted time to the user's code and record
         where they were called.
 
@@ -519,15 +522,15 @@ class Clock:
 
         def now() -> Any:
             frame = sys._getframe(1)
-            if not self.asked_at and is_users(frame.f_code.co_filename):
-                self.asked_at = line_of(frame)
-            return function() + shift if is_users(frame.f_code.co_filename) else function()
+            if not self.asked_at and is_user_file(frame.f_code.co_filename):
+                self.asked_at = format_frame_line(frame)
+            return function() + shift if is_user_file(frame.f_code.co_filename) else function()
 
         return now
 
 
 # --- whether a change has an effect -----------------------------------------------------------------------------------
-def same_computation(one: Captured, other: Captured) -> bool:
+def are_computations_equal(one: Captured, other: Captured) -> bool:
     """Return whether ``one`` and ``other``, two captured graphs of a model, compute the same results from the same
     parameters, buffers and inputs.
 
@@ -543,7 +546,7 @@ def _build_capture_key(captured: Captured) -> Any:
 
     Values that depend on constants alone are represented by a hash of their elements.
     """
-    fixed = _constant_values(captured)
+    fixed = _evaluate_constants(captured)
     places: dict[fx.Node, str] = {}
     rows: list[tuple[str, str, str, str]] = []
     for node in captured.graph.nodes:
@@ -561,7 +564,7 @@ def _build_capture_key(captured: Captured) -> Any:
     return output_row, outputs, updates, by_name.get(captured.loss or "")
 
 
-def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
+def _evaluate_constants(captured: Captured) -> dict[fx.Node, Any]:
     """Return a dict from each node of the graph of ``captured`` whose value depends on constants alone to this value.
     Results of more than ``_MOST_NUMBERS`` (2**22) elements, and all that is computed from them, are left out.
     """
@@ -574,7 +577,7 @@ def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
                 values[node] = captured.constants[name]
         elif node.op == "call_function" and all(n in values for n in node.all_input_nodes) and _is_repeatable(node):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            args, kwargs = fx.node.map_aggregate((args, kwargs), _on_cpu)
+            args, kwargs = fx.node.map_aggregate((args, kwargs), _to_cpu)
             with contextlib.suppress(Exception), torch.no_grad():
                 values[node] = node.target(*args, **kwargs)
     return values
@@ -590,7 +593,7 @@ def _is_repeatable(node: fx.Node) -> bool:
     return small and of_torch and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _on_cpu(argument: Any) -> Any:
+def _to_cpu(argument: Any) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 

@@ -26,19 +26,19 @@ from partitioner.passes.capture.export import (
     Counter,
     ParameterlessCopy,
     export_parameterless_copy,
-    make_twin,
+    make_fake_copy,
     try_forward,
 )
 from partitioner.passes.capture.functionalize import flatten_program
-from partitioner.passes.capture.inputs import Bound, arguments_of, lift_leaves, plain_numbers
+from partitioner.passes.capture.inputs import Bound, find_plain_numbers, lift_leaves, list_forward_arguments
 from partitioner.passes.capture.python_state import (
     Attributes,
-    Clock,
+    ClockObserver,
     PythonState,
     StateChange,
-    attributes_of,
+    are_computations_equal,
+    collect_attributes,
     find_draw,
-    same_computation,
 )
 from partitioner.passes.capture.wrappers import take_hooks_into_forward
 from partitioner.passes.errors import CaptureError, PartitionError, UnsupportedError
@@ -85,14 +85,14 @@ class Tracer:
     train: bool
     functions: tuple[Any, ...] = ()
 
-    def state_of(self, module: nn.Module) -> PythonState:
+    def take_snapshot(self, module: nn.Module) -> PythonState:
         """Return a snapshot of the Python state (attributes, globals, random generators) that the forward of ``module``
         can change.
 
         Args:
             module: a copy of the model, whose forward has not yet been called.
         """
-        return PythonState.of(module, self.model.forward, self.loss, *self.functions)
+        return PythonState.take(module, self.model.forward, self.loss, *self.functions)
 
     def capture(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
         """Trace the forward of ``twin`` and return the result; Python state that forward changed is restored
@@ -107,14 +107,14 @@ class Tracer:
             lift_numbers: read Python numbers of the inputs as tensors if forward allows it.
             before: the Python state from which forward starts.
         """
-        clock = Clock()
+        clock = ClockObserver()
         before.restore()
         try:
-            with clock.watched(twin.module):
+            with clock.observe(twin.module):
                 trace = self._trace_with_numbers(twin, arguments, lift_numbers)
-            changes = before.changes(trace.left)
+            changes = before.find_changes(trace.left)
             if changes or clock.asked_at:
-                trace = _Settling(self, before, trace).settle(changes, clock)
+                trace = _StateChangeResolver(self, before, trace).resolve(changes, clock)
         finally:
             before.restore()
         return trace
@@ -138,12 +138,12 @@ class Tracer:
         scope, hits, pairs = twin.scope, traced.hits, list[Captured]()
         guards = tuple(scope.guards)
         for parity, empty in enumerate(captured.turns):
-            twin = self.renew(twin, hits=hits.leaving_out(parity))
+            twin = self.renew_copy(twin, hits=hits.without_parity(parity))
             pairs += [empty, self._trace_module(twin, arguments, {})[0]]
-        signature = replace(captured.signature, arguments=arguments_of(self.model), guards=guards)
+        signature = replace(captured.signature, arguments=list_forward_arguments(self.model), guards=guards)
         return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
 
-    def renew(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
+    def renew_copy(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
         """Return a new copy of the model with fake tensors, ready for another trace, with the options of ``twin``, an
         earlier copy.
 
@@ -153,7 +153,7 @@ class Tracer:
         """
         scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
         hits = changes.pop("hits", None) or TracedLoops()
-        made = make_hookless_twin(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
+        made = make_hookless_copy(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
         given: dict[str, Any] = {"numbers": twin.numbers, "counters": twin.counters, "attributes": twin.attributes}
         given |= {"warm_up": twin.warm_up, **changes}
         made = replace(made, asked=twin.asked, hits=hits, scope=scope, **given)
@@ -175,10 +175,10 @@ class Tracer:
         """
         numbers, uses = self._choose_numbers(twin, arguments) if lift_numbers else ({}, {})
         if numbers:
-            lifted = self.renew(twin, numbers=numbers)
+            lifted = self.renew_copy(twin, numbers=numbers)
             with contextlib.suppress(NotLiftable, CaptureError, UnsupportedError):
                 return self.trace(lifted, lift_leaves(arguments, lifted), uses)
-            twin = self.renew(twin)
+            twin = self.renew_copy(twin)
         return self.trace(twin, arguments, uses)
 
     def _choose_numbers(
@@ -191,7 +191,7 @@ class Tracer:
             twin: copy of the model with fake tensors.
             arguments: (positional arguments, keyword arguments) of forward.
         """
-        numbers, uses = plain_numbers(arguments), dict[str, str]()
+        numbers, uses = find_plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
             """Return whether the model's forward runs if the inputs ``chosen`` (path -> value), which are Python
@@ -199,7 +199,7 @@ class Tracer:
             enclosing function, under its path, what forward needs a Python number for, as text; an empty text if a
             tensor suffices.
             """
-            tried = self.renew(twin, numbers=chosen)
+            tried = self.renew_copy(twin, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
             if len(chosen) == 1:
                 uses.update(dict.fromkeys(chosen, tried.scope.problem))
@@ -246,7 +246,7 @@ class Tracer:
             ``finish``: function that rewrites the captured graph at the end.
             """
             hits = twin.hits
-            hits.check()
+            hits.check_complete()
 
             def captured(parity: int | None) -> Captured:
                 """Return the captured graph of the traced program. The masks of the rows that chose an expert with an
@@ -257,13 +257,13 @@ class Tracer:
                 found = assemble_program_graph(
                     program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers
                 )
-                return with_terms_added(_with_counters(finish(found), twin.counters))
+                return with_terms_added(_add_counter_updates(finish(found), twin.counters))
 
             whole = captured(hits.leaves_out if hits.guards is not None else None)
             pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
             return whole.with_(turns=tuple(pairs)), twin
 
-        own = _own_tensors(self.model)
+        own = _map_tensor_addresses(self.model)
         repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[ModuleGroup]()
         while repeats.groups and twin.hits.guards is None:
             away = repeats.away
@@ -275,14 +275,16 @@ class Tracer:
                 if away is None:
                     return made(twin, program, expand_layer_operators)
                 return made(
-                    twin, program, functools.partial(_restore_shared_layers, _states_of(away, canonical), canonical)
+                    twin,
+                    program,
+                    functools.partial(_expand_shared_layers, _list_removed_states(away, canonical), canonical),
                 )
             except Unrepeated as error:
                 repeats.refuse(error.number)
             except Exception:  # the shortcut's or the model's own: the full trace will tell
                 pass
             refused, given_up = repeats.refused, given_up + repeats.refused
-            twin = self._prepare_retry_copy(twin, twin.hits.leaving_out(twin.hits.leaves_out), left)
+            twin = self._prepare_retry_copy(twin, twin.hits.without_parity(twin.hits.leaves_out), left)
             remaining = Repeats.of(twin.module).without(given_up)
             if refused:
                 repeats = remaining.put_away(twin.module) if away is not None else remaining
@@ -293,7 +295,7 @@ class Tracer:
         except CaptureError as error:
             if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or twin.hits.guards is not None:
                 raise
-            twin = self._prepare_retry_copy(twin, twin.hits.guarded(), left)
+            twin = self._prepare_retry_copy(twin, twin.hits.with_branches(), left)
             try:
                 program = export_parameterless_copy(twin, args, kwargs, train=self.train, diagnose=False)
             except Exception:  # another decision stands in the way, which has been told
@@ -308,7 +310,7 @@ class Tracer:
             hits: an empty record of loops over experts for the new trace.
             left: receives the attributes of the new copy's modules after forward, by (module path, attribute name).
         """
-        made = replace(self.renew(twin, hits=hits), scope=twin.scope)
+        made = replace(self.renew_copy(twin, hits=hits), scope=twin.scope)
         self.prepare(made, left)
         return made
 
@@ -326,13 +328,13 @@ class Tracer:
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
             left.clear()
-            left.update(attributes_of(twin.module))
+            left.update(collect_attributes(twin.module))
             return output
 
         twin.module.forward = with_loss
 
 
-def make_hookless_twin(
+def make_hookless_copy(
     model: nn.Module,
     dtype: torch.dtype | None,
     mode: FakeTensorMode | None = None,
@@ -350,13 +352,13 @@ def make_hookless_twin(
         casts: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
         keep_caches: leave generation caches on where the model's configurations have them on.
     """
-    twin = make_twin(model, dtype, mode, casts, keep_caches)
+    twin = make_fake_copy(model, dtype, mode, casts, keep_caches)
     drop_looking_hooks(twin.module)
     take_hooks_into_forward(twin.module)
     return twin
 
 
-def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
+def list_fixed_input_notes(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
     """Yield one note for the user that lists the inputs whose values are fixed in the plan, or nothing if there are
     none.
 
@@ -373,7 +375,7 @@ def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterato
         yield f"fixed inputs: {', '.join(texts)}: a batch with another value is refused; plan again for it"
 
 
-def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
+def _add_counter_updates(captured: Captured, counters: Sequence[Counter]) -> Captured:
     """Return ``captured`` with changes to the buffers that stand for ``counters``, the Python numbers that forward
     changes, such as a count of calls. Each buffer keeps only the name of its number, such as ``layers.0.calls``, and
     the number's value before the first call is added to ``constants`` under this name."""
@@ -386,12 +388,12 @@ def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
 
 
 # --- Python state that the forward changes ----------------------------------------------------------------------------
-class _NotRun(Exception):
+class _ForwardFailed(Exception):
     """Raised if forward fails when it is called without a trace."""
 
 
 @dataclass
-class _Settling:
+class _StateChangeResolver:
     """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
     trace.
 
@@ -404,7 +406,7 @@ class _Settling:
     before: PythonState
     first: Trace
 
-    def settle(self, changes: Sequence[StateChange], clock: Clock) -> Trace:
+    def resolve(self, changes: Sequence[StateChange], clock: ClockObserver) -> Trace:
         """Check what forward changed, and return the trace to use, with notes for the user added to its graph.
 
         Raise :class:`UnsupportedError` for a change that has an effect on what forward computes and cannot be a buffer.
@@ -414,7 +416,7 @@ class _Settling:
         changes = [c for c in changes if not c.generator]
         trace = self.first
         if changes:
-            trace, more = self._settle_changes(changes)
+            trace, more = self._resolve_changes(changes)
             notes += more
         return replace(trace, captured=trace.captured.with_(notes=(*trace.captured.notes, *notes)))
 
@@ -429,12 +431,12 @@ class _Settling:
         """
         for below in (True, False) if changes else ():
             self.before.restore()
-            twin = self.tracer.renew(self.first.twin)
+            twin = self.tracer.renew_copy(self.first.twin)
             self.before.draw_first(twin.module, below)
             other = self._trace_if_possible(twin, self.first.arguments)
-            if other is None or not same_computation(self.first.captured, other.captured):
+            if other is None or not are_computations_equal(self.first.captured, other.captured):
                 self.before.restore()
-                twin = self.tracer.renew(self.first.twin)
+                twin = self.tracer.renew_copy(self.first.twin)
                 at = find_draw(functools.partial(try_forward, twin, *self.first.arguments))
                 raise UnsupportedError(
                     f"forward draws random numbers from {changes[0].what}{at}, and its results depend on them: a plan "
@@ -446,7 +448,7 @@ class _Settling:
         for change in changes:
             yield f"forward draws from {change.what}: other draws changed nothing that was traced; the plan draws none"
 
-    def _check_clock(self, clock: Clock) -> Iterator[str]:
+    def _check_clock(self, clock: ClockObserver) -> Iterator[str]:
         """Yield a note if forward read the time without effect on what it computes; nothing if it did not read the
         time.
 
@@ -455,10 +457,10 @@ class _Settling:
         """
         if not clock.asked_at:
             return
-        later = Clock(shift_s=86_399)
-        with later.watched(self.first.twin.module):
-            other = self._trace_if_possible(self.tracer.renew(self.first.twin), self.first.arguments)
-        if other is None or not same_computation(self.first.captured, other.captured):
+        later = ClockObserver(shift_s=86_399)
+        with later.observe(self.first.twin.module):
+            other = self._trace_if_possible(self.tracer.renew_copy(self.first.twin), self.first.arguments)
+        if other is None or not are_computations_equal(self.first.captured, other.captured):
             raise UnsupportedError(
                 f"forward reads the time{clock.asked_at}, and its results depend on it: a plan would always have "
                 "the time "
@@ -468,24 +470,24 @@ class _Settling:
 
     # -- attributes, globals, closures
 
-    def _settle_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
+    def _resolve_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
         """Find out whether the attributes, globals and closure variables that forward changed have an effect on later
         calls of forward. Return the trace to use (the first one, or one in which changed numbers are buffers), and a
         list of notes for the user. Raise :class:`UnsupportedError` if a change has an effect on the next call of
         forward and cannot be a buffer. ``changes``: what the first trace changed."""
         second, changed_again = self._trace_after(self.first)
-        same = second is not None and same_computation(self.first.captured, second.captured)
+        same = second is not None and are_computations_equal(self.first.captured, second.captured)
         if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
             return self.first, []
         others = [c for c in changes if not c.is_number]
         counted = self._trace_with_counters([c for c in changes if c.is_number])
         if counted is not None:
-            return self._settle_counted(counted, others)
+            return self._check_counted_trace(counted, others)
         if not same:
             self._refuse_state_changes(changes)
-        return self.first, [_note_unused(changes)]
+        return self.first, [_format_unused_note(changes)]
 
-    def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
+    def _check_counted_trace(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
         """Check ``counted``, the trace in which the Python numbers that forward changes are buffers. Return the trace
         to use and a list of notes for the user. The trace is ``counted``, or the first trace if no result depends on
         these numbers.
@@ -499,18 +501,18 @@ class _Settling:
         """
         for guard in (g for g in counted.captured.signature.guards if g.reads_state):
             flipped = self._count_flipped(counted, guard.expression)
-            if flipped is None or not same_computation(counted.captured, flipped.captured):
+            if flipped is None or not are_computations_equal(counted.captured, flipped.captured):
                 self._refuse_decision(guard)
         if others:
             second, _ = self._trace_after(counted)
-            if second is None or not same_computation(counted.captured, second.captured):
+            if second is None or not are_computations_equal(counted.captured, second.captured):
                 self._refuse_state_changes(others)
         counters = counted.twin.counters
-        used = {c.full_name for c in counters if _is_used(counted.captured, c.full_name)}
-        notes = [_note_unused(others)] if others else []
+        used = {c.full_name for c in counters if _is_state_used(counted.captured, c.full_name)}
+        notes = [_format_unused_note(others)] if others else []
         if not used:
             changes = [*(StateChange(f"the attribute {c.full_name!r}") for c in counters), *others]
-            return self.first, [_note_unused(changes)]
+            return self.first, [_format_unused_note(changes)]
         names = ", ".join(sorted(used))
         notes.append(
             f"forward counts in {names}: Python numbers that are state of the plan, as buffers are; a run starts from "
@@ -534,7 +536,7 @@ class _Settling:
         if not counters:
             return None
         self.before.restore()
-        twin = self.tracer.renew(self.first.twin, counters=counters)
+        twin = self.tracer.renew_copy(self.first.twin, counters=counters)
         try:
             return self.tracer.trace(twin, self.first.arguments, self.first.uses)
         except (NotLiftable, PartitionError):
@@ -542,7 +544,7 @@ class _Settling:
 
     def _count_flipped(self, counted: Trace, expression: Expression) -> Trace | None:
         self.before.restore()
-        return self._trace_if_possible(self.tracer.renew(counted.twin, flipped=(expression,)), counted.arguments)
+        return self._trace_if_possible(self.tracer.renew_copy(counted.twin, flipped=(expression,)), counted.arguments)
 
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
         """Trace a second call of forward, from the Python state that the first call left.
@@ -551,24 +553,23 @@ class _Settling:
         except random generators (empty if the trace fails). ``trace``: the trace of the first call.
         """
         try:
-            twin = self.tracer.renew(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))
-        except _NotRun:
+            twin = self.tracer.renew_copy(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))
+        except _ForwardFailed:
             self.before.restore()
-            left = {key: v for key, (_, v) in trace.left.items() if not _is_alike(self.before, trace.left, key)}
+            left = {key: v for key, (_, v) in trace.left.items() if not _is_unchanged(self.before, trace.left, key)}
             counters = {(c.path, c.name) for c in trace.twin.counters}
-            twin = self.tracer.renew(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
-        state = self.tracer.state_of(twin.module)
+            twin = self.tracer.renew_copy(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
+        state = self.tracer.take_snapshot(twin.module)
         second = self._trace_if_possible(twin, trace.arguments)
-        changed = [] if second is None else state.changes(second.left)
+        changed = [] if second is None else state.find_changes(second.left)
         return second, [c for c in changed if not c.generator]
 
     def _run_once(self, arguments: Bound, twin: ParameterlessCopy) -> None:
         """Call the forward of ``twin`` (a copy of the model with fake tensors), with Python state as it was before the
         first call, to bring the twin into the state after one call.
 
-        Tensors that forward stores have values if these depend on neither inputs nor weights. Raises :class:`_NotRun`
-        if forward fails. ``arguments``: (positional, keyword) arguments of forward.
-        """
+        Tensors that forward stores have values if these depend on neither inputs nor weights. Raises
+        :class:`_ForwardFailed` if forward fails. ``arguments``: (positional, keyword) arguments of forward."""
         self.before.restore()
         own = vars(twin.module).get("forward")
         self.tracer.prepare(twin, {})
@@ -577,14 +578,14 @@ class _Settling:
         if own is not None:
             vars(twin.module)["forward"] = own
         if isinstance(result, Exception):
-            raise _NotRun from result
+            raise _ForwardFailed from result
 
     def _trace_if_possible(self, twin: ParameterlessCopy, arguments: Bound) -> Trace | None:
         """Trace ``twin``, a copy of the model with fake tensors, and return the result; ``None`` if it cannot be
         traced. ``arguments``: (positional arguments, keyword arguments) of forward."""
         try:
             return self.tracer.trace(twin, arguments, self.first.uses)
-        except (PartitionError, NotLiftable, _NotRun):
+        except (PartitionError, NotLiftable, _ForwardFailed):
             return None
 
     # -- what is said
@@ -611,7 +612,7 @@ class _Settling:
         )
 
 
-def _note_unused(changes: Sequence[StateChange]) -> str:
+def _format_unused_note(changes: Sequence[StateChange]) -> str:
     """Return a note for the user that Python state which forward changed has no effect on what it computes.
     ``changes``: the changed variables."""
     return (
@@ -626,7 +627,7 @@ def _format_changed_names(changes: Sequence[StateChange]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _is_used(captured: Captured, name: str) -> bool:
+def _is_state_used(captured: Captured, name: str) -> bool:
     """Return whether an output, the loss or another parameter or buffer of the model ``captured`` is computed from the
     parameter or buffer ``name``."""
     nodes = {n.name: n for n in captured.graph.nodes}
@@ -642,7 +643,7 @@ def _is_used(captured: Captured, name: str) -> bool:
     return any(node.name in results for node in reached)
 
 
-def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
+def _is_unchanged(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
     """Return whether an attribute of a module has the same value after forward as before.
 
     Args:
@@ -653,7 +654,7 @@ def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> b
     return key in before.attributes and before.attributes[key][0] == after[key][0]
 
 
-def _own_tensors(model: nn.Module) -> dict[int, str]:
+def _map_tensor_addresses(model: nn.Module) -> dict[int, str]:
     """Return a dict with the name of each parameter and buffer of ``model`` that has values. The key is the memory
     address of the tensor's data."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -673,7 +674,7 @@ def _copy_container(value: Any) -> Any:
 
 
 # --- layers that are alike --------------------------------------------------------------------------------------------
-def _restore_shared_layers(
+def _expand_shared_layers(
     states: Mapping[int, Sequence[ModelState | None]], canonical: Mapping[str, str], captured: Captured
 ) -> Captured:
     """Return ``captured`` with the operators of all layers, if only the first of several equal layers was traced: the
@@ -686,7 +687,7 @@ def _restore_shared_layers(
     return in_order(expand_layer_operators(captured, states), canonical.values())
 
 
-def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
+def _list_removed_states(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
     """Return, for each module whose parameters were removed for the trace, its states in order: number of the module ->
     a list with a :class:`ModelState` for each removed parameter, and ``None`` in place of a state that was not removed.
 
@@ -699,7 +700,7 @@ def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int
     def state(alias: str) -> ModelState:
         name, parameter = canonical[alias], away.parameters[alias]
         others = tuple(n for n in names[name] if n != name)
-        return ModelState(name, TensorSpec.of(parameter), "parameter", parameter.requires_grad, others)
+        return ModelState(name, TensorSpec.from_tensor(parameter), "parameter", parameter.requires_grad, others)
 
     return {
         number: [state(name) if name is not None else None for name in of_module]

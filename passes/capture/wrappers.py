@@ -66,12 +66,12 @@ def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numb
         error: the class of the exception.
         numbers: whether to raise also if the tensor has no values, because it is fake or on the meta device.
     """
-    kind, instead = _kind_of(tensor, numbers)
+    kind, instead = _describe_unsupported_kind(tensor, numbers)
     if kind:
         raise error(f"{what} is {kind}; expected a plain tensor: {instead}")
 
 
-def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
+def _describe_unsupported_kind(tensor: Tensor, numbers: bool) -> tuple[str, str]:
     """Return two texts for an error message, what kind of tensor ``tensor`` is and what to do, if it is nested, a
     DTensor, sparse, quantized or a subclass that holds other tensors. Return two empty texts for an ordinary tensor.
 
@@ -105,11 +105,11 @@ def check_inputs(leaves: Sequence[tuple[str, Any]]) -> None:
         elif not isinstance(leaf, _LEAVES):
             raise InputsError(
                 f"input {path!r} is a {type(leaf).__name__}; expected tensors, numbers, strings or None, in tuples, "
-                f"lists, dicts or named tuples: {_instead_of(leaf)}"
+                f"lists, dicts or named tuples: {_suggest_replacement(leaf)}"
             )
 
 
-def _instead_of(leaf: Any) -> str:
+def _suggest_replacement(leaf: Any) -> str:
     """Return advice for messages on what to pass in place of ``leaf``, an input of a type that cannot be traced."""
     if hasattr(leaf, "__array__"):
         return "make a tensor of it (torch.from_numpy, torch.tensor)"
@@ -120,7 +120,7 @@ def _instead_of(leaf: Any) -> str:
     return "convert it before forward, or keep it in the module"
 
 
-def leaves_text(leaves: Sequence[tuple[str, Any]]) -> str:
+def format_leaves(leaves: Sequence[tuple[str, Any]]) -> str:
     """Return a text such as ``x: (4, 8), scale: float`` with the shape or type of each leaf; a long list is shortened.
 
     ``leaves``: (path, leaf) of the arguments of forward.
@@ -174,7 +174,7 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     The returned model has the same tensors. A model without wrappers is returned itself. Raises
     :class:`UnsupportedError` if a wrapper has hooks, which would be lost.
     """
-    named = [(_own_name(model, path), module) for path, module in model.named_modules()]
+    named = [(_strip_wrapper_path(model, path), module) for path, module in model.named_modules()]
     wrappers = [(name, module) for name, module in named if _find_wrapped_module(module) is not None]
     compiled = [name for name, module in named if _is_compiled(module)]
     for path, wrapper in wrappers:
@@ -182,9 +182,11 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     notes = tuple(_iterate_wrapper_notes(wrappers, compiled))
     while (inner := _find_wrapped_module(model)) is not None:
         model = inner
-    if not any(_find_wrapped_module(module) is not None or _holds_compiled(module) for module in model.modules()):
+    if not any(
+        _find_wrapped_module(module) is not None or _has_compiled_attribute(module) for module in model.modules()
+    ):
         return model, notes
-    memo = shared_tensors(model)
+    memo = make_sharing_memo(model)
     for module in reversed([*model.modules()]):  # those inside of others first
         if (inner := _find_wrapped_module(module)) is not None:
             memo[id(module)] = copy.deepcopy(inner, memo)
@@ -237,7 +239,7 @@ def _format_module_names(paths: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _own_name(model: nn.Module, path: str) -> str:
+def _strip_wrapper_path(model: nn.Module, path: str) -> str:
     """Return the module path ``path`` in ``model`` without the parts that wrapper modules added, such as
     ``_orig_mod``.
     """
@@ -270,10 +272,10 @@ def _is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile`` was applied to ``module``, its class's forward or one of its attributes."""
     own = getattr(module, "_compiled_call_impl", None) is not None  # by module.compile()
     decorated = getattr(type(module).forward, "_torchdynamo_orig_callable", None) is not None
-    return _is_instance_of(module, _COMPILED) or own or decorated or _holds_compiled(module)
+    return _is_instance_of(module, _COMPILED) or own or decorated or _has_compiled_attribute(module)
 
 
-def _holds_compiled(module: nn.Module) -> bool:
+def _has_compiled_attribute(module: nn.Module) -> bool:
     """Return whether an attribute of ``module``, such as a ``forward`` set on the instance, was made by
     ``torch.compile``."""
     return any(_find_uncompiled_function(value) is not None for value in vars(module).values())
@@ -300,7 +302,7 @@ def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-def shared_tensors(model: nn.Module) -> dict[int, Any]:
+def make_sharing_memo(model: nn.Module) -> dict[int, Any]:
     """Return a memo for ``copy.deepcopy`` (``id`` of a tensor -> tensor) with which a copy of ``model`` shares all its
     tensors.
     """
@@ -351,11 +353,11 @@ def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
         arguments, named = rest[: len(value.args)], rest[len(value.args) :]
         return partial(function, *arguments, **dict(zip(value.keywords, named, strict=True)))
     if isinstance(value, FunctionType):
-        return _rebound_function(value, memo)
+        return _rebind_function(value, memo)
     return value
 
 
-def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> Any:
+def _rebind_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     """Return a copy of ``function`` whose closure and defaults refer to copies of modules; itself if it refers to none.
 
     If ``torch.compile`` wraps ``function``, the result is from the function inside. ``memo``: maps the ``id`` of an
@@ -425,7 +427,7 @@ def take_hooks_into_forward(model: nn.Module) -> None:
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
-def plain_name(name: str) -> str:
+def strip_wrapper_names(name: str) -> str:
     """Return ``name``, that of a parameter, buffer or module, without the parts that wrapper modules add, such as
     ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part not in _PARTS)
@@ -438,11 +440,11 @@ def match_state_names(present: Iterable[str], wanted: Collection[str]) -> dict[s
     ``module.`` that all names have is ignored.
     """
     held = set(present)
-    prefix = _ROOT_PREFIX if held and all(plain_name(name).startswith(_ROOT_PREFIX) for name in held) else ""
-    meant = {plain_name(name): name for name in wanted}
+    prefix = _ROOT_PREFIX if held and all(strip_wrapper_names(name).startswith(_ROOT_PREFIX) for name in held) else ""
+    meant = {strip_wrapper_names(name): name for name in wanted}
     found = {}
     for name in held - set(wanted):
-        plain = plain_name(name)
+        plain = strip_wrapper_names(name)
         target = meant.get(plain, meant.get(plain.removeprefix(prefix)))
         if target is not None and target not in held:
             found[name] = target

@@ -54,7 +54,7 @@ class RoutingChoice:
 
 
 @dataclass(frozen=True)
-class _Classes:
+class _ClassMasks:
     """A stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where the integer tensor ``of``
     equals ``n``.
 
@@ -67,7 +67,7 @@ class _Classes:
     dims: tuple[int, ...]
 
 
-def choice_of(node: Any) -> RoutingChoice | None:
+def match_equality(node: Any) -> RoutingChoice | None:
     """Return the integer tensor and the number that the mask ``node``, such as ``chosen == 3``, tests for equality;
     ``None`` if it does not test for one number."""
     node = skip_inverse_squeezes(node)
@@ -77,7 +77,7 @@ def choice_of(node: Any) -> RoutingChoice | None:
     if node.target is aten.eq.Scalar and isinstance(args[1], int) and _can_represent(args[0], args[1]):
         return RoutingChoice(args[0], tuple(range(_get_node_rank(args[0]))), args[1])
     if _is_nonzero(node) or node.target in CASTS:
-        return None if _get_node_rank(node) == 0 else choice_of(args[0])
+        return None if _get_node_rank(node) == 0 else match_equality(args[0])
     if node.target is aten.select.int:
         return _find_sliced_choice(args[0], args[1], args[2])
     if node.target is operator.getitem and args[0].target is aten.unbind.int:
@@ -85,7 +85,7 @@ def choice_of(node: Any) -> RoutingChoice | None:
     return None
 
 
-def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
+def match_any_equality(node: Any) -> tuple[fx.Node, int] | None:
     """Return (integer tensor, number) if the mask ``node`` is true where this number occurs along the last dim of the
     tensor, such as among the k experts that each token chose. Return ``None`` for any other node, or if a number may
     occur more than once along that dim.
@@ -94,33 +94,37 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
         node = node.args[0]
     found, along = None, list[int]()
     if isinstance(node, fx.Node) and node.target in _OVER:
-        found, along = choice_of(node.args[0]), dims_over(node)
+        found, along = match_equality(node.args[0]), list_reduced_dims(node)
     elif isinstance(node, fx.Node) and node.target is aten.select.int:
         whole: Any = node.args[0]
         while whole.target in CASTS:  # casts keep the counts, which are 0 or 1 if this is the pattern
             whole = whole.args[0]
-        classes = classes_of(whole.args[0]) if whole.target in _OVER else None
-        if classes is not None and len(dims_over(whole)) == 1 and not get_node_argument(whole, "keepdim", False):
-            dims, (_, dim, number), over = range(_get_node_rank(whole.args[0])), node.args, dims_over(whole)[0]
+        classes = match_class_masks(whole.args[0]) if whole.target in _OVER else None
+        if (
+            classes is not None
+            and len(list_reduced_dims(whole)) == 1
+            and not get_node_argument(whole, "keepdim", False)
+        ):
+            dims, (_, dim, number), over = range(_get_node_rank(whole.args[0])), node.args, list_reduced_dims(whole)[0]
             left = [d for d in dims if d != over]
             if left[dim] == classes.dim and isinstance(number, int) and number >= 0:  # type: ignore[index]
                 others = [d for d in dims if d != classes.dim]
                 found, along = RoutingChoice(classes.of, classes.dims, number), [others.index(over)]
     if found is None or along != [_get_node_rank(found.of) - 1] or found.dims != tuple(range(_get_node_rank(found.of))):
         return None
-    return (found.of, found.number) if is_distinct(found.of, -1) else None
+    return (found.of, found.number) if is_distinct_along(found.of, -1) else None
 
 
 def skip_inverse_squeezes(node: Any) -> Any:
     """Return the node from which ``node`` is computed by ``unsqueeze`` and ``squeeze`` operators that cancel each
     other; ``node`` itself if there are none.
     """
-    while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_widened(node.args[0], node.args[1]):
+    while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_unsqueezed(node.args[0], node.args[1]):
         node = node.args[0].args[0]  # type: ignore[union-attr]
     return node
 
 
-def _is_widened(node: Any, dim: Any) -> bool:
+def _is_unsqueezed(node: Any, dim: Any) -> bool:
     return node.target is aten.unsqueeze.default and (node.args[1] - dim) % _get_node_rank(node) == 0
 
 
@@ -144,7 +148,7 @@ def is_count(node: Any) -> bool:
     return node.target is aten.mul.Tensor and all(isinstance(o, fx.Node) and is_count(o) for o in node.args)
 
 
-def numbers_of(node: fx.Node) -> fx.Node:
+def find_integer_source(node: fx.Node) -> fx.Node:
     """Return the node from which ``node`` got its integers, such as the expert numbers that a router chose: follow it
     back through reshapes, casts to int32 or int64, and marker operators, which return their operand unchanged.
     """
@@ -157,12 +161,12 @@ def numbers_of(node: fx.Node) -> fx.Node:
             return node
 
 
-def is_distinct(of: fx.Node, dim: int) -> bool:
+def is_distinct_along(of: fx.Node, dim: int) -> bool:
     """Return whether the numbers of the tensor ``of`` along its dim ``dim`` are known to be distinct, because they are
     the indices that a ``topk``, ``sort`` or ``argsort`` returns.
     """
     node: Any = skip_integer_casts(of)
-    while node.target in RESHAPES and dim % _get_node_rank(of) == _get_node_rank(of) - 1 and _keeps_last(node):
+    while node.target in RESHAPES and dim % _get_node_rank(of) == _get_node_rank(of) - 1 and _keeps_last_dim(node):
         of, dim, node = node.args[0], -1, skip_integer_casts(node.args[0])
     if node.target is operator.getitem and _RANKED.get(node.args[0].target) == node.args[1]:
         along = get_node_argument(node.args[0], "dim", -1)
@@ -173,7 +177,7 @@ def is_distinct(of: fx.Node, dim: int) -> bool:
     return bool((along - dim) % _get_node_rank(node) == 0)
 
 
-def num_choices(of: fx.Node) -> int | None:
+def get_num_choices(of: fx.Node) -> int | None:
     """Return the number of elements among which the indices in ``of`` were chosen: the size of the dim over which a
     ``topk``, ``sort``, ``max`` or ``argmax`` ran. For a router this is the number of experts.
 
@@ -195,13 +199,13 @@ def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice |
     ``index`` along ``dim`` is a mask such as ``chosen == index``; ``None`` if ``whole`` is no stack of such masks along
     ``dim``.
     """
-    classes = classes_of(whole)
+    classes = match_class_masks(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None
     return RoutingChoice(classes.of, classes.dims, index)
 
 
-def classes_of(node: Any) -> _Classes | None:
+def match_class_masks(node: Any) -> _ClassMasks | None:
     """Return a description of ``node`` if it is a stack of masks, such as ``one_hot(chosen)``: the integer tensor that
     the masks compare with 0, 1, .., and how its dims correspond to those of the stack. Return ``None`` for any other
     node.
@@ -211,23 +215,23 @@ def classes_of(node: Any) -> _Classes | None:
     args: Any = node.args
     rank = _get_node_rank(node)
     if node.target is aten.one_hot.default:
-        return _Classes(args[0], rank - 1, tuple(range(rank - 1)))
+        return _ClassMasks(args[0], rank - 1, tuple(range(rank - 1)))
     if node.target is aten.eq.Tensor:
         for numbers, counted in (args, args[::-1]):
             source = _find_widened_operand(numbers)
             apart = source is not None and _get_node_rank(source) == rank - 1
             if source is not None and apart and _find_arange_size(counted) == node.meta["val"].shape[-1]:
-                return _Classes(source, rank - 1, tuple(range(rank - 1)))
+                return _ClassMasks(source, rank - 1, tuple(range(rank - 1)))
         return None
     if _is_nonzero(node) or node.target in CASTS:
-        return classes_of(args[0])
+        return match_class_masks(args[0])
     if node.target in (aten.permute.default, aten.transpose.int):
-        inner = classes_of(args[0])
+        inner = match_class_masks(args[0])
         if inner is None:
             return None
         order = [d % rank for d in args[1]] if node.target is aten.permute.default else _swap_two_dims(rank, *args[1:])
         others = [d for d in range(rank) if d != inner.dim]
-        return _Classes(
+        return _ClassMasks(
             inner.of, order.index(inner.dim), tuple(inner.dims[others.index(d)] for d in order if d in others)
         )
     return None
@@ -279,14 +283,14 @@ def skip_integer_casts(node: fx.Node) -> fx.Node:
     return node
 
 
-def dims_over(node: Any) -> list[int]:
+def list_reduced_dims(node: Any) -> list[int]:
     """Return the dims that ``node`` (a sum, or ``any``) reduces, as non-negative indices."""
     dims: Any = node.args[1]
     rank = _get_node_rank(node.args[0])
     return [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
 
 
-def _keeps_last(node: Any) -> bool:
+def _keeps_last_dim(node: Any) -> bool:
     sizes = [n.meta["val"].shape for n in (node, node.args[0])]
     return bool(len(sizes[0]) and len(sizes[1]) and sizes[0][-1] == sizes[1][-1])
 

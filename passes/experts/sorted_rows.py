@@ -7,11 +7,10 @@ Operators on single rows commute with the sort: if an operator's factor rule let
 operator is applied to the unsorted rows. A value that does not depend on the order (rows written back, sums over all
 rows) then replaces the value computed from sorted rows, and nothing reads the sort any more.
 
-:func:`kept_sorted` works on the graph of one rank. ``partition::expert_mm``, the product of each row with its expert's
-matrix, sorts the rows that it reads and returns its rows in the original order. Between two products with the same
-experts, rows can stay sorted if all operators between them work on each row by itself. Requires: a local graph.
-Provides: an equivalent graph, in which rows are sorted once before and unsorted once after, in backward as well.
-"""
+:func:`keep_rows_sorted` works on the graph of one rank. ``partition::expert_mm``, the product of each row with its
+expert's matrix, sorts the rows that it reads and returns its rows in the original order. Between two products with the
+same experts, rows can stay sorted if all operators between them work on each row by itself. Requires: a local graph.
+Provides: an equivalent graph, in which rows are sorted once before and unsorted once after, in backward as well."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ import torch
 from torch import fx
 
 from partitioner.passes.errors import PartitionError
-from partitioner.passes.experts.regions import ExpertRegion, find_regions
+from partitioner.passes.experts.regions import ExpertRegion, find_expert_regions
 from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.rewrite import Builder, drop_unused, get_node_tensor, list_node_sizes
 from partitioner.passes.ops import experts
 from partitioner.passes.ops.experts import ops
 from partitioner.passes.rules import factors_of
-from partitioner.passes.rules.factors import get_node_argument, operands_of, results_of, with_operands
+from partitioner.passes.rules.factors import get_node_argument, operands_of, replace_operands, results_of
 
 aten = torch.ops.aten
 
@@ -127,7 +126,11 @@ class _Unsorter:
         elif node.target is operator.getitem:
             self._unsort_getitem(node, build)
         else:
-            twin = self._put_back(node) or self._unsort_row_write(node) or self._unsort_grouped_product(node, build)
+            twin = (
+                self._match_unsorted_rows(node)
+                or self._unsort_row_write(node)
+                or self._unsort_grouped_product(node, build)
+            )
             twin = twin or self._unsort_index_add(node, build) or self._commute_with_sort(node, build)
             if twin is not None:
                 self._record_unsorted_value(node, twin)
@@ -175,7 +178,7 @@ class _Unsorter:
             return sized and places is self.order and _is_full_arange(values, self.num_rows)
         return False
 
-    def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
+    def _match_unsorted_rows(self, node: fx.Node) -> _UnsortedValue | None:
         """Return the value that can take the place of ``node``, if ``node`` brings rows that the sort ``self.sort`` has
         moved (such as one row for each token, sorted by expert) back into their original order by an index operator;
         ``None`` if it does anything else.
@@ -312,7 +315,9 @@ class _Unsorter:
         operands = operands_of(node)
         if rule is None or any(o in self.inverse for o in operands):
             return None
-        names = {n for i, o in enumerate(operands) if o in self.twins for n in self._sorted_factor(o, rule.operands[i])}
+        names = {
+            n for i, o in enumerate(operands) if o in self.twins for n in self._find_sorted_factor(o, rule.operands[i])
+        }
         if len(names) != 1:
             return None
         (name,) = names
@@ -325,11 +330,11 @@ class _Unsorter:
         dims = [_find_factor_dim(name, factors) for factors in rule.results]
         if any(dim == -1 for dim in dims) or len(dims) != len(results_of(node)):
             return None
-        args, kwargs = with_operands(node, [self.twins[o].node if o in self.twins else o for o in operands])
-        made = self._looked_up(node, args, build) or build(node.target, *args, **kwargs)
+        args, kwargs = replace_operands(node, [self.twins[o].node if o in self.twins else o for o in operands])
+        made = self._append_row_lookup(node, args, build) or build(node.target, *args, **kwargs)
         return _UnsortedValue(made, tuple(dims))
 
-    def _sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
+    def _find_sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
         """Return the name of the loop dimension (as in an einsum) along which ``node``, an operand of an operator, is
         sorted. The result is a set with this name, so that the names of several operands can be united. The name is
         ``""`` if the sorted dim does not belong to exactly one loop dimension.
@@ -341,7 +346,7 @@ class _Unsorter:
         assert dim is not None
         return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
 
-    def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
+    def _append_row_lookup(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
         """Append operators that compute the row look-up of ``node`` (``rows[places]``) on unsorted rows (tokens)
         without an index operator, and return the result.
 
@@ -436,7 +441,7 @@ MADE_BY = "made_by"  # in a node's meta: the node of the block that it is kept, 
 _PRODUCT = ops.expert_mm.default
 
 
-def kept_sorted(block: Block) -> Block:
+def keep_rows_sorted(block: Block) -> Block:
     """Return a block equivalent to ``block`` (the graph of a piece of the model) in which rows (tokens) are sorted by
     expert once before several products with experts' matrices, and restored to their order once after them. Otherwise
     every such product sorts its rows and restores their order. ``block`` itself is returned if no two products have the
@@ -446,7 +451,7 @@ def kept_sorted(block: Block) -> Block:
     if max(products.values(), default=0) < 2:
         return block
     block = block.copy()
-    for region in find_regions(block):
+    for region in find_expert_regions(block):
         if sum(n.target is _PRODUCT for n in region.products) > 1 and len(region.products) == sum(
             n.target is _PRODUCT for n in region.nodes
         ):
@@ -497,7 +502,7 @@ class _Sorter:
             rows, weight, _ = node.args
             node.target, node.args = ops.grouped_mm.default, (self._sort_operand(rows), weight, self.ends)  # type: ignore[arg-type]
         else:
-            node.args, node.kwargs = with_operands(node, [self._sort_operand(o) for o in operands_of(node)])
+            node.args, node.kwargs = replace_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
         """Return the node that replaces ``node``, an operand of an operator that computes by expert, when rows (tokens)

@@ -1,11 +1,10 @@
 """Trace branches on whether any row has chosen an expert, as if every expert had rows.
 
 ``if mask.any():`` and ``if rows.numel() == 0: continue`` skip experts without rows. Their outcome depends on the data,
-so a trace cannot know it. Inside :func:`guards_traced` every such condition is answered as if there were rows. This is
-exact only if the traced branch has no effect for an expert without rows. ``passes/experts/traced_loops.py`` proves this
-afterwards, from traces in which every other expert has no rows. For these proofs, the marker operator
-``partition::hit`` marks the masks and numbers that decide.
-"""
+so a trace cannot know it. Inside :func:`trace_expert_branches` every such condition is answered as if there were rows.
+This is exact only if the traced branch has no effect for an expert without rows. ``passes/experts/traced_loops.py``
+proves this afterwards, from traces in which every other expert has no rows. For these proofs, the marker operator
+``partition::hit`` marks the masks and numbers that decide."""
 
 from __future__ import annotations
 
@@ -26,17 +25,17 @@ from partitioner.passes.experts.routing_masks import (
     ALIKE,
     CASTS,
     SHAPED,
-    choice_of,
-    chosen_by_any,
-    classes_of,
-    dims_over,
+    find_integer_source,
+    get_num_choices,
     is_count,
-    num_choices,
-    numbers_of,
+    list_reduced_dims,
+    match_any_equality,
+    match_class_masks,
+    match_equality,
     skip_operators,
 )
 from partitioner.passes.experts.trace_marks import HIT
-from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.rules.factors import get_node_argument
 from partitioner.passes.trace.concrete_scalars import is_written, memory_of
 
@@ -58,11 +57,10 @@ class TracedBranches:
 
     A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered from 1, and
     ``num_listings`` is their number. ``leaves_out``: branches are decided as if experts with even (0) or odd (1)
-    numbers had no rows; ``None``: as if all experts had rows. ``seen``: the number of branches. ``decided``: the
-    listings on which a branch depended. ``changed``: whether a mask on which a branch depended was later written in
+    numbers had no rows; ``None``: as if all experts had rows. ``seen``: the number of branches. ``decide_condition``:
+    the listings on which a branch depended. ``changed``: whether a mask on which a branch depended was later written in
     place. ``marked``: pairs of a node and the marker operator through which the trace reads it. ``counted``: symbol of
-    a number of rows -> (the number, its listing, its expert).
-    """
+    a number of rows -> (the number, its listing, its expert)."""
 
     leaves_out: int | None = None
     seen: int = 0
@@ -86,7 +84,7 @@ class TracedBranches:
         self.decided.add(listing)
         return number % 2 != self.leaves_out
 
-    def count(self, rows: Any, listing: int, number: int) -> None:
+    def register_count(self, rows: Any, listing: int, number: int) -> None:
         """Register ``rows``, a symbolic number of rows (tokens), so that branches of forward on whether it is zero can
         be decided.
 
@@ -98,7 +96,7 @@ class TracedBranches:
         if isinstance(rows, SymInt):
             self.counted[rows.node.expr] = rows, listing, number
 
-    def decides(self, question: Any) -> bool:
+    def decide(self, question: Any) -> bool:
         """Fix the outcome of the symbolic condition ``question`` if it only tests whether an expert has rows (tokens
         that chose it), and return ``True``.
 
@@ -115,7 +113,7 @@ class TracedBranches:
         torch._check(rows > 0 if self.has_rows(number, listing) else rows == 0)
         return True
 
-    def look_back(self) -> None:
+    def drop_overwritten_masks(self) -> None:
         """Set ``changed`` of this record if a mask that decided a branch was written in place afterwards, and forget
         these masks; called at the end of a trace."""
         self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
@@ -123,26 +121,26 @@ class TracedBranches:
 
 
 @contextmanager
-def guards_traced(guards: TracedBranches) -> Iterator[None]:
+def trace_expert_branches(guards: TracedBranches) -> Iterator[None]:
     """Return a context in which branches of forward on whether an expert has rows (tokens that chose it) can be traced.
     ``guards``: decides the branches, by default as if the expert had rows, and records them.
     """
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
-    def decided(self: SymBool) -> bool:
+    def decide_condition(self: SymBool) -> bool:
         """Replacement of ``SymBool.__bool__``: return the truth of a symbolic condition. If the condition only tests
         whether an expert has rows (tokens), its outcome is fixed first.
         """
         try:
             return plain(self)
         except GuardOnDataDependentSymNode:
-            if not guards.decides(self.node.expr):
+            if not guards.decide(self.node.expr):
                 raise
             return plain(self)
 
-    with mock.patch.object(SymBool, "__bool__", decided), _BranchMode(guards):
+    with mock.patch.object(SymBool, "__bool__", decide_condition), _BranchMode(guards):
         yield
-    guards.look_back()
+    guards.drop_overwritten_masks()
 
 
 class _BranchMode(TorchFunctionMode):
@@ -174,13 +172,13 @@ class _BranchMode(TorchFunctionMode):
             made = _count_with_fixed_size(*args, **kwargs)
             return func(*args, **kwargs) if made is None else made
         if func in _ASKING or (func is Tensor.item and args[0].dtype == torch.bool):
-            asked = _find_rows_query(node_of(args[0]))
+            asked = _find_rows_query(get_fx_node(args[0]))
             if asked is not None:
                 return asked.some == self.guards.has_rows(asked.number, self._mark_queried_rows(asked))
         made = func(*args, **kwargs)
-        asked = _find_rows_query(node_of(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
+        asked = _find_rows_query(get_fx_node(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
         if asked is not None and asked.some:
-            self.guards.count(made, self._mark_queried_rows(asked), asked.number)
+            self.guards.register_count(made, self._mark_queried_rows(asked), asked.number)
         return made
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -190,12 +188,12 @@ class _BranchMode(TorchFunctionMode):
 
         ``kwargs``: further arguments of ``func``.
         """
-        number = _number_of(node_of(mask))
+        number = _find_expert_number(get_fx_node(mask))
         if number is None:
             return func(mask, **kwargs)
         listing = self.guards.listing()
         made = func(HIT(mask, number, listing, False), **kwargs)
-        self.guards.count((made[0] if isinstance(made, tuple) else made).shape[0], listing, number)
+        self.guards.register_count((made[0] if isinstance(made, tuple) else made).shape[0], listing, number)
         return made
 
     def _mark_queried_rows(self, asked: _ExpertRowsQuery) -> int:
@@ -212,7 +210,7 @@ class _BranchMode(TorchFunctionMode):
         tracker, listing = mode.tracer.tensor_tracker, self.guards.listing()
         for tensor, held in list(tracker.items()):
             node = held.proxy.node
-            numbers = asked.of is not None and _is_chosen(node, asked.of)
+            numbers = asked.of is not None and _is_same_node(node, asked.of)
             if numbers or node in asked.masks:
                 mark = get_proxy_slot(HIT(tensor, asked.number, listing, numbers), mode.tracer)
                 self.guards.marked.append((node, mark.proxy.node))
@@ -235,7 +233,7 @@ class _ExpertRowsQuery:
     of: fx.Node | None
 
 
-def node_of(value: Any) -> Any:
+def get_fx_node(value: Any) -> Any:
     """Return the FX node of ``value`` in the present trace; ``None`` if there is none."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
@@ -245,8 +243,8 @@ def node_of(value: Any) -> Any:
 def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
     """Return how often each of the numbers 0, 1, .., ``minlength`` - 1 occurs in ``numbers``, like ``bincount`` but
     with the fixed shape ``[minlength]``. Return ``None`` if larger numbers may occur, or if ``weights`` are given."""
-    node = node_of(numbers)
-    places = None if node is None else num_choices(numbers_of(node))
+    node = get_fx_node(numbers)
+    places = None if node is None else get_num_choices(find_integer_source(node))
     if weights is not None or places is None or places > minlength:
         return None
     every = torch.arange(minlength, device=numbers.device, dtype=numbers.dtype)
@@ -264,16 +262,16 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
             masks = [args[0]]
             while masks[-1].target in ALIKE:
                 masks.append(masks[-1].args[0])
-            number, chosen = _number_of(masks[-1]), _find_mask_choice(masks[-1])
+            number, chosen = _find_expert_number(masks[-1]), _find_mask_choice(masks[-1])
             return (
                 None
                 if number is None
-                else _ExpertRowsQuery(number, some, tuple(masks), chosen and numbers_of(chosen[0]))
+                else _ExpertRowsQuery(number, some, tuple(masks), chosen and find_integer_source(chosen[0]))
             )
         if node.target is aten.select.int:
-            return _of_table(args[0], args[1], args[2], some)
+            return _match_table_entry(args[0], args[1], args[2], some)
         if node.target is operator.getitem and args[0].target is aten.unbind.int:
-            return _of_table(args[0].args[0], get_node_argument(args[0], "dim", 0), args[1], some)
+            return _match_table_entry(args[0].args[0], get_node_argument(args[0], "dim", 0), args[1], some)
         if node.target is aten.logical_not.default or (node.target in _NONE and args[1] == 0):
             some = not some
         elif node.target not in _SAME and not (node.target in SOME and args[1] == 0):
@@ -282,7 +280,7 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
     return None
 
 
-def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
+def _match_table_entry(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
     """Return the question about an expert's rows (tokens) that the element ``index`` of ``node`` along ``dim`` answers:
     whether the expert with this number has any. Return ``None`` unless ``node`` has the row counts of all experts,
     computed as a sum of masks, and ``index`` is an integer.
@@ -298,14 +296,14 @@ def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery |
     ):
         return None
     table = skip_operators(node.args[0], ALIKE)
-    classes, over = classes_of(table), dims_over(node)
+    classes, over = match_class_masks(table), list_reduced_dims(node)
     left = [d for d in range(table.meta["val"].dim()) if d not in over]
     if classes is None or left != [classes.dim] or dim % len(left) or index < 0:
         return None
-    return _ExpertRowsQuery(index, some, (), numbers_of(classes.of))
+    return _ExpertRowsQuery(index, some, (), find_integer_source(classes.of))
 
 
-def _number_of(node: Any) -> int | None:
+def _find_expert_number(node: Any) -> int | None:
     """Return the number of the expert if ``node`` is the mask of the rows (tokens) that chose this expert; ``None`` if
     it is no such mask.
     """
@@ -324,11 +322,11 @@ def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
     """Return (node with the chosen numbers, expert number) if the mask ``node`` compares the two; ``None`` if it is no
     such mask.
     """
-    choice = choice_of(node)
-    return chosen_by_any(node) if choice is None else (choice.of, choice.number)
+    choice = match_equality(node)
+    return match_any_equality(node) if choice is None else (choice.of, choice.number)
 
 
-def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
+def _is_same_node(node: fx.Node, of: fx.Node) -> bool:
     """Return whether ``node`` is the node ``of`` or a marker operator of it, which has the same value."""
     return skip_operators(node, (HIT,)) is of
 
@@ -346,10 +344,10 @@ def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Coll
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:
         return frozenset()
-    same = Numbers()
+    same = ValueNumbers()
 
     def key(of: fx.Node, number: int) -> tuple[int, int]:
-        return same(numbers_of(of)), number
+        return same(find_integer_source(of)), number
 
     found = [(mark.args[0], mark.args[1]) if mark.args[3] else _find_mask_choice(mark.args[0]) for mark in marks]
     asked = {key(*pair) for pair in found if pair is not None}

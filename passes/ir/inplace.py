@@ -73,13 +73,13 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
     It stays if another value may share the written memory. ``order``: the position of each node in the graph; new nodes
     are added to it.
     """
-    target, kin = node.args[0] if node.args else None, functional_kin(node.target)
+    target, kin = node.args[0] if node.args else None, find_functional_operator(node.target)
     if kin is None or not isinstance(target, fx.Node):
         return False
     base, view = target, None
     if target.target in _INTO and isinstance(target.args[0], fx.Node):
         base, view = target.args[0], target
-    if not _is_fresh(base):
+    if not _allocates_result(base):
         return False
     if any(is_view(user) and user is not view and order[user] < order[node] for user in base.users):
         return False
@@ -100,9 +100,9 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
         made.meta = {**node.meta, "val": made.meta["val"]}
         order[made] = order[node]
     node.replace_all_uses_with(added[-1])
-    _read_later(target, added[-1], order, order[node])
+    _replace_later_reads(target, added[-1], order, order[node])
     if view is not None:
-        _read_later(base, added[1], order, order[node])
+        _replace_later_reads(base, added[1], order, order[node])
     graph.erase_node(node)
     if not added[-1].users:
         graph.erase_node(added[-1])
@@ -128,7 +128,7 @@ def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
     return graph.call_function(aten.clone.default, (made,)) if made is node.args[1] else made
 
 
-def functional_kin(target: Any) -> Any:
+def find_functional_operator(target: Any) -> Any:
     """Return the functional operator for the in-place operator ``target``, such as ``add`` for ``add_``; ``None`` if
     there is none.
 
@@ -162,7 +162,7 @@ def is_view(node: fx.Node) -> bool:
 _MAKING = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_softmax.int}
 
 
-def _is_fresh(node: fx.Node) -> bool:
+def _allocates_result(node: fx.Node) -> bool:
     """Return whether the operator ``node`` allocates the memory of its result, so that no input, parameter or earlier
     value shares it.
     """
@@ -202,7 +202,7 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
         yield from _iterate_tensors(list(values.values()))
 
 
-def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
+def _replace_later_reads(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
     """Replace ``old`` by ``new`` as an operand of the later users of ``old``: those whose position in ``order`` is
     greater than ``place``.
 

@@ -91,7 +91,7 @@ def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
     return tuple(result) if isinstance(result, list) else result
 
 
-def value_of(argument: Any) -> Any:
+def resolve_meta_values(argument: Any) -> Any:
     """Return ``argument`` (an argument of an operator, or a nested container of them) with every graph node in it
     replaced by the node's meta tensor, ``node.meta["val"]``."""
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
@@ -105,7 +105,9 @@ def refresh_node_value(node: fx.Node) -> None:
     """
     assert callable(node.target), node
     try:
-        node.meta["val"] = infer_meta_value(node.target, value_of(node.args), value_of(node.kwargs))
+        node.meta["val"] = infer_meta_value(
+            node.target, resolve_meta_values(node.args), resolve_meta_values(node.kwargs)
+        )
     except PartitionError:
         raise
     except NotImplementedError as error:
@@ -116,7 +118,7 @@ def refresh_node_value(node: fx.Node) -> None:
             "write it with other operators, or register one (torch.library.register_fake)"
         ) from error
     except Exception as error:
-        shapes = [tuple(v.shape) for v in pytree.tree_leaves(value_of(node.args)) if isinstance(v, Tensor)]
+        shapes = [tuple(v.shape) for v in pytree.tree_leaves(resolve_meta_values(node.args)) if isinstance(v, Tensor)]
         where = node.meta.get("source") or node.meta.get("path") or node.name
         raise AssertionError(f"{node.format_node()} on operand shapes {shapes} ({where}): {error}") from error
 

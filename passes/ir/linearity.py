@@ -47,7 +47,9 @@ class AffinePart:
     zero: bool
 
 
-def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]) -> dict[fx.Node, AffinePart]:
+def find_affine_parts(
+    graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]
+) -> dict[fx.Node, AffinePart]:
     """Return a dict from every placeholder and operator of ``graph`` to how its value depends on ``inputs``: whether it
     does, and whether it is zero if they are zero.
 
@@ -66,7 +68,7 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
     return found
 
 
-def without_shape_reads(graph: fx.Graph) -> None:
+def replace_shape_reads(graph: fx.Graph) -> None:
     """Replace operators of ``graph`` that read only the shape and dtype of an operand, such as ``zeros_like``, by
     operators that make the same tensor without this operand. The graph is changed in place. A search for the values
     that depend on the operand then leaves these tensors out.
@@ -126,7 +128,7 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
     """
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]
-    choices = _linear_in(node)
+    choices = _list_linear_operands(node)
     zero = any(_has_zero_operands(node.args, positions, found) for positions in choices)
     if not any(found[n].depends for n in node.all_input_nodes):
         return AffinePart(False, zero or _is_zero_by_itself(node))
@@ -173,7 +175,7 @@ def _is_zero_by_itself(node: fx.Node) -> bool:
     return name in ("zeros", "zeros_like", "new_zeros", "zero")
 
 
-def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
+def _list_linear_operands(node: fx.Node) -> tuple[Positions, ...]:
     """Return sets of positions (from 0) of operands in which the operator ``node`` is linear: in the operands of one
     set together, while all other operands are fixed. For example, a product of two operands is linear in ``{0}`` and in
     ``{1}``; a sum is linear in ``{0, 1}``."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from partitioner.passes.ir.interpret import infer_meta_value, refresh_graph_values, value_of
+from partitioner.passes.ir.interpret import infer_meta_value, refresh_graph_values, resolve_meta_values
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ class Builder:
         if name not in self.constants:
             self.constants[name] = value
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
-                made = self.graph.placeholder(placeholder_name(name))
+                made = self.graph.placeholder(get_placeholder_name(name))
             made.meta["val"] = value.to("meta")
             self._placeholders[name] = made
         return self._placeholders[name]
@@ -68,11 +68,11 @@ class Builder:
         made = self.graph.call_function(target, args, kwargs)
         if self.node is not None:
             made.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
-        made.meta["val"] = infer_meta_value(target, value_of(args), value_of(kwargs))
+        made.meta["val"] = infer_meta_value(target, resolve_meta_values(args), resolve_meta_values(kwargs))
         return made
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Return the module path and source line of the operator that is being replaced, such as ``layers.0
         (model.py:12)``, for messages.
         """
@@ -87,7 +87,7 @@ def format_node_location(node: fx.Node | None) -> str:
     return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
 
 
-def placeholder_name(constant: str) -> str:
+def get_placeholder_name(constant: str) -> str:
     return "c_" + constant.replace(".", "_")
 
 
@@ -158,7 +158,7 @@ def _is_result_missing(made: Any, node: fx.Node) -> bool:
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def as_type(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+def replace_floating_dtype(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that replaces ``given`` if all floating-point types of a graph become ``dtype``.
 
     A complex type becomes the one with parts of ``dtype``, if it exists. Other types are unchanged.
@@ -179,24 +179,28 @@ def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
     """
 
     def retyped(argument: Any) -> Any:
-        return as_type(argument, dtype) if isinstance(argument, torch.dtype) and argument not in _SMALL else argument
+        return (
+            replace_floating_dtype(argument, dtype)
+            if isinstance(argument, torch.dtype) and argument not in _SMALL
+            else argument
+        )
 
     for node in graph.nodes:
         if node.op == "placeholder":
             value = node.meta.get("val")
             if isinstance(value, Tensor):
-                node.meta["val"] = value.to(as_type(value.dtype, dtype))
+                node.meta["val"] = value.to(replace_floating_dtype(value.dtype, dtype))
         elif node.op == "call_function":
             node.args = fx.node.map_aggregate(node.args, retyped)
             node.kwargs = fx.node.map_aggregate(node.kwargs, retyped)
-            if _takes_default(node):
+            if _uses_default_dtype(node):
                 node.kwargs = {**node.kwargs, "dtype": dtype}
             elif dtype == torch.float64 and _is_integer_promotion(node):
                 _cast_node_operands(graph, node, dtype)
     refresh_graph_values(graph)
 
 
-def _takes_default(node: fx.Node) -> bool:
+def _uses_default_dtype(node: fx.Node) -> bool:
     """Return whether ``node``, an operator without tensor operands, creates a tensor of torch's default dtype, because
     no dtype is given.
     """

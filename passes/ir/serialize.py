@@ -212,13 +212,13 @@ def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
         case "complex":
             return complex(*(_from_json(part, made) for part in content))
         case "layout" | "memory_format":
-            return _torch_constant(kind, content)
+            return _find_torch_constant(kind, content)
         case "slice":
             return slice(*(_from_json(v, made) for v in content))
     raise GraphFormatError(f"unknown argument {value!r}")
 
 
-def _torch_constant(kind: str, name: Any) -> Any:
+def _find_torch_constant(kind: str, name: Any) -> Any:
     """Return the object of torch with the name ``name``, such as ``strided``, if it is of the type ``kind``: ``layout``
     or ``memory_format``. Raise :class:`GraphFormatError` if it is not.
     """

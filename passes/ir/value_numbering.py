@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 
-class Numbers:
+class ValueNumbers:
     """Assigns an integer to each node. Nodes that apply the same operators to the same inputs have the same integer.
 
     Each random operator has an integer of its own.
@@ -57,7 +57,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Signature:
+class GraphSignature:
     """Hashable description of a sequence of operators; an equal ``key`` means the same computation.
 
     ``states`` and ``inputs``: the nodes that the sequence reads from outside (parameters, buffers and constants, and
@@ -69,7 +69,7 @@ class Signature:
     inputs: tuple[fx.Node, ...]
 
 
-def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Signature:
+def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> GraphSignature:
     """Return a hashable description of the operators ``nodes``, which are in execution order. Two sequences with equal
     descriptions, such as two equal layers, compute the same function.
 
@@ -111,7 +111,7 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
         tuple([_build_value_spec(n) for n in inputs]),
         tuple([index[n] for n in outputs]),
     )
-    return Signature(key, tuple(states), tuple(inputs))
+    return GraphSignature(key, tuple(states), tuple(inputs))
 
 
 def _build_value_spec(node: fx.Node) -> tuple[Any, ...]:

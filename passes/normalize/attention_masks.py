@@ -8,7 +8,7 @@ becomes ``partition::document_attention``, with the document of each position as
 form.
 
 A mask function of ``flex_attention`` is evaluated on the indices of all queries and keys while the model is traced, see
-:func:`flex_attention_traced`. It gives a mask like any other.
+:func:`trace_flex_attention`. It gives a mask like any other.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from partitioner.passes.ir.rewrite import aten, drop_unused, list_node_sizes
 from partitioner.passes.normalize.constant_folding import (
     LIMIT,
     MASKED,
+    Comparison,
     Condition,
     ConditionalValue,
-    DataTerm,
+    DataComparison,
     MaskEvaluator,
-    Term,
     Value,
 )
 from partitioner.passes.normalize.document_masks import DocumentMask, find_document_mask, insert_document_ids
-from partitioner.passes.ops.attention import Band, limits_of
+from partitioner.passes.ops.attention import Band, get_band_limits
 from partitioner.passes.ops.documents import document_ops
 
 
@@ -99,7 +99,7 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
     elif is_plain_attention(node):
-        arguments = (*node.args[:3], *limits_of(band), node.kwargs.get("scale"))
+        arguments = (*node.args[:3], *get_band_limits(band), node.kwargs.get("scale"))
         replace_attention(graph, node, torch.ops.partition.band_attention.default, arguments)
     else:
         return False
@@ -123,7 +123,7 @@ def _replace_mask_by_documents(
     where = mask.source, query[0]
     if where not in ids:
         ids[where] = insert_document_ids(graph, mask, query[0])
-    arguments = (*node.args[:3], ids[where], [], *limits_of(mask.band), node.kwargs.get("scale"))
+    arguments = (*node.args[:3], ids[where], [], *get_band_limits(mask.band), node.kwargs.get("scale"))
     replace_attention(graph, node, document_ops.document_attention.default, arguments)
     return True
 
@@ -169,10 +169,10 @@ def classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docume
         return None
     if isinstance(value, Tensor):
         return _classify_tensor(value, queries, keys)
-    terms = find_shown_terms(value) if isinstance(value, ConditionalValue) else value
+    terms = find_visibility_conditions(value) if isinstance(value, ConditionalValue) else value
     if not isinstance(terms, tuple):
         return None
-    if not any(isinstance(t, DataTerm) for t in terms):
+    if not any(isinstance(t, DataComparison) for t in terms):
         return _classify_conditions(terms, queries, keys)
     found = find_document_mask(terms, queries)
     if found is None or queries != keys:
@@ -186,12 +186,12 @@ def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: in
     ``conditions`` hold; return ``None`` if these keys do not form one range. A condition is a boolean mask or a
     comparison of two constant tensors. ``queries``, ``keys``: the numbers of queries and of keys."""
     whole = [_classify_tensor(c, queries, keys) for c in conditions if isinstance(c, Tensor)]
-    terms = [c for c in conditions if isinstance(c, Term)]
+    terms = [c for c in conditions if isinstance(c, Comparison)]
     band = _classify_terms(terms, queries, keys)
     return band if not whole else _intersect_bands([band, *whole], queries, keys)
 
 
-def _classify_terms(terms: Sequence[Term], queries: int, keys: int) -> Band | None:
+def _classify_terms(terms: Sequence[Comparison], queries: int, keys: int) -> Band | None:
     """Return the range of key positions around its own that a query sees, if it sees the keys for which all ``terms``
     hold; return ``None`` if these keys do not form one range. A term is a comparison of two constant tensors.
     ``queries``, ``keys``: the numbers of queries and of keys."""
@@ -241,7 +241,7 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
     return Band(None if before >= queries - 1 else before, None if after >= keys - 1 else after)
 
 
-def find_shown_terms(choice: ConditionalValue) -> tuple[Condition, ...] | None:
+def find_visibility_conditions(choice: ConditionalValue) -> tuple[Condition, ...] | None:
     """Return conditions that all hold at exactly those attention scores that an additive mask does not hide.
 
     An additive mask is 0 at shown scores and -6e4 or less at hidden ones. ``choice``: the mask: one number where its
@@ -284,7 +284,7 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
     return Band(None if before == queries - 1 else before, None if after == keys - 1 else after)
 
 
-def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
+def _split_term_sides(term: Comparison, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
     """Rewrite the comparison ``term``, a condition under which a query sees a key, as ``by_key[j] < by_query[i]`` or
     ``by_key[j] <= by_query[i]`` for query ``i`` and key ``j``. Return three values: whether the comparison is strict
     (``<``), ``by_key`` ``[keys]``, and ``by_query`` ``[queries]``.
@@ -340,7 +340,7 @@ def _hides_later_keys(strict: bool, over_keys: Tensor, over_queries: Tensor) -> 
 
 
 @contextmanager
-def flex_attention_traced() -> Iterator[None]:
+def trace_flex_attention() -> Iterator[None]:
     """Return a context in which ``flex_attention`` is traced as scaled dot-product attention with a mask. Its mask
     function is called once, with index tensors of all batch rows, heads, queries and keys, instead of once for each
     element. If a score function is given, it is called once with all scores, and attention is traced as a product, a

@@ -43,13 +43,13 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
     return made, moved
 
 
-def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
+def trace_decomposition(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
     """Return a graph of the operators by which torch defines the operator ``node``, and a list of the operand nodes
     that the placeholders of this graph stand for, in order. Return ``None`` if torch does not define the operator by
     others, or if its definition reads numbers out of tensors (``item()``)."""
     if not _is_composite(node.target):
         return None
-    operands, run = _as_function(node, node.args, node.kwargs)
+    operands, run = _make_decomposition_function(node, node.args, node.kwargs)
     values = [n.meta.get("val") for n in operands]
     if not all(isinstance(v, Tensor) for v in values):
         return None
@@ -57,7 +57,7 @@ def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
         traced = make_fx(torch.func.functionalize(run))(*values)
     except Exception:  # it reads numbers out of tensors
         return None
-    pure = remove_inplace(traced.graph) and _is_fit(traced.graph)
+    pure = remove_inplace(traced.graph) and _is_valid_replacement(traced.graph)
     return (traced.graph, operands) if pure and all(n.target is not node.target for n in traced.graph.nodes) else None
 
 
@@ -69,7 +69,7 @@ def _is_mutating(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
-def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
+def _make_decomposition_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
     """Return two values: a list of the operand nodes of ``node``, and a function that takes their tensors and executes
     torch's decomposition of the operator of ``node``.
 
@@ -94,10 +94,10 @@ def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | N
         _is_mutating(n.target) for n in traced.graph.nodes
     ):  # the first pass missed operators that torch composes itself
         traced = make_fx(torch.func.functionalize(traced))(*values)
-    return traced.graph if _is_fit(traced.graph) else None
+    return traced.graph if _is_valid_replacement(traced.graph) else None
 
 
-def _is_fit(graph: fx.Graph) -> bool:
+def _is_valid_replacement(graph: fx.Graph) -> bool:
     """Return whether ``graph``, obtained by tracing an operator's definition in simpler operators, can take the place
     of the operator. It must have at most 4096 nodes, and none may write to its operands or read an attribute of a
     module.
@@ -116,7 +116,7 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """
     node = build.node
     assert node is not None
-    operands, run = _as_function(node, args, kwargs)
+    operands, run = _make_decomposition_function(node, args, kwargs)
     try:
         with META:
             graph = _trace_operators(run, [o.meta["val"] for o in operands])
@@ -154,22 +154,22 @@ class RecurrentLayers(NamedTuple):
     batch_first: bool
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """Return whether the recurrent network applies dropout between its layers."""
         return bool(self.p) and self.train and self.layers > 1
 
     @property
-    def ways(self) -> int:
+    def num_directions(self) -> int:
         """Return the number of directions in which a layer of the recurrent network reads its input: 1 or 2."""
         return 2 if self.both_ways else 1
 
     @property
-    def of_one(self) -> RecurrentLayers:
+    def single_layer(self) -> RecurrentLayers:
         """Return a copy of these arguments for a recurrent network with a single layer, without dropout."""
         return self._replace(layers=1, p=0.0)
 
 
-def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
+def rewrite_layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
     """Rewrite a recurrent network of several layers with dropout as one recurrent operator per layer, with dropout
     operators between them. Return a tuple of nodes: the output of the last layer, and the final state of all layers
     (two nodes for an LSTM).
@@ -180,10 +180,10 @@ def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node
     and whether the batch is dim 0. For a network without dropout, return ``KEEP`` (the operator stays).
     """
     stack = RecurrentLayers(*layers)
-    if not stack.drops:
+    if not stack.has_dropout:
         return KEEP
     assert build.node is not None
-    each, ways = len(weights) // stack.layers, stack.ways
+    each, ways = len(weights) // stack.layers, stack.num_directions
     several = isinstance(state, list | tuple)
     states = list(state) if several else [state]
     last: list[list[fx.Node]] = []
@@ -192,12 +192,12 @@ def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node
         first = [build(aten.slice.Tensor, s, 0, layer * ways, (layer + 1) * ways) for s in states]
         own = weights[layer * each : (layer + 1) * each]
         given = first if several else first[0]
-        made = build(build.node.target, x, given, own, *stack.of_one)
+        made = build(build.node.target, x, given, own, *stack.single_layer)
         x, *ends = (build(operator.getitem, made, i) for i in range(1 + len(first)))
         last.append(ends)
     return x, *(build(aten.cat.default, list(ends)) for ends in zip(*last, strict=True))
 
 
 RECURRENT: dict[Any, Rule] = dict.fromkeys(
-    (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), layer_by_layer
+    (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), rewrite_layer_by_layer
 )

@@ -20,13 +20,13 @@ from partitioner.passes.ops import random
 from partitioner.passes.ops.random import (
     SEED,
     Sampler,
-    arguments_of,
-    formula_of,
-    is_stream,
+    bind_arguments,
+    find_sampling_function,
+    format_stream_name,
+    is_stream_name,
     list_drawing_operators,
     ops,
     sample_gamma,
-    stream_name,
 )
 from partitioner.passes.ops.random import native_dropout as native
 
@@ -37,7 +37,7 @@ def rewrite_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
     return x if not train or p == 0 else _build_dropout(build, x, p)[0]
 
 
-def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> Any:
+def rewrite_native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> Any:
     """Rewrite ``aten.native_dropout`` of ``x``. Return two nodes: the result, and the boolean mask of elements that are
     not zeroed.
 
@@ -62,12 +62,12 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
     ``KEEP`` (the operator stays) if this project has no such computation for the operator, or for these arguments.
     """
     assert build.node is not None
-    formula = formula_of(build.node.target, args, kwargs)
+    formula = find_sampling_function(build.node.target, args, kwargs)
     if formula is None:
         return KEEP
     value = build.node.meta["val"]
     made = value[0] if isinstance(value, tuple | list) else value
-    return formula(_create_sampler(build, arguments_of(build.node.target, args, kwargs), made))  # type: ignore[arg-type]
+    return formula(_create_sampler(build, bind_arguments(build.node.target, args, kwargs), made))  # type: ignore[arg-type]
 
 
 def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
@@ -144,7 +144,7 @@ def _draw_random_numbers(
     appends operators to the graph. ``distribution``: the operator that draws, such as ``partition::uniform`` (numbers
     from 0 to 1). ``parameters``: its further operands, such as a rate.
     """
-    stream = stream_name(sum(is_stream(name) for name in build.constants))
+    stream = format_stream_name(sum(is_stream_name(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
     own = build.constant(stream, torch.tensor(int(stream.rsplit(".", 1)[1])))
     return build(distribution, _build_element_index(build, sizes), seed, own, *parameters)
@@ -231,7 +231,7 @@ def _build_causal_mask(build: Builder, rows: int, columns: int) -> fx.Node:
 _SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that switch the drawing off if false or 0
 
 
-def refuse_draws(graph: fx.Graph) -> None:
+def refuse_torch_random_operators(graph: fx.Graph) -> None:
     """Raise :class:`UnsupportedError` if ``graph`` still has a random operator of torch, one that no rewrite rule has
     replaced. Its numbers would differ between plans."""
     for node in graph.nodes:
@@ -249,7 +249,7 @@ def _is_random_draw(node: fx.Node) -> bool:
     arguments = target._schema.arguments
     if torch.Tag.nondeterministic_seeded not in target.tags and all("Generator" not in str(a.type) for a in arguments):
         return False
-    given = arguments_of(target, node.args, node.kwargs)
+    given = bind_arguments(target, node.args, node.kwargs)
     return all(given.get(name, True) for name in _SWITCHES)
 
 
@@ -328,6 +328,6 @@ RANDOM: dict[Any, Rule] = {
     aten.alpha_dropout.default: make_alpha_dropout_rule(of_channels=False),
     aten.feature_alpha_dropout.default: make_alpha_dropout_rule(of_channels=True),
     aten.dropout.default: rewrite_dropout,
-    aten.native_dropout.default: native_dropout,
+    aten.native_dropout.default: rewrite_native_dropout,
     aten.scaled_dot_product_attention.default: rewrite_attention_dropout,
 }

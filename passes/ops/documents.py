@@ -24,22 +24,22 @@ from torch import Tensor
 
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 from partitioner.passes.ops.attention import (
-    Attention,
+    AttentionAccumulator,
     AttentionGradients,
     Band,
     PositionRange,
     Tile,
-    band_of,
-    by_position,
-    empty_by_position,
-    empty_gradients,
-    empty_results,
+    copy_position_major,
+    count_max_pairs,
     find_accumulation_dtype,
     has_flash,
-    most_pairs,
-    parts_of,
-    tiles_between,
-    tiles_of,
+    list_tiles,
+    list_tiles_between,
+    make_band,
+    make_empty_gradients,
+    make_empty_position_major,
+    make_empty_results,
+    split_positions,
 )
 from partitioner.passes.ops.score_changes import UNCHANGED, ScoreChange
 
@@ -92,7 +92,7 @@ def find_prefix_runs(ids: Tensor, prefix: Tensor, parts: Sequence[PositionRange]
     return found
 
 
-def document_tiles(
+def list_document_tiles(
     queries: Iterable[Runs],
     keys: Iterable[Runs],
     band: Band,
@@ -110,7 +110,7 @@ def document_tiles(
     positions around a query's own within which it sees keys of a prefix; they include those in ``band``.
     """
     found = [
-        tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band, in_order))
+        tuple(tile for d, runs in own.items() if d in theirs for tile in list_tiles(runs, theirs[d], band, in_order))
         for own, theirs in zip(queries, keys, strict=True)
     ]
     if prefixes is None:
@@ -118,7 +118,12 @@ def document_tiles(
     return [
         (
             *tiles,
-            *(tile for d, runs in own.items() if d in shown for tile in tiles_between(runs, shown[d], band, reach)),
+            *(
+                tile
+                for d, runs in own.items()
+                if d in shown
+                for tile in list_tiles_between(runs, shown[d], band, reach)
+            ),
         )
         for tiles, own, shown in zip(found, queries, prefixes, strict=True)
     ]
@@ -156,11 +161,13 @@ class DocumentAttention:
 
     def __post_init__(self) -> None:
         q, wide = self.q, find_accumulation_dtype(self.q)
-        self.out = torch.zeros_like(empty_by_position(q, self.width), dtype=wide)
+        self.out = torch.zeros_like(make_empty_position_major(q, self.width), dtype=wide)
         self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
         masks: dict[tuple[int, int, int, Band], Tensor] = {}
         self._rows = [
-            Attention(q[g], self.band, self.scale, self.width, self.out[g], self.lse[g], self.change, _masks=masks)
+            AttentionAccumulator(
+                q[g], self.band, self.scale, self.width, self.out[g], self.lse[g], self.change, _masks=masks
+            )
             for g in self.groups
         ]
 
@@ -176,7 +183,7 @@ class DocumentAttention:
         """Return two tensors: the attention over all tiles that were added, ``[b, heads, queries, width]`` in the type
         of the queries, and the logsumexp of the scores of each query, ``[b, heads, queries]``.
         """
-        return by_position(self.out.to(self.q.dtype)), self.lse
+        return copy_position_major(self.out.to(self.q.dtype)), self.lse
 
 
 @dataclass
@@ -244,12 +251,12 @@ def count_document_pairs(lengths: tuple[int, ...], queries: int, num_ranks: int,
         most = 0
         for rank in range(num_ranks):
             places = np.concatenate(
-                [np.arange(p.place, p.place + p.length) for p in parts_of(queries, num_ranks, rank, zigzag)]
+                [np.arange(p.place, p.place + p.length) for p in split_positions(queries, num_ranks, rank, zigzag)]
             )
             most = max(most, sum(_count_row_pairs(r, places, starts, lengths, row, band) for r in ids.numpy()))
         return most / (total // row)
     pairs = sum(_count_band_pairs(np.arange(n), n, band) for n in lengths)
-    return min(pairs / total * queries, float(most_pairs(queries, queries, num_ranks, zigzag, band)))
+    return min(pairs / total * queries, float(count_max_pairs(queries, queries, num_ranks, zigzag, band)))
 
 
 def _count_row_pairs(
@@ -300,12 +307,12 @@ def document_attention(
     many positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the scores;
     ``None`` means ``1 / sqrt(d)``.
     """
-    band = band_of(before, after)
+    band = make_band(before, after)
     runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))
     if has_flash(q, v, None) and _is_contiguous(runs):
         return _flash_forward(q, k, v, _cumulate_lengths(runs, q.device), band, scale)
     attention = DocumentAttention(q, group_rows(ids), band, scale, v.shape[-1])
-    attention.add(document_tiles(runs, runs, band), k, v)
+    attention.add(list_document_tiles(runs, runs, band), k, v)
     return attention.result()
 
 
@@ -328,14 +335,18 @@ def document_attention_backward(
     s]`` of its scores. ``limits``: the two numbers of positions that a query sees before and after its own; -1 means no
     limit. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
-    band = band_of(*limits)
+    band = make_band(*limits)
     runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))
     if has_flash(q, v, None) and _is_contiguous(runs):
         return _flash_backward(grad, (q, k, v), (out, lse), _cumulate_lengths(runs, q.device), band, scale)
     found = DocumentGradients(grad, q, out, lse, group_rows(ids), band, scale)
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
-    found.add(document_tiles(runs, runs, band), k, v, of_k, of_v)
-    return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+    found.add(list_document_tiles(runs, runs, band), k, v, of_k, of_v)
+    return (
+        copy_position_major(found.of_q.to(q.dtype)),
+        copy_position_major(of_k.to(k.dtype)),
+        copy_position_major(of_v.to(v.dtype)),
+    )
 
 
 # --- CUDA: documents as sequences of different lengths ----------------------------------------------------------------
@@ -440,8 +451,8 @@ _library.define(
 for _device in ("CPU", "CUDA"):
     _library.impl("document_attention", document_attention, _device)
     _library.impl("document_attention_backward", document_attention_backward, _device)
-torch.library.register_fake(f"{NAMESPACE}::document_attention", empty_results, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::document_attention_backward", empty_gradients, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::document_attention", make_empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::document_attention_backward", make_empty_gradients, lib=_library)
 document_ops = torch.ops.partition
 
 

@@ -23,19 +23,19 @@ from partitioner.passes.ir.collectives import NAMESPACE, _library, create_scored
 from partitioner.passes.ops.attention import (
     Band,
     PositionRange,
-    band_of,
-    by_position,
-    empty_results,
+    copy_position_major,
+    make_band,
+    make_empty_results,
 )
 from partitioner.passes.ops.documents import (
     EVERYWHERE,
     DocumentAttention,
     DocumentGradients,
     Tiles,
-    document_tiles,
     find_prefix_runs,
     find_runs,
     group_rows,
+    list_document_tiles,
 )
 from partitioner.passes.ops.score_changes import ScoreChange
 
@@ -82,15 +82,15 @@ def list_marked_tiles(
     query sees. ``reach``: those within which it sees keys of a prefix; they include those in ``band``.
     """
     shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, others)
-    return document_tiles(
+    return list_document_tiles(
         find_runs(queries.ids, own), find_runs(keys.ids, others), band, shown, in_order=True, reach=reach
     )
 
 
-def reach_of(limits: Sequence[int] = ()) -> Band:
+def get_prefix_band(limits: Sequence[int] = ()) -> Band:
     """Return the positions around its own within which a query sees keys of a prefix, from the operator's argument
     ``limits``: how many there are before and after its own (-1: no limit); empty: no limits."""
-    return band_of(*limits) if limits else EVERYWHERE
+    return make_band(*limits) if limits else EVERYWHERE
 
 
 def scored_attention(
@@ -108,9 +108,9 @@ def scored_attention(
     numbers of positions before and after its own within which a query sees keys of a prefix (absent: no limit).
     """
     _, _, before, after, scale, cap, *reach = how
-    band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
+    band, marks, parts = make_band(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
     attention = DocumentAttention(q, marks.group_rows(), band, scale, v.shape[-1], ScoreChange(cap, slopes))
-    attention.add(list_marked_tiles(marks, marks, parts, parts, band, reach_of(*reach)), k, v)
+    attention.add(list_marked_tiles(marks, marks, parts, parts, band, get_prefix_band(*reach)), k, v)
     return attention.result()
 
 
@@ -128,12 +128,12 @@ def scored_attention_backward(
     """
     ids, prefix, slopes, out, lse, before, after, scale, cap, *rest = how
     reach, trained = rest[0] if rest else (), len(rest) > 1 and rest[1]
-    band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
+    band, marks, parts = make_band(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
     found = DocumentGradients(grad, q, out, lse, marks.group_rows(), band, scale, ScoreChange(cap, slopes, trained))
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
-    found.add(list_marked_tiles(marks, marks, parts, parts, band, reach_of(reach)), k, v, of_k, of_v)
+    found.add(list_marked_tiles(marks, marks, parts, parts, band, get_prefix_band(reach)), k, v, of_k, of_v)
     gradients = found.of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
-    return *(by_position(x) for x in gradients), round_slopes(found.of_slopes, slopes)  # type: ignore[return-value]
+    return *(copy_position_major(x) for x in gradients), round_slopes(found.of_slopes, slopes)  # type: ignore[return-value]
 
 
 def round_slopes(gradient: Tensor, slopes: Tensor | None) -> Tensor:
@@ -153,7 +153,7 @@ _library.define(
 for _device in ("CPU", "CUDA"):
     _library.impl("scored_attention", scored_attention, _device)
     _library.impl("scored_attention_backward", scored_attention_backward, _device)
-torch.library.register_fake(f"{NAMESPACE}::scored_attention", empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::scored_attention", make_empty_results, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::scored_attention_backward", create_scored_gradients, lib=_library)
 scored_ops = torch.ops.partition
 

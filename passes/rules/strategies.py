@@ -34,21 +34,21 @@ from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Lay
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import (
     MAX_SECTIONS,
-    Local,
+    LocalBuilder,
     OpFactors,
     Strategy,
     operands_of,
+    replace_operands,
     results_of,
-    with_operands,
 )
 from partitioner.passes.rules.factors import get_meta_shape as shape_of
 
 __all__ = [
     "OpFactors",
     "Strategy",
+    "append_local_call",
     "enumerate_strategies",
     "factors_of",
-    "local_call",
     "needs_gradient",
     "operands_of",
     "results_of",
@@ -92,7 +92,7 @@ def enumerate_strategies(
         found.append(Strategy(None, (), reads, makes))
     if factors is None:
         return found
-    wanted_sections = _wanted_sections(factors, wanted) if wanted else {}
+    wanted_sections = _find_preferred_sections(factors, wanted) if wanted else {}
     for factor, places in _map_factor_dims(factors).items():
         size = factors.sizes[factor]
         if factor in factors.whole or size < num_ranks or size % num_ranks:
@@ -116,7 +116,7 @@ def enumerate_strategies(
     return found
 
 
-def local_call(
+def append_local_call(
     node: fx.Node, strategy: Strategy, axis: str, num_ranks: int, operands: Sequence[fx.Node], graph: fx.Graph
 ) -> fx.Node:
     """Append to ``graph``, the graph of one rank, the operators that it runs in place of ``node``, and return the node
@@ -131,13 +131,15 @@ def local_call(
         factors = factors_of(node)
         assert factors is not None, node
         if strategy.form:
-            return factors.forms[strategy.form].build(Local(node, factors, strategy, axis, num_ranks, operands, graph))
-        local = Local(node, factors, strategy, axis, num_ranks, operands, graph)
+            return factors.forms[strategy.form].build(
+                LocalBuilder(node, factors, strategy, axis, num_ranks, operands, graph)
+            )
+        local = LocalBuilder(node, factors, strategy, axis, num_ranks, operands, graph)
         if strategy.factor in factors.lower:
             return factors.lower[strategy.factor].build(local)
         if factors.local is not None:
             return factors.local(local)
-    args, kwargs = with_operands(node, operands)
+    args, kwargs = replace_operands(node, operands)
     assert callable(node.target), node
     return insert_operator_node(graph, node.target, args, kwargs, like=node)
 
@@ -310,7 +312,7 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
     return [c for c in unique if len(c) <= MAX_SECTIONS and all(s % num_ranks == 0 for s in c)]
 
 
-def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
+def _find_preferred_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
     """Return how neighbouring operators prefer the factors (named loop dimensions) of this operator to be cut, from the
     layouts that they prefer for its tensors. The result is a dict from a factor to a list of divisions, one for each
     layout. A division is a tuple of the sizes of parts that are each divided over all ranks.

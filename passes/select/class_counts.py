@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from partitioner.passes.experts.routing_masks import num_choices, numbers_of
+from partitioner.passes.experts.routing_masks import find_integer_source, get_num_choices
 from partitioner.passes.ir.collectives import _library
 from partitioner.passes.ir.interpret import META
-from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.rules.factors import get_node_argument
 from partitioner.passes.select.masked_row_ops import MaskedRows, Unselectable
 
@@ -214,7 +214,7 @@ def _bound_by_origin(node: Any) -> int | None:
     if value.dtype == torch.bool:
         return 2
     if not value.dtype.is_floating_point:
-        chosen = num_choices(numbers_of(node))
+        chosen = get_num_choices(find_integer_source(node))
         if chosen is not None:
             return chosen
     args: Any = node.args
@@ -316,7 +316,7 @@ def _bound_by_use(node: Any) -> int | None:
     size of the indexed dim is a bound."""
     if not isinstance(node, fx.Node):
         return None
-    key = Numbers()
+    key = ValueNumbers()
     wanted, found = key(_find_number_source(node)), []
     for reader in node.graph.nodes:
         for numbers, most in _read_as_places(reader):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from partitioner.passes.experts.routing_masks import choice_of, chosen_by_any, is_distinct
+from partitioner.passes.experts.routing_masks import is_distinct_along, match_any_equality, match_equality
 from partitioner.passes.ir.interpret import META
 
 if TYPE_CHECKING:
@@ -148,10 +148,10 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
     A token's choices are distinct, so at most one of them is true. ``build``: the rewriter, which appends operators to
     the new graph and records the mask of the entries that the original model has.
     """
-    found, along = chosen_by_any(condition), list[int]()
+    found, along = match_any_equality(condition), list[int]()
     if found is not None:
         along = list(range(condition.meta["val"].dim()))
-    choice = choice_of(condition) if found is None and not build.in_order else None
+    choice = match_equality(condition) if found is None and not build.in_order else None
     if choice is not None and choice.dims != tuple(sorted(choice.dims)):
         found, along = (choice.of, choice.number), list(choice.dims)
     if found is None:
@@ -535,9 +535,9 @@ def _selects_at_most_one(condition: fx.Node, dim: int) -> bool:
     rows that are written at its true elements do not collide."""
     if condition.target is aten.full.default:
         return not condition.args[1]
-    choice = choice_of(condition)
+    choice = match_equality(condition)
     if choice is not None:
-        return is_distinct(choice.of, choice.dims[dim])
+        return is_distinct_along(choice.of, choice.dims[dim])
     both = condition.all_input_nodes if condition.target in _BOTH else []
     shape = condition.meta["val"].shape
     return any(_selects_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)

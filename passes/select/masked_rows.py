@@ -22,8 +22,8 @@ from torch import Tensor, fx
 
 from partitioner.passes.experts.routing_masks import RESHAPES, skip_inverse_squeezes
 from partitioner.passes.ir.interpret import META, insert_operator_node
-from partitioner.passes.ir.value_numbering import Numbers
-from partitioner.passes.normalize.decompose import parts_of
+from partitioner.passes.ir.value_numbering import ValueNumbers
+from partitioner.passes.normalize.decompose import trace_decomposition
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import operands_of
 from partitioner.passes.select.class_counts import ASSERTS, COUNTING, count_classes
@@ -305,7 +305,7 @@ class SelectedRows:
         self._made: dict[Any, fx.Node] = {}  # what was made for a mask
         self._masks: dict[Any, fx.Node] = {}
         self._filled: dict[fx.Node, float] = {}  # rows -> what those have that are not selected
-        self.key = Numbers()  # conditions that are computed alike have the same
+        self.key = ValueNumbers()  # conditions that are computed alike have the same
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
@@ -364,7 +364,7 @@ class SelectedRows:
             made = with_tensors(self, node, args, kwargs)
             return self.apply_operator(node.target, *args, **kwargs) if made is None else made
         except Unselectable as raised:
-            parts = None if str(raised) else parts_of(node)
+            parts = None if str(raised) else trace_decomposition(node)
             if parts is None:
                 instead = INSTEAD.get(getattr(node.target, "overloadpacket", None))
                 if instead is None or str(raised):

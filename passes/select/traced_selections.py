@@ -26,8 +26,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from partitioner.passes.experts.traced_branches import node_of
-from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.experts.traced_branches import get_fx_node
+from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.select.class_counts import ONE_HOT
 from partitioner.passes.trace.concrete_scalars import memory_of, written_by
 
@@ -87,7 +87,7 @@ class _Selections(TorchFunctionMode):
         super().__init__()
         self.is_users = is_users
         self.graph: fx.Graph | None = None  # of the trace that runs
-        self.key = Numbers()
+        self.key = ValueNumbers()
         self.counts: dict[int, tuple[Any, fx.Node]] = {}  # how many rows a mask selects, and the mask, by its number
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
@@ -137,7 +137,7 @@ class _Selections(TorchFunctionMode):
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
-                node = node_of(tensor)
+                node = get_fx_node(tensor)
                 if node is not None:
                     masks.append((tensor, node, self._key_of(node)))
         for mask, node, key in masks:
@@ -154,7 +154,7 @@ class _Selections(TorchFunctionMode):
         """Return an integer for ``node`` that is equal for nodes of the current trace that compute the same value.
         If ``node`` belongs to another trace than in the last call, all records of the last trace are dropped first."""
         if node.graph is not self.graph:
-            self.graph, self.key, self.counts = node.graph, Numbers(), {}
+            self.graph, self.key, self.counts = node.graph, ValueNumbers(), {}
         return self.key(node)
 
 

@@ -24,10 +24,10 @@ from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.layouts import PARTIAL, make_shard_layout
 from partitioner.passes.ir.model import FoldedModel, TensorSpec
 from partitioner.passes.ir.rewrite import drop_unused, get_node_tensor
-from partitioner.passes.ir.verify import axis_of
+from partitioner.passes.ir.verify import get_collective_axis
 from partitioner.passes.rules import factors_of
-from partitioner.passes.rules.factors import Strategy, as_dim, get_node_argument, operands_of, with_operands
-from partitioner.passes.rules.strategies import enumerate_strategies, local_call
+from partitioner.passes.rules.factors import Strategy, get_node_argument, normalize_dim, operands_of, replace_operands
+from partitioner.passes.rules.strategies import append_local_call, enumerate_strategies
 
 aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ class _Accumulation:
 
     def _is_combining_collective(self, node: fx.Node) -> bool:
         """Return whether ``node`` is a collective that communicates between different parts of the global batch."""
-        named = axis_of(node)
+        named = get_collective_axis(node)
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
     def add_up(self, name: str, place: int) -> bool:
@@ -335,7 +335,7 @@ class _Accumulation:
                 raise _NotLinear
         graph = self.blocks[name].graph
         with graph.inserting_before(graph.output_node()):
-            return local_call(node, strategy, self.axis, self.parts, operands, graph)
+            return append_local_call(node, strategy, self.axis, self.parts, operands, graph)
 
     def _build_row_indices(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
         """Return a node ``[length]``: the indices of the rows of one microbatch, if the rows of all microbatches are
@@ -418,7 +418,9 @@ class _Accumulation:
         for i, run in enumerate(self.calls):
             if run.block == name:
                 values = tuple(f"{run.outputs[output[1]]}.{part}" for part in ("part", "once"))
-                self.values |= {v: TensorSpec.of(get_node_tensor(n)) for v, n in zip(values, made, strict=True)}
+                self.values |= {
+                    v: TensorSpec.from_tensor(get_node_tensor(n)) for v, n in zip(values, made, strict=True)
+                }
                 self.producer |= {v: (name, place + k) for k, v in enumerate(values)}
                 self.calls[i] = replace(run, outputs=(*run.outputs, *values))
 
@@ -433,7 +435,7 @@ class _Accumulation:
         with block.graph.inserting_after(block.placeholders[-1]):
             made = block.graph.placeholder(f"{block.inputs[place]}_part")
         made.target = made.name
-        made.meta["val"] = TensorSpec.of(like).meta()
+        made.meta["val"] = TensorSpec.from_tensor(like).meta()
         made.meta["grad"] = False
         block.inputs = (*block.inputs, made.name)
         for i, run in enumerate(self.calls):
@@ -473,7 +475,7 @@ def _find_added_rows(node: fx.Node) -> list[int] | None:
     operands = operands_of(node)
     shapes = [get_node_tensor(o).shape for o in operands]
     if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:
-        dim = as_dim(get_node_argument(node, "dim"), len(shapes[0]))
+        dim = normalize_dim(get_node_argument(node, "dim"), len(shapes[0]))
         rows = [0, dim] if node.target is aten.index_add.default else [dim, dim]
     elif node.target is aten.index_put.default and get_node_argument(node, "accumulate"):
         indexed = [d for d, i in enumerate(get_node_argument(node, "indices")) if i is not None]
@@ -490,7 +492,7 @@ def _find_added_rows(node: fx.Node) -> list[int] | None:
 def _rebuild_with_operands(node: fx.Node, operands: Sequence[fx.Node], build: Callable[..., fx.Node]) -> fx.Node:
     """Append the operator ``node`` once more, with ``operands`` in place of its operands, and return the new node.
     ``build``: appends an operator to the graph and returns its node."""
-    args, kwargs = with_operands(node, operands)
+    args, kwargs = replace_operands(node, operands)
     return build(node.target, *args, **kwargs)
 
 

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from partitioner.passes.errors import UnsupportedError
-from partitioner.passes.experts.sorted_rows import MADE_BY, kept_sorted
+from partitioner.passes.experts.sorted_rows import MADE_BY, keep_rows_sorted
 from partitioner.passes.ir.collectives import COMMUNICATING, collective_name
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.model import Block
@@ -230,7 +230,7 @@ def joint_of(
     gradients are made contiguous, because the traced kernels assume it. Raise :class:`UnsupportedError` if an
     operator has no derivative.
     """
-    block = kept_sorted(block)
+    block = keep_rows_sorted(block)
     needs = [*needs_state_grad, *needs_input_grad]
     placeholders = block.placeholders
     taken: list[int] = []

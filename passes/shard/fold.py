@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partitioner.passes.capture.buffers import leading_to, settle_updates, with_frozen_as_buffers
+from partitioner.passes.capture.buffers import list_ancestors_of, mark_changed_as_buffers, settle_updates
 from partitioner.passes.ir.model import Block, Call, Captured, FoldedModel, ModelState, TensorSpec
 from partitioner.passes.ir.rewrite import aten
-from partitioner.passes.ir.value_numbering import Signature, compute_signature
+from partitioner.passes.ir.value_numbering import GraphSignature, compute_signature
 from partitioner.passes.ops.random import DRAWS
 from partitioner.passes.shard.segment import Unit, is_product, segment_operators
 
@@ -42,7 +42,7 @@ def fold(captured: Captured) -> FoldedModel:
     _join_results(graph)
     updates = settle_updates(captured)
     moved = _copy_returned_states(graph)
-    free = _free_nodes(graph) - leading_to(graph, updates.values())
+    free = _free_nodes(graph) - list_ancestors_of(graph, updates.values())
     moved |= _share_common(graph, free)
     _mark_copied(graph)
 
@@ -59,7 +59,7 @@ def fold(captured: Captured) -> FoldedModel:
     return FoldedModel(
         blocks=folder.named_blocks(),
         calls=folder.calls,
-        states=with_frozen_as_buffers(captured.states, updates),
+        states=mark_changed_as_buffers(captured.states, updates),
         inputs=list(captured.inputs),
         outputs=[replace(o, value=value_of(o.value)) if o.value is not None else o for o in captured.outputs],
         loss=value_of(captured.loss) if captured.loss is not None else None,
@@ -286,7 +286,7 @@ class _Folder:
         names = tuple(f"{path}:{i}" for i in range(len(outputs)))
         for node, name in zip(outputs, names, strict=True):
             self.value_of[node] = name
-            self.specs[name] = TensorSpec.of(node.meta["val"])
+            self.specs[name] = TensorSpec.from_tensor(node.meta["val"])
         states = tuple(self.captured.placeholders[n.name] for n in sign.states)
         inputs = tuple(self.value_of[n] for n in sign.inputs)
         self.calls.append(Call("", path, states, inputs, names, shared))
@@ -325,7 +325,7 @@ def _common_name(paths: Sequence[str]) -> str:
     return patterns.pop() if len(patterns) == 1 else paths[0]
 
 
-def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Block:
+def _make_block(unit: Unit, sign: GraphSignature, outputs: Sequence[fx.Node]) -> Block:
     """Return a block, that is, a graph of its own, with copies of the operators of ``unit``. ``sign``: the
     parameters and other values that the operators read, which become placeholders. ``outputs``: the operators whose
     results it returns."""
@@ -350,7 +350,7 @@ def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Bloc
 def _make_placeholder(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
     made = graph.create_node("placeholder", name, name=name)
     made.target = made.name
-    made.meta["val"] = TensorSpec.of(node.meta["val"]).meta()
+    made.meta["val"] = TensorSpec.from_tensor(node.meta["val"]).meta()
     return made
 
 

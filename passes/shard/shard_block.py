@@ -20,11 +20,11 @@ from torch import fx
 
 from partitioner.passes.ir.collectives import ops
 from partitioner.passes.ir.interpret import insert_operator_node, refresh_node_value
-from partitioner.passes.ir.layouts import REPLICATED, Layout, local_shape, piece_order, sections_of
+from partitioner.passes.ir.layouts import REPLICATED, Layout, list_rank_pieces, list_sections, local_shape
 from partitioner.passes.ir.model import Block, TensorSpec
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.rules.factors import Strategy, operands_of
-from partitioner.passes.rules.strategies import local_call
+from partitioner.passes.rules.strategies import append_local_call
 
 aten = torch.ops.aten
 
@@ -145,7 +145,7 @@ class _Rewriter:
             return
         strategy = strategies[node.name]
         operands = [self.read_in_layout(o, to) for o, to in zip(operands_of(node), strategy.operands, strict=True)]
-        local = local_call(node, strategy, self.axis, self.num_ranks, operands, self.graph)
+        local = append_local_call(node, strategy, self.axis, self.num_ranks, operands, self.graph)
         local.meta.update({k: v for k, v in node.meta.items() if k not in ("val",)})
         self.produced[node] = strategy.results
         self.made[node, strategy.results[0]] = local
@@ -276,9 +276,9 @@ def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[i
 
     ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share it.
     """
-    by_rank = piece_order(layout, num_ranks)
+    by_rank = list_rank_pieces(layout, num_ranks)
     count = sum(map(len, by_rank))
-    sections = sections_of(layout, size)
+    sections = list_sections(layout, size)
     order = [s * count + piece for mine in by_rank for s in range(len(sections)) for piece in mine]
     return [s // count for s in sections for _ in range(count)], order
 

@@ -95,7 +95,7 @@ def _extract_totals(model: FoldedModel) -> FoldedModel:
         blocks[name], states, inputs = _totals_block(model, run, totals, name, producers)
         blocks[block.name + REST] = _turn_totals_into_inputs(block, totals)
         prologue.append(Call(name, run.path, states, inputs, names, shared=True, prologue=True))
-        values.update({v: TensorSpec.of(n.meta["val"]) for v, n in zip(names, totals, strict=True)})
+        values.update({v: TensorSpec.from_tensor(n.meta["val"]) for v, n in zip(names, totals, strict=True)})
         calls.append(replace(run, block=block.name + REST, inputs=(*run.inputs, *names)))
     used = {c.block for c in [*prologue, *calls]}
     return model.with_(blocks={k: b for k, b in blocks.items() if k in used}, calls=[*prologue, *calls], values=values)

@@ -49,7 +49,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from partitioner.passes.errors import PartitionError, UnsupportedError
-from partitioner.passes.faults import is_users, shorten_file_path
+from partitioner.passes.faults import is_user_file, shorten_file_path
 from partitioner.passes.ir.collectives import _library
 from partitioner.passes.ir.gradient_flow import is_differentiable
 from partitioner.passes.ir.interpret import META, insert_operator_node
@@ -579,7 +579,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
     def grad_fn(tensor: Tensor) -> Any:
         node = native.__get__(tensor)
         caller = traceback.extract_stack(limit=2)[0].filename
-        return WatchedNode(node) if node is not None and is_users(caller) else node
+        return WatchedNode(node) if node is not None and is_user_file(caller) else node
 
     with contextlib.ExitStack() as stack:
         for owner, name, given, what in (
@@ -711,14 +711,14 @@ def _get_caller_class_name(function: Any) -> str:
 
 def _format_user_line() -> str:
     """Return ``file:line`` of the line of the user's code that is running; a text that says so if it is not known."""
-    frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
+    frames = [f for f in traceback.extract_stack()[:-1] if is_user_file(f.filename)]
     return f"{shorten_file_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else "a line that is not known"
 
 
 def _format_user_location() -> str:
     """Return a text such as ``" at model.py:12 (x = self.layer(x))"`` for the line of the user's code that is running;
     an empty text if it is not known."""
-    frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
+    frames = [f for f in traceback.extract_stack()[:-1] if is_user_file(f.filename)]
     return f" at {shorten_file_path(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from partitioner.passes.errors import UnsupportedError
-from partitioner.passes.ir.inplace import functional_kin, is_view
+from partitioner.passes.ir.inplace import find_functional_operator, is_view
 from partitioner.passes.ir.rewrite import drop_unused
 
 aten = torch.ops.aten
@@ -373,7 +373,7 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
         )
     if node.target._schema.is_mutable:
         *_, base = _find_written_values(node)
-        if functional_kin(node.target) is None or base not in reached or is_view(base):
+        if find_functional_operator(node.target) is None or base not in reached or is_view(base):
             raise gradients.create_error(
                 does, f"leads through {node.target}, which writes in place: write to a copy instead"
             )
@@ -411,7 +411,7 @@ def _replay_without_writes(node: fx.Node, env: dict[fx.Node, Any]) -> None:
     if target in _UPDATING and len(args) > _UPDATING[target][-1] and args[_UPDATING[target][-1]]:
         first, last, _ = _UPDATING[target]
         args = tuple(None if first <= i <= last else a for i, a in enumerate(args))
-    kin = functional_kin(target)
+    kin = find_functional_operator(target)
     env[node] = (kin or target)(*args, **kwargs)
     env.update(dict.fromkeys(_find_written_values(node), env[node]))
 

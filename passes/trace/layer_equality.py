@@ -390,8 +390,8 @@ class ParkedParameters:
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def close(self) -> None:
-        """Remove the parameters that were selected by :meth:`put` from their modules, until :meth:`open` puts them
-        back."""
+        """Remove the parameters that were selected by :meth:`add_factor` from their modules, until :meth:`open` puts
+        them back."""
         for held in self._held.values():
             for part, _, own in held:
                 names = [n for n, p in own.items() if p is not None]

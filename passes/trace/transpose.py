@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partitioner.passes.ir.linearity import NOT_LINEAR, AffinePart, NotAffine, parts_of, without_shape_reads
+from partitioner.passes.ir.linearity import NOT_LINEAR, AffinePart, NotAffine, find_affine_parts, replace_shape_reads
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.rules import has_rule
 
@@ -121,11 +121,11 @@ class _Traced:
         for node in graph.nodes:
             if node.target is aten.detach.default:  # a first derivative goes through it
                 node.replace_all_uses_with(node.args[0])
-        without_shape_reads(graph)
+        replace_shape_reads(graph)
         drop_unused(graph)
         zeros = [n for n, tensor in held.items() if _is_zero(tensor)]
         results: Any = graph.output_node().args[0]
-        return cls(graph, given, held, results, parts_of(graph, given, zeros))
+        return cls(graph, given, held, results, find_affine_parts(graph, given, zeros))
 
     @property
     def constant(self) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ class _Expressions:
         incoming gradients that are assumed to be zero.
         """
         held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
-        parts = parts_of(traced.graph, zeros, held_zero)
+        parts = find_affine_parts(traced.graph, zeros, held_zero)
         env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.held.items()}
         env |= {n: ("gradient", name) for n, name in zip(traced.seeds, names, strict=True)}
         for node in traced.graph.nodes:

@@ -27,8 +27,8 @@ from partitioner.passes.ir.collectives import CONTEXT, ROUTED, collective_name
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.ir.serialize import block_from_data, target_of
-from partitioner.passes.ops.attention import Band, band_of
-from partitioner.passes.ops.scored_attention import reach_of
+from partitioner.passes.ops.attention import Band, make_band
+from partitioner.passes.ops.scored_attention import get_prefix_band
 from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.storage import give_back, share_memory
@@ -549,21 +549,21 @@ def _bind_documents_backward(group: RankGroup, before: int, after: int, **how: A
 def _make_document_attention(
     group: RankGroup, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
 ) -> ContextDocumentAttention:
-    return ContextDocumentAttention(group, band_of(before, after), scale, zigzag, algorithm)
+    return ContextDocumentAttention(group, make_band(before, after), scale, zigzag, algorithm)
 
 
 def _make_context_attention(
     group: RankGroup, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
 ) -> ContextAttention:
-    return ContextAttention(group, band_of(before, after), scale, zigzag, algorithm)
+    return ContextAttention(group, make_band(before, after), scale, zigzag, algorithm)
 
 
 def _bind_scored(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
-    return DirectBinding(_make_scored_attention(group, band_of(before, after), **how).forward)
+    return DirectBinding(_make_scored_attention(group, make_band(before, after), **how).forward)
 
 
 def _bind_scored_backward(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
-    return DirectBinding(_make_scored_attention(group, band_of(before, after), **how).backward)
+    return DirectBinding(_make_scored_attention(group, make_band(before, after), **how).backward)
 
 
 def _make_scored_attention(
@@ -582,7 +582,7 @@ def _make_scored_attention(
     ids, prefix, slopes = (data[name] is not None for name in _MARKS)
     zigzag, algorithm, trained = data["zigzag"], data["algorithm"], data["trained"]
     given = ids, prefix, slopes
-    return ContextScoredAttention(group, band, scale, zigzag, algorithm, cap, given, reach_of(reach), trained)
+    return ContextScoredAttention(group, band, scale, zigzag, algorithm, cap, given, get_prefix_band(reach), trained)
 
 
 def _in_place(node: fx.Node, binding: Binding) -> Binding:

@@ -25,26 +25,26 @@ import torch
 from torch import Tensor
 
 from partitioner.passes.ops.attention import (
-    Attention,
+    AttentionAccumulator,
     AttentionGradients,
     Band,
     PositionRange,
     Tile,
-    by_position,
+    copy_position_major,
     find_accumulation_dtype,
-    parts_of,
-    ring_steps,
-    ring_tiles,
-    tiles_of,
+    list_ring_steps,
+    list_ring_tiles,
+    list_tiles,
+    split_positions,
 )
 from partitioner.passes.ops.documents import (
     DocumentAttention,
     DocumentGradients,
     Runs,
     Tiles,
-    document_tiles,
     find_runs,
     group_rows,
+    list_document_tiles,
 )
 from partitioner.passes.ops.score_changes import ScoreChange
 from partitioner.passes.ops.scored_attention import RowMarks, list_marked_tiles, mark_rows, round_slopes
@@ -96,12 +96,12 @@ class KeyExchange:
             of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
             attend(None, keys, values, of_keys, of_values)
             of_k, of_v = self._reduce_scatter_gradients(of_keys.to(k.dtype), of_values.to(v.dtype), k, v)
-        return by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+        return copy_position_major(of_k.to(k.dtype)), copy_position_major(of_v.to(v.dtype))
 
     # All at once.
 
     def _list_rank_parts(self, length: int, rank: int) -> tuple[PositionRange, ...]:
-        return parts_of(length, self.group.size, rank, self.zigzag)
+        return split_positions(length, self.group.size, rank, self.zigzag)
 
     def _gather_keys_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of all ranks, gathered over the group. ``k``, ``v``: those of this rank. Both
@@ -140,7 +140,7 @@ class KeyExchange:
     # Step by step.
 
     def _compute_ring_steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
-        return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
+        return list_ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
     def _ring_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Call ``attend`` once for each step of the ring, with the keys and values that this rank has then. ``q``,
@@ -201,7 +201,7 @@ class ContextAttention(KeyExchange):
         """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
         s/n]``. ``k``, ``v``: this rank's keys and values; those of other ranks are received.
         """
-        attention = Attention(q, self.band, self.scale, v.shape[-1])
+        attention = AttentionAccumulator(q, self.band, self.scale, v.shape[-1])
         local = k
 
         def attend(step: int | None, k: Tensor, v: Tensor) -> None:
@@ -225,7 +225,7 @@ class ContextAttention(KeyExchange):
                 found.add(tile, k, v, of_k, of_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
-        return by_position(found.of_q.to(q.dtype)), of_k, of_v
+        return copy_position_major(found.of_q.to(q.dtype)), of_k, of_v
 
     def _tiles_at(self, q: Tensor, k: Tensor, step: int | None) -> tuple[Tile, ...]:
         """Return the tiles (blocks of queries and keys, by position, between which attention is computed) of one step
@@ -235,9 +235,9 @@ class ContextAttention(KeyExchange):
         if step is None:
             whole = k.shape[-2] * self.group.size
             own = self._list_rank_parts(q.shape[-2], self.group.index)
-            return tiles_of(own, (PositionRange(0, whole, 0),), self.band)
+            return list_tiles(own, (PositionRange(0, whole, 0),), self.band)
         how = self.group.size, self.zigzag, self.band, self.group.index
-        return ring_tiles(q.shape[-2], k.shape[-2], *how, step)
+        return list_ring_tiles(q.shape[-2], k.shape[-2], *how, step)
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class ContextDocumentAttention(KeyExchange):
             found.add(self._tiles_at(ranks, step), k, v, of_k, of_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
-        return by_position(found.of_q.to(q.dtype)), of_k, of_v
+        return copy_position_major(found.of_q.to(q.dtype)), of_k, of_v
 
     def _gather_ids(self, ids: Tensor) -> list[Tensor]:
         """Return the document ids ``[b, s/n]`` of the positions of every rank, in rank order, on the CPU. ``ids``:
@@ -293,9 +293,9 @@ class ContextDocumentAttention(KeyExchange):
         index, size, length = self.group.index, self.group.size, ranks[0].shape[1]
         own = self._find_rank_runs(ranks, index)
         if step is not None:
-            return document_tiles(own, self._find_rank_runs(ranks, (index - step) % size), self.band)
+            return list_document_tiles(own, self._find_rank_runs(ranks, (index - step) % size), self.band)
         whole = torch.cat([ranks[r].narrow(1, p.start, p.length) for r, p in self._order_parts(length)], 1)
-        return document_tiles(own, find_runs(whole, (PositionRange(0, length * size, 0),)), self.band)
+        return list_document_tiles(own, find_runs(whole, (PositionRange(0, length * size, 0),)), self.band)
 
     def _find_rank_runs(self, ranks: Sequence[Tensor], rank: int) -> list[Runs]:
         return find_runs(ranks[rank], self._list_rank_parts(ranks[rank].shape[1], rank))
@@ -352,11 +352,11 @@ class ContextScoredAttention(KeyExchange):
             found.add(self._tiles_at(ranks, step), k, v, of_k, of_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
-        return by_position(found.of_q.to(q.dtype)), of_k, of_v, round_slopes(found.of_slopes, slopes)
+        return copy_position_major(found.of_q.to(q.dtype)), of_k, of_v, round_slopes(found.of_slopes, slopes)
 
     def _compute_ring_steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         seen = self.reach if self.given[1] else self.band
-        return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, seen)
+        return list_ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, seen)
 
     def _name_operands(self, data: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the document ids, the prefix and the slopes, ``None`` for those that the attention does not have.

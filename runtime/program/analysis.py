@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from partitioner.passes.experts.sorted_rows import kept_sorted
-from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
+from partitioner.passes.experts.sorted_rows import keep_rows_sorted
+from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, compute_gradient_flow, find_gradient_paths
 from partitioner.passes.ir.model import Block, TensorSpec
 from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
 from partitioner.passes.ir.verify import GraphError, check_block
@@ -188,8 +188,8 @@ class ProgramFacts:
         """Return which tensors and parameters of the program get a gradient, and, for each call of a block, which of
         its inputs and parameters do. The calls are in the order of :attr:`order`.
         """
-        paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
-        return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
+        paths = {name: find_gradient_paths(block) for name, block in self.blocks.items()}
+        return compute_gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
 
     @cached_property
     def stages(self) -> tuple[tuple[CallFacts, ...], ...]:
@@ -480,7 +480,7 @@ def _derive_joint_graph(
         nodes,
         (name, states, inputs, fused, *needs),
         partial(_trace_joint_graph, *given, fused, *needs),
-        lambda: kept_sorted(_parse_block(*given)),
+        lambda: keep_rows_sorted(_parse_block(*given)),
     )
 
 

@@ -10,9 +10,9 @@ import torch
 
 from partitioner.passes.errors import InputsError
 from partitioner.passes.ir.model import Block
-from partitioner.passes.ir.rewrite import as_type, cast_graph_dtype
+from partitioner.passes.ir.rewrite import cast_graph_dtype, replace_floating_dtype
 from partitioner.passes.ir.serialize import block_from_data, block_to_data, dtype_name, dtype_of, target_name
-from partitioner.passes.ops.fp8 import as_it_was, in_eight_bits, ops
+from partitioner.passes.ops.fp8 import convert_products_to_fp8, ops, restore_products
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.program.program import BlockGraph, Program, Stage
 
@@ -50,7 +50,7 @@ def with_fp8(program: Program) -> Program:
 
     def rounded(name: str, data: BlockGraph) -> BlockGraph:
         block = block_from_data(name, data.nodes, data.states, data.inputs)
-        return data.model_copy(update={"nodes": block_to_data(block)}) if in_eight_bits(block) else data
+        return data.model_copy(update={"nodes": block_to_data(block)}) if convert_products_to_fp8(block) else data
 
     return program.model_copy(update={"blocks": {n: rounded(n, block) for n, block in program.blocks.items()}})
 
@@ -98,12 +98,12 @@ def remove_compression(program: Program) -> Program:
 
 def _with_dtype(data: Any, dtype: torch.dtype) -> Any:
     given = dtype_of(data.dtype)
-    wanted = as_type(given, dtype)
+    wanted = replace_floating_dtype(given, dtype)
     return data if wanted == given else data.model_copy(update={"dtype": dtype_name(wanted)})
 
 
 def _retype_block(name: str, data: BlockGraph, dtype: torch.dtype) -> BlockGraph:
     block: Block = block_from_data(name, data.nodes, data.states, data.inputs)
-    as_it_was(block)
+    restore_products(block)
     cast_graph_dtype(block.graph, dtype)
     return data.model_copy(update={"nodes": block_to_data(block)})

@@ -288,7 +288,7 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
     names = (*call.states, *call.inputs, *call.outputs)
     for name, spec, node in zip(names, specs, (*block.placeholders, *block.outputs), strict=True):
         have_text = "of an unknown type or layout" if spec is None else format_meta_value(spec.meta())
-        if spec != TensorSpec.of(node.meta["val"]):
+        if spec != TensorSpec.from_tensor(node.meta["val"]):
             problem = f"{name!r} is {have_text}, but {format_meta_value(node.meta['val'])} in the graph"
             raise Refusal("structure", problem, FaultLocation(stage=stage, call=position, node=node.name))
 

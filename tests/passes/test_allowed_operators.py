@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partitioner import UntrustedOperatorError, allow_operators, rule
+from partitioner import UntrustedOperatorError, allow_operators, register_rule
 from partitioner.passes import allowed_operators
 from partitioner.passes.allowed_operators import check_node_operators, check_operator
 from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, target_name
@@ -120,14 +120,14 @@ def test_one_operator_is_allowed_by_its_name() -> None:
 
 def test_the_environment_allows_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITION_ALLOW_OPERATORS", "other, allowed_test::twice")
-    allowed_operators._allow_those_of_environment.cache_clear()
+    allowed_operators._allow_from_environment.cache_clear()
     check_operator("allowed_test.twice.default")
     with pytest.raises(UntrustedOperatorError, match="PARTITION_ALLOW_OPERATORS=allowed_test"):
         check_operator("allowed_test.thrice.default")
 
 
 def test_a_rule_or_a_model_allows_an_operator() -> None:
-    rule(thrice, "a b -> a b")
+    register_rule(thrice, "a b -> a b")
     check_operator("allowed_test.thrice.default")
     assert target_name(torch.ops.allowed_test.twice.default) == "allowed_test.twice.default"
     check_operator("allowed_test.twice.default")

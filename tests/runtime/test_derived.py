@@ -29,7 +29,7 @@ def lines(graph: fx.Graph) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for node in graph.nodes:
         value = node.meta.get("val")
-        spec = TensorSpec.of(value) if isinstance(value, torch.Tensor) else None
+        spec = TensorSpec.from_tensor(value) if isinstance(value, torch.Tensor) else None
         place = node.meta.get("path"), node.meta.get("source")
         found.append((node.op, node.name, node.target, str(node.args), str(node.kwargs), spec, *place))
     return found

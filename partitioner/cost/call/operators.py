@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from partitioner.passes.ir.collectives import CONTEXT, collective_name
 from partitioner.passes.ir.gradient_flow import accumulated_in
-from partitioner.passes.ops.attention import Band, most_pairs
+from partitioner.passes.ops.attention import Band, count_max_pairs
 from partitioner.passes.ops.cross_entropy import NARROW
 from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.passes.ops.score_changes import choose_block_size
@@ -496,7 +496,7 @@ def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks
         seen = find_attention_band(node) or Band()
         pairs, keys = count_document_pairs(lengths, query[-2], *ranks, seen), min(keys, sum(lengths) / len(lengths))
     else:
-        pairs = most_pairs(query[-2], key[-2], *ranks, _find_priced_band(node))
+        pairs = count_max_pairs(query[-2], key[-2], *ranks, _find_priced_band(node))
     pairs += max(0, get_node_argument(node, "ahead", 0)) / ranks[0]
     return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), keys
 

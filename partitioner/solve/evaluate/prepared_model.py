@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from partitioner.constraints import Constraints
-from partitioner.passes.capture.buffers import initial_values
-from partitioner.passes.capture.capture import PRECISIONS, capture, given_samples
+from partitioner.passes.capture.buffers import collect_initial_values
+from partitioner.passes.capture.capture import PRECISIONS, capture, find_batch_dims
 from partitioner.passes.capture.export import leaf_paths
 from partitioner.passes.capture.inputs import Inputs, split_inputs
 from partitioner.passes.capture.wrappers import refuse_sharded, unwrap_model
@@ -127,7 +127,7 @@ class PreparedModel:
         user's; with them it is checked that the batch is a whole number of groups. ``device``: the device type to
         capture for, such as ``"cpu"``.
         """
-        given, dims = given_samples(self.model, self.inputs)
+        given, dims = find_batch_dims(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
         with _explain_input_errors(size):
@@ -182,7 +182,7 @@ class PreparedModel:
         modes = _warn_about_evaluation_mode(self.model) if train else _list_inference_warnings(folded, self.model)
         folded = folded.with_(notes=(*self.notes, *folded.notes, *packed, *modes))
         mark_gradients(folded, train)
-        return folded.with_(initial=initial_values(self.model, folded))
+        return folded.with_(initial=collect_initial_values(self.model, folded))
 
     def _set_document_lengths(self, normal: Captured) -> tuple[str, ...]:
         """Store the typical lengths of packed documents in the attention nodes of the graph ``normal``, in place.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from partitioner import Constraints, Topology, check_strategies, partition, register_rule
+from partitioner import Constraints, Topology, check_strategies, partition, rule
 
 
 @torch.library.custom_op("example::swiglu", mutates_args=())
@@ -61,7 +61,7 @@ def main() -> None:
 
     plan_and_report("without a rule")
 
-    register_rule("example::swiglu", "b f, b f -> b f")  # every factor may be sharded
+    rule("example::swiglu", "b f, b f -> b f")  # every factor may be sharded
 
     # Runs every way to shard the operator on simulated ranks, against the whole, gradients too.
     arguments = (torch.randn(8, 16, dtype=torch.float64), torch.randn(8, 16, dtype=torch.float64))

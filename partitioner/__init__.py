@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         UntrustedOperatorError,
         UserCodeError,
     )
-    from partitioner.passes.rules import register_grouped_product, register_row_product, register_rule
+    from partitioner.passes.rules import by_expert, by_group, rule
     from partitioner.passes.rules.verify import check_strategies
     from partitioner.plan import Candidate, Certificate, Estimate, Plan
     from partitioner.plans.files import PlanFileError
@@ -179,6 +179,8 @@ __all__ = [
     "Watch",
     "WeightsError",
     "allow_operators",
+    "by_expert",
+    "by_group",
     "check_fit",
     "check_layout",
     "check_strategies",
@@ -191,9 +193,7 @@ __all__ = [
     "predict_layout",
     "prepare",
     "read_layout",
-    "register_grouped_product",
-    "register_row_product",
-    "register_rule",
+    "rule",
     "run_local",
     "run_reference",
     "run_threads",

@@ -73,7 +73,7 @@ def allow_operators(*names: str) -> None:
 
     ``names``: a library, such as ``"mylib"``, for all of its operators, or one operator, such as ``"mylib::swiglu"``.
     Only allow libraries whose operators you would let a stranger call with any arguments. An operator that has a
-    sharding rule (:func:`register_rule`) is allowed already. Raise :class:`UntrustedOperatorError` for text that is no
+    sharding rule (:func:`rule`) is allowed already. Raise :class:`UntrustedOperatorError` for text that is no
     such name, and for a whole library of torch, whose operators can read files and change settings.
 
         >>> allow_operators("mylib")

@@ -33,7 +33,7 @@ from partitioner.passes.ops.random import (
     draw_whole_tensor,
     find_sampling_function,
 )
-from partitioner.passes.trace.autograd_functions import collections_kept, drop_looking_hooks, looking_hooks_skipped
+from partitioner.passes.trace.autograd_functions import drop_looking_hooks, skip_observing_hooks, undo_hook_changes
 from partitioner.runtime.engine.batches import leaves_by_path
 from partitioner.runtime.state.weights import number_of
 
@@ -462,8 +462,8 @@ class _ReferenceRun:
             _ByPlace(self.seed, self.group) as streams,
             _Drawing(streams),
             _nothing_recomputed(),
-            looking_hooks_skipped(),
-            collections_kept(self.model, []),
+            skip_observing_hooks(),
+            undo_hook_changes(self.model, []),
         ):
             return _run_copied_model(model, inputs, self.loss, self.train, grad, self.counters)
 

@@ -40,7 +40,7 @@ from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.inplace import is_view
 from partitioner.passes.ir.interpret import infer_meta_value
 from partitioner.passes.ir.model import Captured, FoldedModel, ModelState
-from partitioner.passes.trace.concrete_scalars import memory_of, written_by
+from partitioner.passes.trace.concrete_scalars import find_allocating_node, list_written_operands
 
 aten = torch.ops.aten
 
@@ -464,7 +464,9 @@ def _check_unshared(writes: Mapping[int, _TensorWrite], held: _StateSnapshot) ->
     before = {id(t): t for t in held.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
     memory = {key: _find_tensor_memory(tensor) for key, tensor in after.items()}
-    changed = {memory_of(to) for node in _find_graph_nodes(memory.values()) for to in written_by(node)}
+    changed = {
+        find_allocating_node(to) for node in _find_graph_nodes(memory.values()) for to in list_written_operands(node)
+    }
     for key, write in writes.items():
         sharing = [k for k in after if memory[k] is memory.get(key) and _can_share_elements(after[k], write.value)]
         moved = any(before[k].requires_grad or _find_tensor_memory(before[k]) in changed for k in sharing)
@@ -530,7 +532,7 @@ def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
     """Return the graph node that first created the memory in which ``tensor`` lies (a view shares the memory of its
     base); ``None`` if the tensor is not traced."""
     node = _get_node(tensor)
-    return memory_of(node) if node is not None else None
+    return find_allocating_node(node) if node is not None else None
 
 
 def _format_tensor_spec(value: Tensor | None) -> str:

@@ -47,15 +47,15 @@ from partitioner.passes.errors import InputsError, UnsupportedError
 from partitioner.passes.ir.interpret import refresh_graph_values
 from partitioner.passes.ir.model import Captured, TensorSpec
 from partitioner.passes.ir.rewrite import cast_graph_dtype
-from partitioner.passes.trace.autocast import autocast_on
+from partitioner.passes.trace.autocast import get_autocast_region
 from partitioner.passes.trace.autograd_functions import (
     check_hooks,
-    collections_kept,
-    forward_hooks_of,
-    global_hooks_dropped,
-    hooks_refused,
+    disable_observing_global_hooks,
+    list_forward_hooks,
+    refuse_gradient_hooks,
+    undo_hook_changes,
 )
-from partitioner.passes.trace.kv_cache import caches_matter
+from partitioner.passes.trace.kv_cache import do_caches_matter
 
 __all__ = ["PRECISIONS", "Captured", "capture"]
 
@@ -103,7 +103,7 @@ def capture(
     """
     if precision is not None and precision not in PRECISIONS:
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)} or None; got {precision!r}")
-    if autocast_on() is not None:
+    if get_autocast_region() is not None:
         raise InputsError(
             "the call is inside a region of torch.autocast, which is not part of the model; call it outside of the "
             "region, and give precision="
@@ -128,11 +128,11 @@ def capture(
         )
         canonical, kept = _map_canonical_names(_list_named_tensors(model)), _collect_nonpersistent_buffers(model, dtype)
         with (
-            hooks_refused(of_hooks) if train else nullcontext(),
-            global_hooks_dropped(),
-            collections_kept(model, of_hooks),
+            refuse_gradient_hooks(of_hooks) if train else nullcontext(),
+            disable_observing_global_hooks(),
+            undo_hook_changes(model, of_hooks),
         ):
-            tracer = Tracer(model, dtype, loss, canonical, train, tuple(forward_hooks_of(model)))
+            tracer = Tracer(model, dtype, loss, canonical, train, tuple(list_forward_hooks(model)))
             before = tracer.take_snapshot(twin.module)
             twin, notes = _choose_cache_use(model, twin, arguments, dtype)
             trace = tracer.capture(twin, arguments, lift_numbers, before)
@@ -183,7 +183,7 @@ def _choose_cache_use(
         make_fake_arguments(arguments, twin, _FEW, dtype) if sample_batch(pytree.tree_leaves(arguments)) else arguments
     )
     run = functools.partial(try_forward, twin, args, kwargs, constants=True)
-    matter = caches_matter(twin.module, twin.mode, twin.caches, run)
+    matter = do_caches_matter(twin.module, twin.mode, twin.caches, run)
     twin = replace(make_hookless_copy(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
     return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
 

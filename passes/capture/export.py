@@ -43,11 +43,11 @@ from partitioner.passes.normalize.attention_masks import trace_flex_attention
 from partitioner.passes.ops.experts import trace_grouped_products
 from partitioner.passes.ops.fake_quantize import OBSERVERS_OFF, trace_fused_quantizers
 from partitioner.passes.ops.random import trace_random_draws
-from partitioner.passes.select.traced_selections import selections_traced
-from partitioner.passes.trace.autocast import casts_traced
-from partitioner.passes.trace.autograd_functions import traced_with_own_gradients
-from partitioner.passes.trace.concrete_scalars import conversions_traced, numbers_known
-from partitioner.passes.trace.inner_gradients import inner_gradients_traced
+from partitioner.passes.select.traced_selections import trace_selections
+from partitioner.passes.trace.autocast import trace_autocast
+from partitioner.passes.trace.autograd_functions import trace_custom_functions
+from partitioner.passes.trace.concrete_scalars import trace_concrete_scalars, trace_module_conversions
+from partitioner.passes.trace.inner_gradients import trace_inner_gradients
 from partitioner.passes.trace.kv_cache import switch_caches_off
 from partitioner.passes.trace.layer_equality import is_simple
 
@@ -182,9 +182,9 @@ def export_parameterless_copy(
     """
     drawn: list[str] = []
     try:
-        own = traced_with_own_gradients() if train else contextlib.nullcontext()
-        casts = casts_traced(twin.casts, _format_current_line)
-        known = numbers_known(twin.module, twin.held, twin.asked, drawn)
+        own = trace_custom_functions() if train else contextlib.nullcontext()
+        casts = trace_autocast(twin.casts, _format_current_line)
+        known = trace_concrete_scalars(twin.module, twin.held, twin.asked, drawn)
         contained, written = (
             _return_results_in_containers(twin.module, bare=twin.kept),
             trace_buffer_writes(twin.module, double=twin.casts is None),
@@ -199,11 +199,11 @@ def export_parameterless_copy(
             written,
             aliases,
             _trace_inference_mode(),
-            inner_gradients_traced(_format_current_line),
+            trace_inner_gradients(_format_current_line),
             trace_grouped_products(),
             _trace_conversions(twin),
             known,
-            selections_traced(is_user_file),
+            trace_selections(is_user_file),
             trace_random_draws(_format_current_line),
             trace_flex_attention(),
             trace_fused_quantizers(_format_current_line),
@@ -426,7 +426,7 @@ def try_forward(
 
 
 def _trace_conversions(twin: ParameterlessCopy) -> contextlib.AbstractContextManager[None]:
-    return conversions_traced(twin.module, double=twin.casts is None)
+    return trace_module_conversions(twin.module, double=twin.casts is None)
 
 
 def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:

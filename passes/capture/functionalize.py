@@ -34,7 +34,7 @@ from partitioner.passes.capture.buffers import spell_out
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.faults import find_user_line
 from partitioner.passes.ir.inplace import remove_inplace
-from partitioner.passes.trace.concrete_scalars import written_by
+from partitioner.passes.trace.concrete_scalars import list_written_operands
 
 aten = torch.ops.aten
 
@@ -218,7 +218,7 @@ def _find_written_nodes(node: fx.Node) -> list[fx.Node]:
     place.
     """
     shapes_alone = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
-    return [] if shapes_alone else written_by(node)
+    return [] if shapes_alone else list_written_operands(node)
 
 
 def _is_in_place(target: Any) -> bool:

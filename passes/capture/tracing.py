@@ -45,10 +45,10 @@ from partitioner.passes.errors import CaptureError, PartitionError, UnsupportedE
 from partitioner.passes.experts.traced_loops import TracedLoops
 from partitioner.passes.ir.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
 from partitioner.passes.ir.model import CallSignature, Captured, ModelState, TensorSpec
-from partitioner.passes.trace.autograd_functions import drop_looking_hooks, with_terms_added
+from partitioner.passes.trace.autograd_functions import add_loss_terms, drop_looking_hooks
 from partitioner.passes.trace.layer_equality import ModuleGroup, ParkedParameters
-from partitioner.passes.trace.layer_expansion import Unrepeated, expand_layer_operators, in_order
-from partitioner.passes.trace.layer_reuse import Repeats
+from partitioner.passes.trace.layer_expansion import NotRepeatable, expand_layer_operators, sort_states
+from partitioner.passes.trace.layer_reuse import LayerRepeats
 
 
 @dataclass(frozen=True)
@@ -257,18 +257,18 @@ class Tracer:
                 found = assemble_program_graph(
                     program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers
                 )
-                return with_terms_added(_add_counter_updates(finish(found), twin.counters))
+                return add_loss_terms(_add_counter_updates(finish(found), twin.counters))
 
             whole = captured(hits.leaves_out if hits.guards is not None else None)
             pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
             return whole.with_(turns=tuple(pairs)), twin
 
         own = _map_tensor_addresses(self.model)
-        repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[ModuleGroup]()
+        repeats, given_up = LayerRepeats.find(twin.module).select_parked_parameters(twin.module), list[ModuleGroup]()
         while repeats.groups and twin.hits.guards is None:
             away = repeats.away
             try:
-                with repeats.tracing():
+                with repeats.trace():
                     program = flatten_program(
                         export_parameterless_copy(twin, args, kwargs, train=self.train, diagnose=False), own
                     )
@@ -279,17 +279,17 @@ class Tracer:
                     program,
                     functools.partial(_expand_shared_layers, _list_removed_states(away, canonical), canonical),
                 )
-            except Unrepeated as error:
+            except NotRepeatable as error:
                 repeats.refuse(error.number)
             except Exception:  # the shortcut's or the model's own: the full trace will tell
                 pass
             refused, given_up = repeats.refused, given_up + repeats.refused
             twin = self._prepare_retry_copy(twin, twin.hits.without_parity(twin.hits.leaves_out), left)
-            remaining = Repeats.of(twin.module).without(given_up)
+            remaining = LayerRepeats.find(twin.module).exclude(given_up)
             if refused:
-                repeats = remaining.put_away(twin.module) if away is not None else remaining
+                repeats = remaining.select_parked_parameters(twin.module) if away is not None else remaining
             else:  # the weights that were put away may have been missed
-                repeats = remaining if away is not None else Repeats([])
+                repeats = remaining if away is not None else LayerRepeats([])
         try:
             program = export_parameterless_copy(twin, args, kwargs, train=self.train)
         except CaptureError as error:
@@ -684,7 +684,7 @@ def _expand_shared_layers(
     place of a state that was not removed. ``canonical``: maps each name of a state (parameter or buffer) to the name
     that is used for it, in the order of the model.
     """
-    return in_order(expand_layer_operators(captured, states), canonical.values())
+    return sort_states(expand_layer_operators(captured, states), canonical.values())
 
 
 def _list_removed_states(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
@@ -704,5 +704,5 @@ def _list_removed_states(away: ParkedParameters, canonical: Mapping[str, str]) -
 
     return {
         number: [state(name) if name is not None else None for name in of_module]
-        for number, of_module in away.by_number().items()
+        for number, of_module in away.list_names_by_number().items()
     }

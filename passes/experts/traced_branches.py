@@ -37,7 +37,7 @@ from partitioner.passes.experts.routing_masks import (
 from partitioner.passes.experts.trace_marks import HIT
 from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.rules.factors import get_node_argument
-from partitioner.passes.trace.concrete_scalars import is_written, memory_of
+from partitioner.passes.trace.concrete_scalars import find_allocating_node, is_written
 
 aten = torch.ops.aten
 
@@ -116,7 +116,7 @@ class TracedBranches:
     def drop_overwritten_masks(self) -> None:
         """Set ``changed`` of this record if a mask that decided a branch was written in place afterwards, and forget
         these masks; called at the end of a trace."""
-        self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
+        self.changed |= any(is_written(mark, {find_allocating_node(of), mark}) for of, mark in self.marked)
         self.marked = []
 
 

@@ -33,7 +33,7 @@ from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.rewrite import drop_unused, list_node_sizes
 from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.rules.factors import get_node_argument
-from partitioner.passes.trace.concrete_scalars import is_written, memory_of
+from partitioner.passes.trace.concrete_scalars import find_allocating_node, is_written
 
 aten = torch.ops.aten
 
@@ -149,7 +149,7 @@ def _iterate_marked_experts(
     finally:
         hits.left_early |= not done
     held = [slot.proxy.node for slot in (*slots.values(), *marks)]
-    hits.changed |= is_written(first, {memory_of(node) for node in held})
+    hits.changed |= is_written(first, {find_allocating_node(node) for node in held})
     for mask, slot in slots.items():
         tracker[mask] = slot
 

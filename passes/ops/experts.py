@@ -284,7 +284,7 @@ _grouped: dict[str, GroupedProduct] = {
 }
 
 
-def register_grouped_product(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: bool = False) -> None:
+def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: bool = False) -> None:
     """Declare that an operator multiplies rows, sorted by expert, with the matrices of their experts.
 
     Its arguments are ``(rows [t, k], weight [e, k, n], groups [e])``, its result is ``[t, n]``. If the graph also has
@@ -303,11 +303,11 @@ def register_grouped_product(name: str, groups: Literal["ends", "sizes"] = "ends
 def find_grouped_product(target: Any) -> GroupedProduct | None:
     """Return the form (arguments) of ``target``, a node target, if it is an operator that multiplies rows (tokens),
     sorted by expert, by the matrices of their experts: torch's, or one that the user has declared with
-    ``register_grouped_product``. Return ``None`` for any other target."""
+    ``by_group``. Return ``None`` for any other target."""
     return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
-def register_row_product(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
+def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
     """Declare that an operator works on each row with the weight of the row's expert, so that experts can be
     distributed over ranks.
 

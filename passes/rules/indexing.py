@@ -26,11 +26,11 @@ from partitioner.passes.rules.factors import (
     normalize_dim,
     operands_of,
 )
-from partitioner.passes.rules.registry import register_family, register_rule
+from partitioner.passes.rules.registry import register_family, rule
 
 aten = torch.ops.aten
 
-register_rule("aten.one_hot", "... -> ... c!")
+rule("aten.one_hot", "... -> ... c!")
 
 
 def localize_row_indices(local: LocalBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:

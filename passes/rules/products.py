@@ -26,21 +26,21 @@ from partitioner.passes.rules.factors import (
     operands_of,
     results_of,
 )
-from partitioner.passes.rules.registry import register_family, register_rule
+from partitioner.passes.rules.registry import register_family, rule
 
 aten = torch.ops.aten
 
 _PRODUCT = mark_linear_each(0, 1)
 
-register_rule("aten.mm", "m k, k n -> m n", linear=_PRODUCT)
+rule("aten.mm", "m k, k n -> m n", linear=_PRODUCT)
 
-register_rule("aten.bmm", "b m k, b k n -> b m n", linear=_PRODUCT)
-register_rule("aten.mv", "m k, k -> m", linear=_PRODUCT)
-register_rule("aten.dot", "k, k -> ", linear=_PRODUCT)
-register_rule("aten.outer", "m, n -> m n", linear=_PRODUCT)
-register_rule("aten.vdot", "k, k -> ")
-register_rule("aten.cdist", "... p m!, ... r m! -> ... p r")
-register_rule("aten.bilinear", "... i, ... j, o i j -> ... o", "... i!, ... j!, o i! j!, o -> ... o")
+rule("aten.bmm", "b m k, b k n -> b m n", linear=_PRODUCT)
+rule("aten.mv", "m k, k -> m", linear=_PRODUCT)
+rule("aten.dot", "k, k -> ", linear=_PRODUCT)
+rule("aten.outer", "m, n -> m n", linear=_PRODUCT)
+rule("aten.vdot", "k, k -> ")
+rule("aten.cdist", "... p m!, ... r m! -> ... p r")
+rule("aten.bilinear", "... i, ... j, o i j -> ... o", "... i!, ... j!, o i! j!, o -> ... o")
 
 _ADDED = {"addmm": ("mk", "kn", "mn"), "addmv": ("mk", "k", "m"), "baddbmm": ("bmk", "bkn", "bmn"),
           "addbmm": ("bmk", "bkn", "mn")}  # fmt: skip

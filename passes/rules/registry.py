@@ -295,9 +295,7 @@ def register_family(*names: str) -> Callable[[R], R]:
     return register
 
 
-def register_rule(
-    target: Any, *texts: str, linear: Iterable[Collection[int]] = (), function: Rule | None = None
-) -> None:
+def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), function: Rule | None = None) -> None:
     """Declare how an operator may be sharded, by a line like an einsum.
 
     >>> rule("mylib::swiglu", "b s f, b s f -> b s f")

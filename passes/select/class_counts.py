@@ -64,11 +64,11 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
         kwargs: the keyword arguments of the call, with nodes of the new graph.
     """
     if node.target is ONE_HOT:
-        return _one_hot(build, node, *args)
+        return _append_one_hot(build, node, *args)
     return _count_occurrences(build, node, *args, **kwargs)
 
 
-def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
+def _append_one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
     """Append a ``one_hot`` of the class numbers ``numbers`` with a fixed number of classes to the new graph, and return
     its node. If the original model takes the number of classes from the data, the result has a column for each class
     that is possible, and a mask of the columns that the model has is recorded in ``build``. Raise :class:`Unselectable`
@@ -76,11 +76,15 @@ def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     """
-    size, bound = _known_size(node), bound_of(node.args[0])
+    size, bound = _get_fixed_size(node), find_upper_bound(node.args[0])
     if size is None and bound is None:
         raise Unselectable(_INSTEAD[ONE_HOT])
     made: fx.Node = build.apply_operator(aten.one_hot.default, numbers, bound if size is None else size)
-    return made if size is not None else _as_many(build, made, _up_to_largest(build, numbers, bound, 0))
+    return (
+        made
+        if size is not None
+        else _record_class_mask(build, made, _append_present_class_mask(build, numbers, bound, 0))
+    )
 
 
 def _count_occurrences(
@@ -96,10 +100,10 @@ def _count_occurrences(
     :class:`Unselectable` if no upper bound of the class numbers is known.
     """
     least = minlength if isinstance(minlength, int) else 0
-    size, bound = _known_size(node), bound_of(node.args[0])
+    size, bound = _get_fixed_size(node), find_upper_bound(node.args[0])
     if size is None and bound is not None and bound <= least:
         size = least
-    if size is None and least and all(_takes_first(user, least) for user in node.users):
+    if size is None and least and all(_reads_first_counts(user, least) for user in node.users):
         size = least
     if size is None and bound is None:
         raise Unselectable(_INSTEAD[aten.bincount.default])
@@ -112,10 +116,14 @@ def _count_occurrences(
         weights = build.apply_operator(aten.to.dtype, weights, torch.float32 if narrow else torch.float64)
         hits = build.apply_operator(aten.mul.Tensor, build.apply_operator(aten.unsqueeze.default, weights, -1), hits)
     made: fx.Node = build.apply_operator(aten.sum.dim_IntList, hits, [0])
-    return made if size is not None else _as_many(build, made, _up_to_largest(build, numbers, bound, least))
+    return (
+        made
+        if size is not None
+        else _record_class_mask(build, made, _append_present_class_mask(build, numbers, bound, least))
+    )
 
 
-def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
+def _append_present_class_mask(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
     """Append a boolean mask ``[bound]`` to the new graph, which is true for the classes that ``bincount`` or
     ``one_hot`` returns in the original model, and return its node. The model's operator returns the classes from 0 to
     the largest class in its input, and at least the first ``least`` ones.
@@ -134,7 +142,7 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
     return build.insert_call(aten.le.Tensor, every, largest)
 
 
-def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
+def _record_class_mask(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
     """Record in ``build.rows`` that the last dim of ``made`` has, in the original model, only the classes for which
     ``mask`` is true, and return ``made``. Raise :class:`Unselectable` if another mask is already recorded for ``made``.
 
@@ -147,7 +155,7 @@ def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
     return made
 
 
-def _known_size(node: fx.Node) -> int | None:
+def _get_fixed_size(node: fx.Node) -> int | None:
     """Return the size of the last dim of the result of ``node`` if it is fixed; ``None`` if it depends on the data."""
     size = node.meta["val"].shape[-1]
     if isinstance(size, int):
@@ -156,13 +164,13 @@ def _known_size(node: fx.Node) -> int | None:
     return known
 
 
-def _takes_first(user: fx.Node, most: int) -> bool:
+def _reads_first_counts(user: fx.Node, most: int) -> bool:
     """Return whether the operator ``user``, which reads the counts of a ``bincount``, needs at most the first ``most``
     of them. This is so if it is a slice of at most the first ``most`` counts, or if it only serves to assert how many
     counts there are.
     """
     if user.target is not aten.slice.Tensor:
-        return _is_asserted(user)
+        return _is_only_for_assertions(user)
     end = get_node_argument(user, "end")
     plain = (
         get_node_argument(user, "dim", 0) in (0, -1)
@@ -172,12 +180,12 @@ def _takes_first(user: fx.Node, most: int) -> bool:
     return plain and isinstance(end, int) and 0 <= end <= most
 
 
-def _is_asserted(node: fx.Node) -> bool:
+def _is_only_for_assertions(node: fx.Node) -> bool:
     """Return whether ``node`` is an assertion, or computes a Python number that only assertions read, so that
     nothing else needs it."""
     if isinstance(node.meta.get("val"), Tensor):
         return False
-    return node.target in ASSERTS or all(_is_asserted(user) for user in node.users)
+    return node.target in ASSERTS or all(_is_only_for_assertions(user) for user in node.users)
 
 
 # -- what is known of whole numbers ------------------------------------------------------------------------------------
@@ -196,7 +204,7 @@ _TAKING = (
 )  # fmt: skip
 
 
-def bound_of(node: Any) -> int | None:
+def find_upper_bound(node: Any) -> int | None:
     """Return an integer that is greater than all elements of ``node`` (an integer tensor of the graph, or a number);
     ``None`` if no such bound is known."""
     found = [b for b in (_bound_by_origin(node), _bound_by_use(node)) if b is not None]
@@ -224,7 +232,7 @@ def _bound_by_origin(node: Any) -> int | None:
     return None if rule is None else rule(node)
 
 
-def _all_below(*given: Any) -> int | None:
+def _find_common_bound(*given: Any) -> int | None:
     """Return an integer that is greater than all elements of all ``given`` nodes and numbers; ``None`` if no such
     bound is known for one of them."""
     found = [_bound_by_origin(g) for g in given]
@@ -256,7 +264,7 @@ def _bound_remainders(node: fx.Node) -> int | None:
     return divisor if isinstance(divisor, int) and divisor > 0 else None
 
 
-def _sum_bound(node: fx.Node) -> int | None:
+def _find_sum_bound(node: fx.Node) -> int | None:
     """Return an integer that is greater than all results of the addition ``node``; ``None`` if no such bound is
     known."""
     first, second = map(_bound_by_origin, node.args[:2])
@@ -287,17 +295,17 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
     aten.clamp_min.default: _bound_clamped_numbers,
     aten.remainder.Scalar: _bound_remainders,
     aten.fmod.Scalar: _bound_remainders,
-    aten.add.Tensor: _sum_bound,
+    aten.add.Tensor: _find_sum_bound,
     aten.minimum.default: _bound_by_smaller_operand,
-    aten.maximum.default: lambda node: _all_below(*node.args[:2]),
-    aten.where.self: lambda node: _all_below(*node.args[1:3]),
-    aten.where.ScalarOther: lambda node: _all_below(*node.args[1:3]),
-    aten.where.ScalarSelf: lambda node: _all_below(*node.args[1:3]),
-    aten.where.Scalar: lambda node: _all_below(*node.args[1:3]),
-    aten.masked_fill.Scalar: lambda node: _all_below(node.args[0], node.args[2]),
-    aten.cat.default: lambda node: _all_below(*node.args[0]),  # type: ignore[misc]
-    aten.stack.default: lambda node: _all_below(*node.args[0]),  # type: ignore[misc]
-    aten.full.default: lambda node: _all_below(node.args[1]),
+    aten.maximum.default: lambda node: _find_common_bound(*node.args[:2]),
+    aten.where.self: lambda node: _find_common_bound(*node.args[1:3]),
+    aten.where.ScalarOther: lambda node: _find_common_bound(*node.args[1:3]),
+    aten.where.ScalarSelf: lambda node: _find_common_bound(*node.args[1:3]),
+    aten.where.Scalar: lambda node: _find_common_bound(*node.args[1:3]),
+    aten.masked_fill.Scalar: lambda node: _find_common_bound(node.args[0], node.args[2]),
+    aten.cat.default: lambda node: _find_common_bound(*node.args[0]),  # type: ignore[misc]
+    aten.stack.default: lambda node: _find_common_bound(*node.args[0]),  # type: ignore[misc]
+    aten.full.default: lambda node: _find_common_bound(node.args[1]),
     aten.zeros_like.default: lambda node: 1,
     aten.zeros.default: lambda node: 1,
     aten.ones_like.default: lambda node: 2,

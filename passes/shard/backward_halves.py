@@ -46,7 +46,7 @@ def choose_saved_nodes(
             continue
         remade.add(node)
         for operand in node.all_input_nodes:
-            if _can_recompute_node(operand, again) or _views_kept(operand, kept):
+            if _can_recompute_node(operand, again) or _is_view_of_saved(operand, kept):
                 stack.append(operand)
             else:
                 kept.add(operand)
@@ -99,7 +99,7 @@ def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
     return node in again and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
+def _is_view_of_saved(node: fx.Node, kept: set[fx.Node]) -> bool:
     """Return whether ``node`` need not be saved for backward because it is a view of a saved value or of a placeholder,
     from which backward can make the view again at no cost. Return false if ``node`` is itself saved or a placeholder.
     ``kept``: the nodes whose results are saved."""
@@ -184,7 +184,7 @@ class JointHalves:
         return min(found, key=lambda half: _sum_storage_bytes(half[2]))
 
 
-def is_early(size: int, summed: int) -> bool:
+def is_in_first_half(size: int, summed: int) -> bool:
     """Return whether a weight gradient that is a sum should be computed in the first half of backward, which computes
     the gradients of inputs, instead of in the second half. This is so if it has at most a quarter of the size of the
     tensors that it sums, which would otherwise stay in memory until the second half runs.
@@ -208,7 +208,7 @@ def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[f
         made = collect_ancestor_nodes([gradient], known)
         read = {o for n in made for o in n.all_input_nodes} & set(known)
         sums = all(isinstance(n.target, torch._ops.OpOverload) and n.target._opname in _SUMMING for n in made)
-        if sums and is_early(_sum_storage_bytes([gradient]), _sum_storage_bytes(read)):
+        if sums and is_in_first_half(_sum_storage_bytes([gradient]), _sum_storage_bytes(read)):
             found |= made
     return found
 

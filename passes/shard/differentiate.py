@@ -5,11 +5,10 @@ A block is a piece of the model with one graph, such as a layer. Requires: the g
 between forward and backward as explicit results. The collectives of backward follow from those of forward, whose
 gradients are their transposes.
 
-:func:`take_out_zeros` removes values that are always zero. ``x - detach(x)`` is zero and exists only for its gradient
-(``passes/trace/autograd_functions.py``, and straight-through tricks). After differentiation, the zero and all values
-linear in it are removed, and a sum with such a value is replaced by its other operand. Infinite values, whose
-difference is NaN, are not treated separately.
-"""
+:func:`remove_zero_terms` removes values that are always zero. ``x - detach(x)`` is zero and exists only for its
+gradient (``passes/trace/autograd_functions.py``, and straight-through tricks). After differentiation, the zero and all
+values linear in it are removed, and a sum with such a value is replaced by its other operand. Infinite values, whose
+difference is NaN, are not treated separately."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ _FIRST = frozenset(
 _BOTH = frozenset((aten.add.Tensor, aten.sub.Tensor))
 
 
-def take_out_zeros(graph: fx.Graph) -> None:
+def remove_zero_terms(graph: fx.Graph) -> None:
     """Remove operators of ``graph`` whose results are always zero, such as ``x - x``, in place. A sum of such a
     result and another value is replaced by the other value. The caller ensures that no node is an alias of another."""
     zeros: set[fx.Node] = set()
@@ -145,7 +144,7 @@ class JointSubgraph:
 
 
 @dataclass(frozen=True)
-class Differentiated:
+class BlockDerivatives:
     """The functions of a block (a piece of the model, such as a layer) that a rank runs: forward, backward, and
     backward in two halves.
 
@@ -184,7 +183,7 @@ class JointGraph:
     needs: tuple[bool, ...]
     with_grad: tuple[int, ...]
 
-    def cut(self, again: Collection[str] = ()) -> Differentiated:
+    def cut(self, again: Collection[str] = ()) -> BlockDerivatives:
         """Return the forward and backward functions of the block (a piece of the model), cut out of this joint
         graph. ``again``: names of forward nodes whose results backward computes again (activation recomputation)
         instead of reading saved ones."""
@@ -200,7 +199,7 @@ def differentiate(
     again: Collection[str] = (),
     *,
     fused: bool = False,
-) -> Differentiated:
+) -> BlockDerivatives:
     """Return the functions for forward and backward of ``block``, the graph of a piece of the model, such as a layer,
     on one rank.
 
@@ -210,10 +209,10 @@ def differentiate(
     kernels of accelerators are used on any device; the result is then for analysis only. Raise
     :class:`UnsupportedError` if an operator has no derivative.
     """
-    return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
+    return build_joint_graph(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
 
 
-def joint_of(
+def build_joint_graph(
     block: Block,
     device: torch.device,
     needs_input_grad: Sequence[bool],
@@ -268,9 +267,9 @@ def joint_of(
             traced = _functionalize_graph(traced, [*primals, *tangents])
     graph = traced.graph
     if sizes is not None:
-        _settle_sizes(graph)
+        _make_sizes_static(graph)
     _simplify_views(graph)
-    take_out_zeros(graph)
+    remove_zero_terms(graph)
     _assign_source_locations(graph)
     return JointGraph(graph, block, tuple(needs), tuple(taken))
 
@@ -394,7 +393,7 @@ def _fused_attention(
     return efficient[0]
 
 
-def _settle_sizes(graph: fx.Graph) -> None:
+def _make_sizes_static(graph: fx.Graph) -> None:
     """Make the shapes in ``node.meta["val"]`` of all nodes of ``graph`` static, in place. A symbolic size, which
     depends on how many rows the router of a mixture of experts sends to each rank, is replaced by the size for equal
     numbers of rows. ``node.meta["open"]`` is set to whether a result of the node had such a size."""
@@ -404,23 +403,23 @@ def _settle_sizes(graph: fx.Graph) -> None:
             order, _, experts = node.meta["val"]
             even[experts.shape[0].node.expr] = int(order.shape[0])
 
-    def settled(size: Any) -> Any:
+    def make_size_static(size: Any) -> Any:
         return int(size.node.expr.xreplace(even)) if isinstance(size, torch.SymInt) else size
 
-    def settle(value: Any) -> Any:
+    def make_value_static(value: Any) -> Any:
         """Return ``value`` (a size, a tensor, or a list or tuple of them) with static sizes. A symbolic size, which
         depends on how many rows a router sends to each rank, is replaced by the size for equal numbers of rows."""
         if isinstance(value, tuple | list):
-            return type(value)(map(settle, value))
+            return type(value)(map(make_value_static, value))
         if isinstance(value, Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
-            return torch.empty([settled(s) for s in value.shape], dtype=value.dtype, device=META)
-        return settled(value)
+            return torch.empty([make_size_static(s) for s in value.shape], dtype=value.dtype, device=META)
+        return make_size_static(value)
 
     for node in graph.nodes:
         value = node.meta.get("val")
         parts = value if isinstance(value, tuple | list) else (value,)
-        node.meta["open"] = any(isinstance(p, Tensor) and settle(p) is not p for p in parts)
-        node.meta["val"] = settle(value)
+        node.meta["open"] = any(isinstance(p, Tensor) and make_value_static(p) is not p for p in parts)
+        node.meta["val"] = make_value_static(value)
 
 
 def _simplify_views(graph: fx.Graph) -> None:
@@ -475,7 +474,7 @@ def _assign_source_locations(graph: fx.Graph) -> None:
 
 def _cut_joint_graph(
     graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
-) -> Differentiated:
+) -> BlockDerivatives:
     """Return the forward and backward functions of ``block``, copied out of ``graph``, the joint graph of forward and
     backward, which stays unchanged.
 
@@ -504,7 +503,7 @@ def _cut_joint_graph(
     of_inputs = [g for i, g in zip(needed, gradients, strict=True) if i >= num_states]
     start = [*saved, *seeds]
     first, later, carried = JointHalves(nodes, forward, backward, remade, start).cut(of_inputs, of_states)
-    return Differentiated(
+    return BlockDerivatives(
         forward=_extract_subgraph(_select_operators(nodes, forward), primals, [*outputs, *saved]),
         backward=_extract_subgraph(insert_recomputed_nodes(backward, remade, nodes), start, [*of_inputs, *of_states]),
         backward_input=_extract_subgraph(first, start, [*of_inputs, *carried]),
@@ -556,7 +555,7 @@ class CollectiveUse:
     source: str = ""
 
 
-def collectives_of(graph: fx.Graph) -> list[CollectiveUse]:
+def list_collectives(graph: fx.Graph) -> list[CollectiveUse]:
     """Return a description of each collective in ``graph`` that communicates, in order."""
     uses = []
     for node in graph.nodes:

@@ -45,7 +45,7 @@ class Recurrences:
     keeps: dict[str, float] = field(default_factory=dict)
 
 
-def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
+def rewrite_buffer_recurrences(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
     """Rewrite the buffer updates in the graph of ``group``, the model of one group of samples, in place, so that groups
     need not run one after the other: a buffer that becomes ``a * old + b``, with a number ``a``, gets an addend from
     each group, and the addends may be added in any order. Return the new updates.
@@ -217,7 +217,7 @@ class GroupModel:
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
 
-def mean_over_groups(
+def average_over_groups(
     group: Captured, dims: Mapping[str, int | None], num_groups: int, twice: Callable[[], Captured]
 ) -> GroupModel:
     """Return the model of one group of consecutive samples, whose loss is its share of the mean over ``num_groups``
@@ -233,14 +233,14 @@ def mean_over_groups(
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _find_sample_dependent_nodes(group, {p for p, dim in inputs.items() if dim is not None})
     results = [(o.path, nodes[o.value]) for o in group.outputs if o.value is not None]
-    shapes = _result_shapes(twice()) if any(list_node_sizes(node) for _, node in results) else {}
+    shapes = _map_result_shapes(twice()) if any(list_node_sizes(node) for _, node in results) else {}
     outputs = {path: _find_output_layout(path, node, shapes.get(path), node in apart) for path, node in results}
     averaged = [o.value for o in group.outputs if outputs.get(o.path) == PARTIAL] + [group.loss]
-    recurrences = over_groups(group, num_groups, apart)
+    recurrences = rewrite_buffer_recurrences(group, num_groups, apart)
     moved = _divide_by_group_count(
         group.graph, [nodes[name] for name in dict.fromkeys(averaged) if name is not None], num_groups
     )
-    _draw_apart(group.graph, num_groups)
+    _separate_random_draws(group.graph, num_groups)
     cut = ", ".join(f"{p} (dim {dim})" for p, dim in inputs.items() if dim is not None)
     whole = ", ".join(p for p, dim in inputs.items() if dim is None)
     note = (
@@ -257,7 +257,7 @@ def mean_over_groups(
     return GroupModel(captured, inputs, outputs)
 
 
-def _result_shapes(captured: Captured) -> dict[str, list[int]]:
+def _map_result_shapes(captured: Captured) -> dict[str, list[int]]:
     """Return a dict from the path of each output in the result of forward to its shape. ``captured``: the model as
     one graph."""
     by_name = {n.name: n for n in captured.graph.nodes}
@@ -324,7 +324,7 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
     return moved
 
 
-def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
+def _separate_random_draws(graph: fx.Graph, num_groups: int) -> None:
     """Make the random operators of ``graph``, the graph of one group of samples, draw other numbers for each group,
     in place. Their numbers follow from element indices, so the number of elements of all earlier groups is added to
     the indices. ``num_groups``: the number of groups in a step."""

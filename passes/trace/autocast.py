@@ -1,11 +1,11 @@
 """Trace regions of ``torch.autocast`` in a model's forward with the casts that torch would make.
 
-Inside :func:`casts_traced`, the operators of such a region are traced one by one, after their operands were cast. The
+Inside :func:`trace_autocast`, the operators of such a region are traced one by one, after their operands were cast. The
 graph then contains every cast and no region, and code in forward that reads a tensor's dtype sees the dtype of a real
 run.
 
-Which operands are cast is not listed here but observed: :func:`casts_of` runs an operator on fake tensors with autocast
-on, and looks for the dtype to which the operands must be cast by hand to compute the same with autocast off.
+Which operands are cast is not listed here but observed: :func:`find_cast_dtype` runs an operator on fake tensors with
+autocast on, and looks for the dtype to which the operands must be cast by hand to compute the same with autocast off.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _known: dict[Any, Any] = {}
 
 
 @contextmanager
-def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
+def trace_autocast(device: str | None, line: Callable[[], str]) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which autocast regions cast the operands of traced operators
     as they would on a device of the type ``device``. With ``None`` nothing is cast, which is right for a model in
     float64.
@@ -71,7 +71,7 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
         with _disable_torch_autocast():
             if asked is None or not pre_dispatch:
                 return plain_call(mode, func, pre_dispatch, args, kwargs)
-            to = casts_of(func, args, kwargs, asked, line)
+            to = find_cast_dtype(func, args, kwargs, asked, line)
             if to is not _APART:
 
                 def cast(value: Any) -> Any:
@@ -99,7 +99,7 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
         yield
 
 
-def autocast_on() -> Asked | None:
+def get_autocast_region() -> Asked | None:
     """Return (device type, dtype) of the autocast region that the caller is in; ``None`` outside of any region."""
     return next(filter(None, map(_read_autocast_request, DEVICES)), None)
 
@@ -153,7 +153,7 @@ def _is_cast(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype != torch.float64
 
 
-def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[], str]) -> Any:
+def find_cast_dtype(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[], str]) -> Any:
     """Return the dtype to which autocast casts the operands of the operator ``func``; ``None`` if it does not cast
     them. Return the constant ``_APART`` if it casts inside of the operator, so that the caller must trace the operators
     into which it decomposes.
@@ -171,7 +171,7 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
     device, narrow = asked
     if func in _WHOLE_ON_GPU and device == "cuda":
         return narrow
-    own = _is_listed(func.name(), device)
+    own = _has_cast_rule(func.name(), device)
     made_of_others = func._can_decompose() and not func.is_view
     leaves, tree = pytree.tree_flatten((args, kwargs))
     if not (own or made_of_others) or not any(map(_is_cast, leaves)):
@@ -207,7 +207,7 @@ def _format_autocast_refusal(func: Any, asked: Asked, line: Callable[[], str], w
     )
 
 
-class _Spec(NamedTuple):
+class _TensorKey(NamedTuple):
     """The shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -215,9 +215,9 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
 
 
-def _build_tensor_spec(tensor: Tensor) -> _Spec:
+def _build_tensor_spec(tensor: Tensor) -> _TensorKey:
     """Return the shape, strides and dtype of ``tensor``. Raise :class:`TypeError` if a size depends on data."""
-    return _Spec(
+    return _TensorKey(
         tuple(map(_require_plain_value, tensor.shape)), tuple(map(_require_plain_value, tensor.stride())), tensor.dtype
     )
 
@@ -263,7 +263,7 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
         try:
             wanted = _log_operator_run(func, shown, tree, asked, None, on=True)
         except Exception:
-            if _is_left_alone(func, shown, tree, asked):
+            if _has_no_cast_rule(func, shown, tree, asked):
                 return None
             raise
         for to in (None, narrow, torch.float32):
@@ -275,7 +275,7 @@ def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, as
     return _APART
 
 
-def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
+def _has_no_cast_rule(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
     """Return whether autocast has no rule for the operator ``func``, nor for any operator into which it decomposes, and
     so casts nothing. The decomposition is found by running ``func`` on fake CPU tensors, because some operators cannot
     be run for a GPU on a machine without one.
@@ -287,10 +287,10 @@ def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: As
         asked: (device type, dtype) of the autocast region.
     """
     log, _ = _run_with_cast_operands(func, shown, tree, ("cpu", asked[1]), None, on=False)
-    return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))
+    return not any(_has_cast_rule(name, asked[0]) for name in (func.name(), *log.names))
 
 
-def _is_listed(name: str, device: str) -> bool:
+def _has_cast_rule(name: str, device: str) -> bool:
     """Return whether autocast has a rule for the operator with the name ``name`` on the device type ``device``, such as
     ``"cuda"``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device.upper()}")
@@ -328,7 +328,7 @@ def _run_with_cast_operands(
     torch.set_autocast_dtype(device, narrow)
 
     def operand(given: Any) -> Any:
-        if not isinstance(given, _Spec):
+        if not isinstance(given, _TensorKey):
             return given
         made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=device)
         return made.to(to) if to is not None and _is_cast(made) else made

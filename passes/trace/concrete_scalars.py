@@ -1,14 +1,14 @@
 """Answer questions for numbers, and allow module conversions, in a forward that is being traced.
 
 A trace has no numbers, so ``bool((mask == causal).all())`` would end it. Torch's own encoders compute this on a mask
-that forward makes. Inside :func:`numbers_known` such a question is answered: the operators that lead to the number are
-run again on the model's constants and buffers, including in-place writes. If the number depends on inputs, parameters
-or random draws, the question is not answered and torch.export refuses it.
+that forward makes. Inside :func:`trace_concrete_scalars` such a question is answered: the operators that lead to the
+number are run again on the model's constants and buffers, including in-place writes. If the number depends on inputs,
+parameters or random draws, the question is not answered and torch.export refuses it.
 
-Inside :func:`conversions_traced` a conversion of a module, such as ``self.router = self.router.to(torch.float32)``, has
-no effect if the module has that dtype already. Torch cannot replace the parameters of a module during a trace, even by
-equal ones. A conversion to another dtype would change the model's weights at the first call, and is refused.
-"""
+Inside :func:`trace_module_conversions` a conversion of a module, such as ``self.router =
+self.router.to(torch.float32)``, has no effect if the module has that dtype already. Torch cannot replace the parameters
+of a module during a trace, even by equal ones. A conversion to another dtype would change the model's weights at the
+first call, and is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
 
 
 @contextmanager
-def numbers_known(
+def trace_concrete_scalars(
     model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
 ) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward may read tensors as numbers (``item``, ``bool``)
@@ -57,11 +57,11 @@ def numbers_known(
     known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
 
     @functools.wraps(forward)
-    def entered(*args: Any, **kwargs: Any) -> Any:
+    def enter(*args: Any, **kwargs: Any) -> Any:
         known.enter(model)
         return forward(*args, **kwargs)
 
-    with mock.patch.dict(model.__dict__, {"forward": entered}), known:
+    with mock.patch.dict(model.__dict__, {"forward": enter}), known:
         yield
 
 
@@ -145,8 +145,8 @@ def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.No
     order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
-        for target in written_by(node):
-            writers.setdefault(memory_of(target), []).append(node)
+        for target in list_written_operands(node):
+            writers.setdefault(find_allocating_node(target), []).append(node)
     needed, left, count = set[fx.Node](), list(wanted), 0
     while left:
         node = left.pop()
@@ -159,7 +159,7 @@ def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.No
         if count > _MOST_NUMBERS:
             return None
         needed.add(node)
-        left += [*node.all_input_nodes, *writers.get(memory_of(node), [])]
+        left += [*node.all_input_nodes, *writers.get(find_allocating_node(node), [])]
     return sorted(needed, key=order.__getitem__)
 
 
@@ -187,7 +187,7 @@ def _is_fixed(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in overload.tags
 
 
-def written_by(node: fx.Node) -> list[fx.Node]:
+def list_written_operands(node: fx.Node) -> list[fx.Node]:
     """Return the operands to which the operator ``node`` writes in place; an empty list if it writes to none."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
@@ -197,7 +197,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [value for value in writes if isinstance(value, fx.Node)]
 
 
-def memory_of(node: fx.Node) -> fx.Node:
+def find_allocating_node(node: fx.Node) -> fx.Node:
     """Return the node that allocated the memory of ``node``, found by following views and results of in-place operators
     to the tensor that they share memory with.
     """
@@ -216,7 +216,9 @@ def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
     """Return whether the operator ``first`` or a later operator in its graph writes in place to memory that one of the
     nodes in ``memory`` allocated."""
     nodes = list(first.graph.nodes)
-    return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
+    return any(
+        find_allocating_node(to) in memory for node in nodes[nodes.index(first) :] for to in list_written_operands(node)
+    )
 
 
 def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
@@ -240,7 +242,7 @@ def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Nod
 
 
 @contextmanager
-def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
+def trace_module_conversions(model: nn.Module, *, double: bool) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward can call ``module.to``, ``module.float`` and
     similar methods if they change neither dtype nor device. A call that would change the dtype or device of a parameter
     or buffer raises :class:`UnsupportedError`.

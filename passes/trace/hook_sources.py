@@ -44,7 +44,7 @@ class HookValue:
     kind: Kind
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
-    def joined(self, other: HookValue) -> HookValue:
+    def join(self, other: HookValue) -> HookValue:
         """Return the origin of a value in a hook's source that is either this value or ``other``, depending on what
         happens when the hook runs, as in ``a if c else b``. The origin of a value says whether it is an argument of
         the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
@@ -69,7 +69,7 @@ class _SideEffect(Exception):
     """Raised if the source of a hook shows that it may change something or return a value. The message says how."""
 
 
-def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
+def describe_hook_effect(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
     """Return a text that says what ``hook`` does or may do besides observing its arguments; ``None`` if it only
     observes, that is, returns ``None`` and changes nothing. The hook is not called; its source is analysed.
 
@@ -82,7 +82,7 @@ def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | 
     return None if returned.kind == "none" else "returns a value, or may return one"
 
 
-def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
+def find_code(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
     """Return two values: the qualified name of the function behind ``hook`` (which may be a partial, a bound method or
     a callable object), and its code object; ``None`` in place of the code if it is not a Python function."""
     function, _, _ = _unwrap_callable(hook)
@@ -98,13 +98,13 @@ def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookV
     named: dict[str, HookValue] = {}
     for _ in range(_MOST_DEPTH):
         if isinstance(called, functools.partial):
-            first = [*map(_of_object, called.args), *first]
-            named = {**{name: _of_object(v) for name, v in called.keywords.items()}, **named}
+            first = [*map(_classify_object, called.args), *first]
+            named = {**{name: _classify_object(v) for name, v in called.keywords.items()}, **named}
             called = called.func
         elif isinstance(called, types.FunctionType) and called.__code__ is _IN_CONTEXT:
             called = called.__wrapped__  # type: ignore[attr-defined]
         elif isinstance(called, types.MethodType):
-            first = [_of_object(called.__self__), *first]
+            first = [_classify_object(called.__self__), *first]
             called = called.__func__
         elif not isinstance(called, types.FunctionType | types.BuiltinFunctionType | type) and isinstance(
             getattr_static(type(called), "__call__", None), types.FunctionType
@@ -120,7 +120,7 @@ _IN_CONTEXT = torch.no_grad()(lambda: None).__code__  # of what ``@torch.no_grad
 _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torch.Size)
 
 
-def _of_object(value: Any) -> HookValue:
+def _classify_object(value: Any) -> HookValue:
     """Return the origin of the existing object ``value``, such as a closure variable of a hook, for the analysis of
     the hook's source. Its kind is "none" for ``None``, "fresh" (as for new values) for a number, text or the like,
     which a hook cannot change, and otherwise "known", with the object itself."""
@@ -171,7 +171,7 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, nn.Module | Tensor | torch.Generator | torch.optim.Optimizer) or acting
 
 
-def _in_place(name: str) -> bool:
+def _is_inplace_name(name: str) -> bool:
     """Return whether a method or function with the name ``name`` writes to its tensor in place or takes part in
     training, such as ``add_`` or ``backward``."""
     return name in _WRITING or name in _TRAINING or (name.endswith("_") and not name.endswith("__"))
@@ -200,7 +200,7 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
     if _set_contains_hashable(function, _HANDING_ON):
         if any(v.kind == "unknown" or any(callable(o) and o not in _ASKING for o in v.objects) for v in values):
             raise _SideEffect(f"calls {name} with what cannot be read")
-        return functools.reduce(HookValue.joined, map(_join_value_elements, values), FRESH)
+        return functools.reduce(HookValue.join, map(_join_value_elements, values), FRESH)
     owner = getattr(function, "__self__", None)
     if isinstance(owner, _CONTAINERS):
         return NONE if name in _FILLING else _join_object_elements(owner)
@@ -208,9 +208,9 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
         return _call_torch(name, home, owner, values, touched)
     if home in ("logging", "warnings", "_warnings"):
         return NONE
-    if home.startswith("numpy") and not _in_place(name) and len(args) <= getattr(function, "nin", len(args)):
+    if home.startswith("numpy") and not _is_inplace_name(name) and len(args) <= getattr(function, "nin", len(args)):
         return GIVEN if touched else FRESH
-    if isinstance(function, types.FunctionType) and _is_own(function):
+    if isinstance(function, types.FunctionType) and _is_user_code(function):
         if depth == _MOST_DEPTH:
             raise _SideEffect(f"calls {name}, which is too deep to be read")
         return _HookReader(function, depth).find_returned_value(args, named)
@@ -237,7 +237,7 @@ def _find_home_module(function: Any) -> str:
     return str(home)
 
 
-def _is_own(function: types.FunctionType) -> bool:
+def _is_user_code(function: types.FunctionType) -> bool:
     """Return whether ``function`` is the user's own code, whose source can be analysed, and not from an installed
     package or from Python."""
     file = function.__code__.co_filename
@@ -262,7 +262,11 @@ def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touch
         if name not in _MODEL_READS:
             raise _SideEffect(f"calls {name} of a module")
         return MODEL
-    if _in_place(name) or home.startswith(_TORCHS_ACTING) or (_is_state(owner) and not isinstance(owner, Tensor)):
+    if (
+        _is_inplace_name(name)
+        or home.startswith(_TORCHS_ACTING)
+        or (_is_state(owner) and not isinstance(owner, Tensor))
+    ):
         raise _SideEffect(f"calls {name}, which may change what it is given")
     return FRESH if name in _MEASURING or not touched else GIVEN
 
@@ -273,7 +277,7 @@ def _join_value_elements(value: HookValue) -> HookValue:
     value, ``None``, or unknown."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
-    return functools.reduce(HookValue.joined, map(_join_object_elements, value.objects))
+    return functools.reduce(HookValue.join, map(_join_object_elements, value.objects))
 
 
 def _join_object_elements(owner: Any) -> HookValue:
@@ -291,7 +295,7 @@ def _join_object_elements(owner: Any) -> HookValue:
         held.append(owner.default_factory())
     if not held or len(held) > _MOST_OBJECTS:
         return UNKNOWN
-    return functools.reduce(HookValue.joined, map(_of_object, held))
+    return functools.reduce(HookValue.join, map(_classify_object, held))
 
 
 # --- one function -----------------------------------------------------------------------------------------------------
@@ -335,12 +339,16 @@ class _HookReader:
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
         defaults |= self.function.__kwdefaults__ or {}
-        bound = {**{n: _of_object(v) for n, v in defaults.items()}, **dict(zip(names, args, strict=False)), **named}
+        bound = {
+            **{n: _classify_object(v) for n, v in defaults.items()},
+            **dict(zip(names, args, strict=False)),
+            **named,
+        }
         for name in (*names, *(a.arg for a in parameters.kwonlyargs)):
             self.names[name] = bound.get(name, UNKNOWN)
         for extra, rest in ((parameters.vararg, args[len(names) :]), (parameters.kwarg, list(named.values()))):
             if extra is not None:
-                self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
+                self.names[extra.arg] = functools.reduce(HookValue.join, rest, FRESH)
 
     def create_side_effect(self, what: str, node: ast.AST) -> _SideEffect:
         """Return the exception that says that the analysed function may change something. ``what``: words for what it
@@ -363,7 +371,7 @@ class _HookReader:
         match node:
             case ast.Return():
                 found = NONE if node.value is None else self.evaluate_node(node.value)
-                self.result = found if self.result is None else self.result.joined(found)
+                self.result = found if self.result is None else self.result.join(found)
             case ast.Assign():
                 found = self.evaluate_node(node.value)
                 for target in node.targets:
@@ -373,9 +381,9 @@ class _HookReader:
                     self.store_value(node.target, self.evaluate_node(node.value))
             case ast.AugAssign():
                 held, added = self.evaluate_node(node.target), self.evaluate_node(node.value)
-                if held.kind not in ("fresh", "none") and not _all_containers(held):
+                if held.kind not in ("fresh", "none") and not _is_existing_container(held):
                     raise self.create_side_effect(f"changes {ast.unparse(node.target)} in place", node)
-                self.store_value(node.target, held.joined(added))
+                self.store_value(node.target, held.join(added))
             case ast.For():
                 self.store_value(node.target, _join_value_elements(self.evaluate_node(node.iter)))
                 self.read_statements([*node.body, *node.orelse])
@@ -430,7 +438,7 @@ class _HookReader:
         match target:
             case ast.Name():
                 held = self.names.get(target.id)
-                self.names[target.id] = found if held is None or held == found else held.joined(found)
+                self.names[target.id] = found if held is None or held == found else held.join(found)
             case ast.Tuple() | ast.List():
                 for part in target.elts:
                     self.store_value(part, _join_value_elements(found))
@@ -493,7 +501,7 @@ class _HookReader:
         found = [self.evaluate_node(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE
-        return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
+        return functools.reduce(HookValue.join, [FRESH if f.kind == "none" else f for f in found])
 
     def evaluate_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
         """Return the origin of the value of the comprehension ``node`` in a hook's source, and record the origin of
@@ -515,12 +523,12 @@ class _HookReader:
         cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
         try:
             if name in cells:
-                return _of_object(cells[name].cell_contents)
+                return _classify_object(cells[name].cell_contents)
         except ValueError:  # not set yet
             return UNKNOWN
         for place in (self.function.__globals__, vars(builtins)):
             if name in place:
-                return _of_object(place[name])
+                return _classify_object(place[name])
         return UNKNOWN
 
     def evaluate_attribute(self, base: HookValue, name: str) -> HookValue:
@@ -536,8 +544,8 @@ class _HookReader:
             elif isinstance(getattr_static(owner, name, property()), property):
                 one = UNKNOWN
             else:
-                one = _of_object(getattr(owner, name))
-            found = one if n == 0 else found.joined(one)
+                one = _classify_object(getattr(owner, name))
+            found = one if n == 0 else found.join(one)
         return found
 
     def evaluate_call(self, node: ast.Call) -> HookValue:
@@ -563,7 +571,7 @@ class _HookReader:
             found = [_evaluate_call(c, list(args), dict(named), self.depth + 1) for c in called.objects]
             if all(f.kind == "none" for f in found):
                 return NONE
-            return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
+            return functools.reduce(HookValue.join, [FRESH if f.kind == "none" else f for f in found])
         except _SideEffect as found_out:
             raise found_out if "(line " in str(found_out) else self.create_side_effect(str(found_out), node) from None
 
@@ -585,7 +593,7 @@ class _HookReader:
             if name in _MODEL_READS or name in _MEASURING:
                 return MODEL
             raise _SideEffect(f"calls {name} of a module")
-        if name in _TRAINING or (base.kind == "given" and _in_place(name)):
+        if name in _TRAINING or (base.kind == "given" and _is_inplace_name(name)):
             raise _SideEffect(f"changes what it is given, or the model ({name})")
         held = _join_held_values([base, *values])
         if base.kind == "fresh" and name in _FILLING:
@@ -609,10 +617,10 @@ def _join_held_values(values: Sequence[HookValue]) -> HookValue:
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
     ]
-    return functools.reduce(HookValue.joined, plain, FRESH)
+    return functools.reduce(HookValue.join, plain, FRESH)
 
 
-def _all_containers(value: HookValue) -> bool:
+def _is_existing_container(value: HookValue) -> bool:
     """Return whether ``value``, a value in a hook's source, is known to be a list, dict, set or deque that exists
     before the hook runs."""
     return value.kind == "known" and all(isinstance(o, _CONTAINERS) for o in value.objects)

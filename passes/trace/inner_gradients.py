@@ -1,7 +1,7 @@
 """Trace gradients that forward itself computes (``torch.autograd.grad``, ``torch.func``) as ordinary operators.
 
 A trace records the operators that forward calls, but none that the autograd engine calls. A force that is the gradient
-of an energy would become a constant without numbers in the graph. Inside :func:`inner_gradients_traced` such a call
+of an energy would become a constant without numbers in the graph. Inside :func:`trace_inner_gradients` such a call
 takes the operators between its inputs and its outputs out of the trace so far, differentiates them, and calls the
 derivative, which is traced like everything else. The derivative consists of operators that can be differentiated again,
 as the backward of the whole model needs.
@@ -41,7 +41,7 @@ _plain_requires_grad_ = Tensor.requires_grad_
 _PLAIN_FLAG: Any = torch._C.TensorBase.requires_grad
 
 
-def _of_reals(function: Callable[..., Any]) -> Callable[..., Any]:
+def _restrict_to_real(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the decomposition ``function`` of an operator, restricted to real tensors: it returns ``NotImplemented``
     for complex ones, because some operators in it have no derivative for them."""
 
@@ -57,7 +57,7 @@ def _of_reals(function: Callable[..., Any]) -> Callable[..., Any]:
 # norms, whose derivatives read a mean and a deviation that torch takes for constants where they are results of one.
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm")
 _SIMPLER: dict[Any, Callable[..., Any]] = {
-    target: _of_reals(function)
+    target: _restrict_to_real(function)
     for target, function in decomposition_table.items()
     if isinstance(target, torch._ops.OpOverload)
     and ("backward" in target._schema.name or target._schema.name.removeprefix("aten::") in _NORMS)
@@ -73,7 +73,7 @@ _UNUSED = (
 
 
 @contextlib.contextmanager
-def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
+def trace_inner_gradients(line: Callable[[], str]) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward itself can compute gradients by
     ``torch.autograd.grad``, ``torch.func`` and ``torch.autograd.functional``. It raises :class:`UnsupportedError` for
     gradients that cannot be traced, such as those inside of ``torch.vmap``.
@@ -89,7 +89,9 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
         mock.patch.object(
             Tensor, "requires_grad", property(_PLAIN_FLAG.__get__, gradients.assign_requires_grad), create=True
         ),
-        mock.patch.object(eager_transforms, "grad_and_value_impl", gradients.refuse_inside_vmap(_grad_and_value)),
+        mock.patch.object(
+            eager_transforms, "grad_and_value_impl", gradients.refuse_inside_vmap(_compute_grad_and_value)
+        ),
         mock.patch.object(eager_transforms, "_vjp_with_argnums", gradients.refuse_inside_vmap(_compute_output_and_vjp)),
         mock.patch.object(eager_transforms, "_jvp_with_argnums", gradients.refuse_inside_vmap(_compute_output_and_jvp)),
         mock.patch.object(eager_transforms, "vmap", gradients.refuse_inside_vmap(_unroll_vmap_rows)),
@@ -114,7 +116,7 @@ class _InnerGradients:
         return ``tensor``. If it begins to require one, the present number of nodes of the traced graph is stored in
         :attr:`begun`, because earlier operators that read the tensor must pass no gradient to it."""
         tracer = _find_active_tracer()
-        node = _node_of(tensor, tracer) if tracer is not None else None
+        node = _get_node(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
             self.begun[node] = len(node.graph.nodes)
         return _plain_requires_grad_(tensor, flag)
@@ -157,7 +159,7 @@ class _InnerGradients:
                 "create_graph=True), which returns them",
             )
         self.check_unmapped()
-        found = _GradientBody.of(tracer, self, [*outputs], [*inputs])
+        found = _GradientBody.extract(tracer, self, [*outputs], [*inputs])
         grads = found.differentiate(tracer, self, [*grad_outputs], create_graph)
         if not allow_unreachable and any(g is None for g in grads):
             raise RuntimeError(_UNUSED)
@@ -204,7 +206,7 @@ class _GradientBody:
     tensors: list[Tensor]  # the outputs themselves
 
     @classmethod
-    def of(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:
+    def extract(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:
         """Return the part of the traced graph between the tensors ``inputs`` and ``outputs``. Raise
         :class:`UnsupportedError` if it has an operator that cannot be computed a second time.
 
@@ -213,7 +215,7 @@ class _GradientBody:
         """
         if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
             raise gradients.create_error("takes the gradient of a GradientEdge", "is supported for tensors only")
-        ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))
+        ends, starts = ([_get_node(x, tracer) for x in tensors] for tensors in (outputs, inputs))
         nodes = list(tracer.graph.nodes)
         place = {node: index for index, node in enumerate(nodes)}
         reached: set[fx.Node] = {n for n in starts if n is not None}
@@ -292,11 +294,11 @@ class _GradientBody:
         grads = [next(results) if n in (*self.given, *self.body) and next(found) else None for n in self.inputs]
         for tensor, node in zip(self.tensors, self.outputs, strict=True):
             if node in self.body:
-                self._read_again(tracer, tensor, next(results))
+                self._redirect_reads(tracer, tensor, next(results))
         return grads
 
     @staticmethod
-    def _read_again(tracer: Any, tensor: Tensor, again: Tensor) -> None:
+    def _redirect_reads(tracer: Any, tensor: Tensor, again: Tensor) -> None:
         """Change the trace so that operators that are recorded from now on and use ``tensor`` read the node of
         ``again`` instead. ``again``: a traced tensor with equal values. ``tracer``: torch's object that records the
         traced operators.
@@ -313,7 +315,7 @@ def _find_active_tracer() -> Any:
     return None if mode is None else mode.tracer
 
 
-def _node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
+def _get_node(tensor: Tensor, tracer: Any) -> fx.Node | None:
     """Return the graph node of ``tensor`` in the trace that ``tracer`` records; ``None`` if the tensor is not in the
     trace."""
     slot: Any = get_proxy_slot(tensor, tracer, None)
@@ -470,7 +472,7 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
                 )
 
 
-def _gradient_of_input(
+def _decompose_convolution_backward(
     grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *how: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | Any:
     """Decompose ``convolution_backward`` into a transposed convolution if only the gradient of the input is wanted.
@@ -495,11 +497,11 @@ def _gradient_of_input(
     return made, None, None
 
 
-_SIMPLER[aten.convolution_backward.default] = _gradient_of_input
+_SIMPLER[aten.convolution_backward.default] = _decompose_convolution_backward
 
 
 # --- torch.func -------------------------------------------------------------------------------------------------------
-def _grad_and_value(
+def _compute_grad_and_value(
     func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Compute ``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)`` by ``torch.autograd.grad``, which
@@ -514,7 +516,9 @@ def _grad_and_value(
         if not isinstance(output, Tensor) or output.dim():
             raise RuntimeError("grad(f)(*args): expected f(*args) to return a scalar tensor")
         leaves, spec = pytree.tree_flatten(chosen)
-        grads = _zeros_for_none(torch.autograd.grad(output, leaves, create_graph=True, allow_unused=True), leaves)
+        grads = _replace_none_by_zeros(
+            torch.autograd.grad(output, leaves, create_graph=True, allow_unused=True), leaves
+        )
     return pytree.tree_unflatten(grads, spec), (output, aux) if has_aux else output
 
 
@@ -538,7 +542,7 @@ def _compute_output_and_vjp(
         given = pytree.tree_leaves(cotangents)
         with torch.enable_grad():
             grads = torch.autograd.grad(ends, leaves, given, create_graph=True, allow_unused=True)
-        return pytree.tree_unflatten(_zeros_for_none(grads, leaves), spec)
+        return pytree.tree_unflatten(_replace_none_by_zeros(grads, leaves), spec)
 
     return (output, pull_back, aux) if has_aux else (output, pull_back)
 
@@ -559,7 +563,7 @@ def _compute_output_and_jvp(
         seeds = [torch.zeros_like(end).requires_grad_() for end in ends]
         grads = pytree.tree_leaves(pull_back(pytree.tree_unflatten(seeds, spec)))
         moved = torch.autograd.grad(grads, seeds, pytree.tree_leaves(tangents), create_graph=True, allow_unused=True)
-    return (output, pytree.tree_unflatten(_zeros_for_none(moved, seeds), spec), *aux)
+    return (output, pytree.tree_unflatten(_replace_none_by_zeros(moved, seeds), spec), *aux)
 
 
 def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
@@ -567,7 +571,7 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
     along dim 0 of its arguments, and stacks the results along ``out_dims``. ``torch.func`` computes Jacobians with it.
     ``in_dims`` is not used; ``torch.func`` passes 0."""
 
-    def mapped(*args: Any) -> Any:
+    def call_per_row(*args: Any) -> Any:
         """Call the function that was given to ``torch.vmap`` once for each index along dim 0 of the tensors in
         ``args``, and return its results, stacked."""
         leaves, spec = pytree.tree_flatten(args)
@@ -577,7 +581,7 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
             [torch.stack(same, out_dims) for same in zip(*(found for found, _ in parts), strict=True)], parts[0][1]
         )
 
-    return mapped
+    return call_per_row
 
 
 def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
@@ -602,7 +606,7 @@ def _make_separate_tensor(value: Any) -> Any:
     return aten.alias.default(value) if value.requires_grad else value.detach().requires_grad_()
 
 
-def _zeros_for_none(grads: Sequence[Tensor | None], of: Sequence[Tensor]) -> list[Tensor]:
+def _replace_none_by_zeros(grads: Sequence[Tensor | None], of: Sequence[Tensor]) -> list[Tensor]:
     """Return ``grads`` with each ``None`` replaced by zeros in the shape of the tensor at the same position of
     ``of``."""
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, of, strict=True)]

@@ -34,18 +34,18 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from partitioner.passes.trace.autocast import autocast_on
+from partitioner.passes.trace.autocast import get_autocast_region
 from partitioner.passes.trace.layer_equality import (
     ModuleGroup,
+    NotEquivalent,
     ParkedParameterError,
     ParkedParameters,
-    Unlike,
-    Unread,
+    UnreadableAttribute,
     build_value_key,
+    describe_module_state,
     find_equal_layers,
     has_call_hooks,
     is_simple,
-    state_of,
     tensor_spec,
 )
 
@@ -80,7 +80,7 @@ class Journal(TorchFunctionMode):
         result. ``types`` is not used."""
         kwargs = kwargs or {}
         asked = self._build_argument_key(args), self._build_argument_key(kwargs)
-        self.needs_trace |= autocast_on() is not None
+        self.needs_trace |= get_autocast_region() is not None
         result = func(*args, **kwargs)
         self.entries.append((func, *asked, self._record_result_places(result)))
         return result
@@ -237,7 +237,7 @@ class _CallMemo:
 
 
 @dataclass
-class Repeats:
+class LayerRepeats:
     """Groups of modules of equal structure, such as decoder layers, and what one trace found out about their calls.
     Only the first calls are traced; each other call becomes one operator ``partition::layer``.
 
@@ -255,12 +255,12 @@ class Repeats:
     _beside: bool = False  # whether one of them is not in the graph
 
     @classmethod
-    def of(cls, model: nn.Module) -> Repeats:
-        """Return a :class:`Repeats`, to be used for one trace of ``model``, with the groups of equal modules of the
-        model, such as its layers, of which only one needs to be traced."""
+    def find(cls, model: nn.Module) -> LayerRepeats:
+        """Return a :class:`LayerRepeats`, to be used for one trace of ``model``, with the groups of equal modules of
+        the model, such as its layers, of which only one needs to be traced."""
         return cls(find_equal_layers(model, _LEAST))
 
-    def put_away(self, model: nn.Module) -> Repeats:
+    def select_parked_parameters(self, model: nn.Module) -> LayerRepeats:
         """Select the parameters of ``model`` that are removed during the trace, which makes it faster: the parameters
         of modules whose calls will not be run, because an equal module is called before. Return self.
 
@@ -272,17 +272,17 @@ class Repeats:
             # the first call may be of another kind: its input needs no gradient
             for module, name in list(zip(group.members, group.names, strict=True))[_SHOWN + 1 :]:
                 if not any(name.startswith(other + ".") for other in outer):
-                    self.away.put(module, name, group.members[0])
+                    self.away.select(module, name, group.members[0])
         return self
 
-    def without(self, refused: Sequence[ModuleGroup]) -> Repeats:
-        """Return a :class:`Repeats` for a new trace of the model, with the groups of equal modules of this one except
-        those in ``refused``, whose calls are then all traced. It knows nothing of calls yet."""
+    def exclude(self, refused: Sequence[ModuleGroup]) -> LayerRepeats:
+        """Return a :class:`LayerRepeats` for a new trace of the model, with the groups of equal modules of this one
+        except those in ``refused``, whose calls are then all traced. It knows nothing of calls yet."""
         names = {group.names for group in refused}
-        return Repeats([g for g in self.groups if g.names not in names])
+        return LayerRepeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Add a group of equal modules to :attr:`refused`, so that every call of its modules is traced in the next
+        """Add a group of equal modules to :attr:`make_refusal`, so that every call of its modules is traced in the next
         trace. ``number``: the number of a group of equal calls; the modules that these calls run are in the group that
         is added.
         """
@@ -291,7 +291,7 @@ class Repeats:
                 self.refused.append(self.groups[group])
 
     @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
+    def trace(self) -> Iterator[None]:
         """Return a context for a trace of the model, in which the first call of a module in a group of equal modules is
         traced, and each later one becomes one operator ``partition::layer``. The second call is run as well, to compare
         it with the first."""
@@ -303,12 +303,12 @@ class Repeats:
                     run = functools.partial(self._run_or_reuse_call, index, module, module.forward)
                     module.__dict__["forward"] = run
             if self.away is not None and root is not None:
-                root.__dict__["forward"] = functools.wraps(root.forward)(self.away.watched(root.forward))
-                self.away.close()
+                root.__dict__["forward"] = functools.wraps(root.forward)(self.away.guard_reads(root.forward))
+                self.away.remove_selected()
             yield
         finally:
             if self.away is not None and root is not None:
-                self.away.open()
+                self.away.restore()
                 root.__dict__.pop("forward", None)
                 if before is not None:
                     root.__dict__["forward"] = before
@@ -329,11 +329,11 @@ class Repeats:
         an operator cannot represent, always run ``forward``.
         """
         if self.away is not None and id(module) in self.away.names:
-            return self._stand_in(self.away, index, module, args, kwargs)
+            return self._append_layer_operator(self.away, index, module, args, kwargs)
         again = id(module) in self._called
         self._called.add(id(module))
         with torch._C.DisableTorchFunction():  # the tracer's, which sees every look at a tensor
-            call = None if again else _RepeatedCall.of(module, self.groups[index].own, args, kwargs)
+            call = None if again else _RepeatedCall.describe(module, self.groups[index].own, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)
         memo = self.memos.setdefault((index, call.key), _CallMemo(next(_numbers)))
@@ -372,8 +372,8 @@ class Repeats:
         """Run one of the first two of several equal module calls; comparing them shows what the other calls compute.
         Return its output and a list of its result tensors that are in the graph (empty if the call was not traced). The
         list is ``None`` if this is the first call and all calls must be traced, because it has an effect or a result,
-        such as a write to an argument or a view of one, that one operator cannot represent. Raise :class:`Unlike` if
-        the second call differs from the first.
+        such as a write to an argument or a view of one, that one operator cannot represent. Raise
+        :class:`NotEquivalent` if the second call differs from the first.
 
         Args:
             memo: what is known of these equal calls; it is updated.
@@ -392,9 +392,9 @@ class Repeats:
         try:
             with torch._C.DisableTorchFunction():
                 results = _record_call_results(memo, call, output)
-            if before != after or set_anew or not call.unchanged():
-                raise Unlike("a call changes what it is given")
-        except Unlike:
+            if before != after or set_anew or not call.is_unchanged():
+                raise NotEquivalent("a call changes what it is given")
+        except NotEquivalent:
             if memo.shown:
                 raise
             return output, None
@@ -405,8 +405,8 @@ class Repeats:
         the graph.
 
         The first call is traced. The second runs outside of the graph, only to compare the torch functions that it
-        calls with those of the first; :class:`Unlike` is raised if they differ. It is traced as well if these functions
-        do not show what it computes, because sizes depend on data or autocast is on.
+        calls with those of the first; :class:`NotEquivalent` is raised if they differ. It is traced as well if these
+        functions do not show what it computes, because sizes depend on data or autocast is on.
 
         Args:
             memo: what is known of these equal calls.
@@ -429,7 +429,7 @@ class Repeats:
         finally:
             self._beside = beside
         if journal.entries != first.entries:
-            raise Unlike("two calls ask different things of torch")
+            raise NotEquivalent("two calls ask different things of torch")
         return output, False
 
     @contextlib.contextmanager
@@ -444,7 +444,9 @@ class Repeats:
         finally:
             self._journals.pop()
 
-    def _stand_in(self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _append_layer_operator(
+        self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         """Append an operator ``partition::layer`` to the graph in place of a call of ``module``, whose parameters are
         removed, and return the output of the call. Raise :class:`ParkedParameterError` if no equal call was run before.
 
@@ -456,7 +458,7 @@ class Repeats:
         lent = away.lend(module)
         try:
             with torch._C.DisableTorchFunction():
-                call = None if again else _RepeatedCall.of(module, self.groups[index].own, args, kwargs)
+                call = None if again else _RepeatedCall.describe(module, self.groups[index].own, args, kwargs)
         finally:
             away.take_back(lent)
         memo = self.memos.get((index, call.key)) if call is not None else None
@@ -473,11 +475,11 @@ class Repeats:
 @contextlib.contextmanager
 def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
     """Return a context in which reading an attribute of ``module`` that differs between equal modules raises
-    :class:`Unlike`. ``own``: these attributes as (path of a submodule of ``module``, attribute name)."""
+    :class:`NotEquivalent`. ``own``: these attributes as (path of a submodule of ``module``, attribute name)."""
     kept = [(vars(module.get_submodule(path)), name) for path, name in own]
     values = [held[name] for held, name in kept]
     for held, name in kept:
-        held[name] = Unread(held[name])
+        held[name] = UnreadableAttribute(held[name])
     try:
         yield
     finally:
@@ -502,7 +504,9 @@ class _RepeatedCall:
     given: Any
 
     @classmethod
-    def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _RepeatedCall | None:
+    def describe(
+        cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any
+    ) -> _RepeatedCall | None:
         """Return the description of a call of ``module`` with ``args`` and ``kwargs``: the tensors that it reads and a
         key for comparison with other calls. Return ``None`` if the call may depend on more than the key contains, such
         as hooks or objects.
@@ -531,18 +535,18 @@ class _RepeatedCall:
         ]
         texts: dict[tuple[str, str], Any] = {}
         key = (
-            state_of(module, texts),
+            describe_module_state(module, texts),
             tuple([(place, type(text), text) for place, text in texts.items() if place not in own]),
             repr(tree),
             tuple([isinstance(leaf, Tensor) for leaf in leaves]),
             tuple([(type(p), repr(p)) for p in plain]),
             tuple(specs),
             torch.get_default_dtype(),
-            autocast_on(),
+            get_autocast_region(),
         )
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether this module call, which has been run, wrote to none of the tensors, lists and dictionaries
         that it read or was given."""
         leaves = pytree.tree_leaves(self.given)
@@ -554,7 +558,7 @@ def _read_module_state(module: nn.Module) -> Any:
     """Return a hashable value that describes ``module``, to detect whether a call changes it: its submodules,
     attributes, and shapes and flags of its tensors."""
     with torch._C.DisableTorchFunction():
-        return state_of(module)
+        return describe_module_state(module)
 
 
 def _list_module_buffers(module: nn.Module) -> list[Tensor | None]:
@@ -573,9 +577,8 @@ def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> l
     """Store the structure of ``output``, the result of the module call ``call``, in ``memo``, which describes equal
     calls. Return a list of the tensors in the output that the call made.
 
-    Raise :class:`Unlike` if the output contains a view of an operand or an object that is not a plain value, or differs
-    from the output of the first equal call.
-    """
+    Raise :class:`NotEquivalent` if the output contains a view of an operand or an object that is not a plain value, or
+    differs from the output of the first equal call."""
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []
     leaves: list[tuple[str, Any]] = []
@@ -588,20 +591,20 @@ def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> l
         elif isinstance(value, Tensor):
             floating = value.dtype.is_floating_point or value.dtype.is_complex
             if _identify_storage(value) in stored or value.requires_grad != (trains and floating):
-                raise Unlike("a result is a view, or takes no gradient")
+                raise NotEquivalent("a result is a view, or takes no gradient")
             stored.add(_identify_storage(value))
             leaves.append(("made", len(results)))
             results.append(value)
         elif is_simple(value):
             leaves.append(("plain", (type(value), value)))
         else:
-            raise Unlike(f"a result is a {type(value).__name__}")
+            raise NotEquivalent(f"a result is a {type(value).__name__}")
     if not results:
-        raise Unlike("nothing is made")
+        raise NotEquivalent("nothing is made")
     specs: list[Spec] = [(tuple(r.shape), r.stride(), r.dtype) for r in results]
     known = (tuple(leaves), tree, specs)
     if memo.shown and known != (memo.leaves, memo.tree, _made_by[memo.number]):
-        raise Unlike("calls differ in what they return")
+        raise NotEquivalent("calls differ in what they return")
     memo.leaves, memo.tree, _made_by[memo.number] = known
     return results
 

@@ -26,7 +26,7 @@ from partitioner.passes.ir.linearity import NOT_LINEAR, AffinePart, NotAffine, f
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.rules import has_rule
 
-__all__ = ["ASKS_NUMBERS", "NotAffine", "Transposed", "transpose_backward"]
+__all__ = ["ASKS_NUMBERS", "NotAffine", "TransposedBackward", "transpose_backward"]
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 
 
 @dataclass(frozen=True)
-class Transposed:
+class TransposedBackward:
     """The transpose of a ``backward`` function. ``backward(g) = B g + c`` maps gradients ``g`` of another function's
     results to gradients of its inputs; ``B`` is a matrix, and ``c`` does not depend on ``g``. The transpose multiplies
     changes (tangents) of the inputs by the transpose of ``B``, which gives changes of the results.
@@ -65,7 +65,7 @@ class Transposed:
 
 def transpose_backward(
     backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
-) -> Transposed:
+) -> TransposedBackward:
     """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose, a
     linear map from changes (tangents) of the inputs to changes of the results. Raise :class:`NotAffine` if ``backward``
     is not a linear function of the gradients plus a part that does not depend on them.
@@ -75,7 +75,7 @@ def transpose_backward(
     """
     seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
     changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-    traced = _Traced.of(backward, seeds)
+    traced = _TracedBackward.trace(backward, seeds)
     if some:
         _check_none_is_zero(backward, seeds, traced)
     made, held = _trace_functional_graph(
@@ -84,12 +84,12 @@ def transpose_backward(
     _drop_seeds(made, len(seeds))
     output: Any = made.graph.output_node().args[0]
     given = [n for n in made.graph.nodes if n.op == "placeholder"][: len(changes)]
-    complete = not traced.constant and all(_read_by(node).issuperset(given) for node in output)
-    return Transposed(made, held, len(seeds), traced.constant, complete)
+    complete = not traced.constant_results and all(_collect_read_nodes(node).issuperset(given) for node in output)
+    return TransposedBackward(made, held, len(seeds), traced.constant_results, complete)
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TracedBackward:
     """The graph, without in-place operators, of a ``backward`` function, which maps gradients of results to gradients
     of inputs.
 
@@ -105,7 +105,7 @@ class _Traced:
     parts: Mapping[fx.Node, AffinePart]
 
     @classmethod
-    def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
+    def trace(cls, backward: Backward, seeds: Sequence[Tensor]) -> _TracedBackward:
         """Return the graph of the function ``backward``. ``seeds``: tensors of the shapes and dtypes of the incoming
         gradients. Raise :class:`NotAffine` if ``backward`` reads values of tensors as numbers, has side effects, or is
         not a linear function of the gradients plus a part that does not depend on them."""
@@ -128,7 +128,7 @@ class _Traced:
         return cls(graph, given, held, results, find_affine_parts(graph, given, zeros))
 
     @property
-    def constant(self) -> tuple[int, ...]:
+    def constant_results(self) -> tuple[int, ...]:
         """Return the indices, among the gradients that the traced ``backward`` function returns, of those that have
         a part which does not depend on the incoming gradients."""
         return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
@@ -136,7 +136,7 @@ class _Traced:
     def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
         """Multiply ``changes``, one tensor for each input of a function, by the transpose of the matrix ``B`` of its
         ``backward``, which computes ``backward(g) = B g + c``. Return a list of the products, one for each result of
-        the function; then, for each index in :attr:`constant`, the part ``c`` of the gradient of this input.
+        the function; then, for each index in :attr:`constant_results`, the part ``c`` of the gradient of this input.
 
         ``seeds``: tensors of the shapes and dtypes of the incoming gradients ``g``.
         """
@@ -155,11 +155,11 @@ class _Traced:
             except (RuntimeError, NotImplementedError) as error:
                 raise NotAffine(f"cannot be transposed ({error})", "write it with plain operators") from error
         linear = [_make_zeros_like(g) if m is None else m for g, m in zip(grads, moved, strict=True)]
-        start = _AtZero(self.parts, env)
-        return [*linear, *(start.value(self.results[i]) for i in self.constant)]
+        start = _ZeroGradientValues(self.parts, env)
+        return [*linear, *(start.get_value(self.results[i]) for i in self.constant_results)]
 
 
-def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Traced) -> None:
+def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _TracedBackward) -> None:
     """Raise :class:`NotAffine` if ``backward`` computes something else for a gradient ``None`` than for a gradient of
     zero.
 
@@ -171,30 +171,30 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
         raise NotAffine("gets None for some of several gradients", _MATERIALIZE)
     for given in itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in numbers[1:]):
 
-        def partly(*grads: Tensor, given: Sequence[int] = given) -> Sequence[Tensor | None]:
+        def is_partly_none(*grads: Tensor, given: Sequence[int] = given) -> Sequence[Tensor | None]:
             by_place = dict(zip(given, grads, strict=True))
             return backward(*(by_place.get(k) for k in numbers))
 
         try:
-            part = _Traced.of(partly, [seeds[k] for k in given])
+            part = _TracedBackward.trace(is_partly_none, [seeds[k] for k in given])
         except NotAffine:
             raise
         except Exception:  # the model's own: no step has None there
             continue
-        names = _Expressions()
+        names = _ExpressionNumbers()
         zeros = [n for k, n in enumerate(whole.seeds) if k not in given]
-        if names.of(part, given, ()) != names.of(whole, numbers, zeros):
+        if names.number_results(part, given, ()) != names.number_results(whole, numbers, zeros):
             raise NotAffine("treats gradients that are None differently from zero", _MATERIALIZE)
 
 
-class _Expressions:
+class _ExpressionNumbers:
     """Gives the values of graph nodes integer identifiers, which are equal for values that equal operators compute from
     equal operands. ``numbers``: key of a computation -> its identifier."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
 
-    def of(self, traced: _Traced, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
+    def number_results(self, traced: _TracedBackward, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
         """Return a list with an identifier for each result of ``traced``, the graph of a ``backward`` function.
         Identifiers are equal for equal computations; ``None`` stands for a result of zero.
 
@@ -208,7 +208,7 @@ class _Expressions:
         for node in traced.graph.nodes:
             if node.op == "output":
                 continue
-            other = _other_addend(node, parts)
+            other = _find_other_addend(node, parts)
             if parts[node].zero:
                 env[node] = None
             elif other is not None:
@@ -221,7 +221,7 @@ class _Expressions:
         return [None if n is None else env[n] for n in traced.results]
 
 
-class _AtZero:
+class _ZeroGradientValues:
     """Computes the values that nodes in the graph of a ``backward`` function have if all incoming gradients are zero.
 
     ``parts``: for each node, whether its value depends on the incoming gradients, and whether it is zero if they are.
@@ -233,7 +233,7 @@ class _AtZero:
         self.parts = parts
         self.known = {n: value for n, value in env.items() if not parts[n].depends}
 
-    def value(self, node: fx.Node | None) -> Any:
+    def get_value(self, node: fx.Node | None) -> Any:
         """Return the value that ``node``, a node of the graph of a ``backward`` function, has if all incoming gradients
         are zero. ``node`` must not be ``None``."""
         assert node is not None
@@ -250,20 +250,20 @@ class _AtZero:
         """Run the operator ``node`` of the graph of a ``backward`` function on the values that its operands have if all
         incoming gradients are zero, and return its value. A sum whose other operand is then zero is not run; the value
         of its remaining operand is returned."""
-        other = _other_addend(node, self.parts)
+        other = _find_other_addend(node, self.parts)
         if other is not None:
-            return self.value(other)
+            return self.get_value(other)
         with torch.no_grad():
-            return _run_node_target(node, self.value)
+            return _run_node_target(node, self.get_value)
 
 
-def _is_known(tensor: Tensor) -> bool:
+def _has_values(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has real values: it is neither fake nor on the meta device."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def _is_number(tensor: Tensor) -> bool:
-    return _is_known(tensor) and tensor.dim() == 0
+    return _has_values(tensor) and tensor.dim() == 0
 
 
 def _read_tensor_numbers(tensor: Tensor) -> Any:
@@ -273,7 +273,7 @@ def _read_tensor_numbers(tensor: Tensor) -> Any:
 
 def _is_zero(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has real values and all of them are zero."""
-    if not _is_known(tensor):
+    if not _has_values(tensor):
         return False
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return not tensor.any()
@@ -283,7 +283,7 @@ def _make_zeros_like(value: Tensor) -> Tensor:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
-def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
+def _find_other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
     """Return the operand that is equal to the sum ``node`` if the incoming gradients of a ``backward`` function are
     zero, because the other operand is then zero. Return ``None`` if ``node`` is no such sum, or if the operand has
     another shape or dtype than the sum.
@@ -328,14 +328,16 @@ def _trace_functional_graph(
     def run(*given: Tensor) -> Any:
         held = dict(zip(tensors, given[len(arguments) :], strict=True))
         held |= {name: torch.full((), value, dtype=dtype) for name, (value, dtype) in numbers.items()}
-        return _KeepingValues(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
+        return _ConstantInterpreter(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
 
     functional = torch.func.functionalize(run, remove="mutations")
-    return make_fx(functional, _spelled_out(), tracing_mode="real")(*arguments, *tensors.values()), [*tensors.values()]
+    return make_fx(functional, _list_backward_decompositions(), tracing_mode="real")(*arguments, *tensors.values()), [
+        *tensors.values()
+    ]
 
 
 @cache
-def _spelled_out() -> dict[Any, Callable[..., Any]]:
+def _list_backward_decompositions() -> dict[Any, Callable[..., Any]]:
     """Return a dict: backward operator -> decomposition, a function that computes it with simpler operators. It has
     each backward operator that torch can decompose and that has no sharding rule, and ``convolution_backward``."""
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
@@ -377,7 +379,7 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
     return made, None, None
 
 
-class _KeepingValues(fx.Interpreter):
+class _ConstantInterpreter(fx.Interpreter):
     """Runs a graph, ``module``, in which constants (``get_attr`` nodes) are read from the dict ``held``, name ->
     tensor, instead of from the module."""
 
@@ -443,7 +445,7 @@ def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
     made.recompile()
 
 
-def _read_by(node: fx.Node) -> set[fx.Node]:
+def _collect_read_nodes(node: fx.Node) -> set[fx.Node]:
     """Return all nodes that ``node`` depends on, including itself."""
     seen = {node}
     waiting = [node]

@@ -29,7 +29,7 @@ from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.ir.serialize import block_from_data, target_of
 from partitioner.passes.ops.attention import Band, make_band
 from partitioner.passes.ops.scored_attention import get_prefix_band
-from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
+from partitioner.passes.shard.differentiate import BlockDerivatives, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.storage import give_back, share_memory
 from partitioner.runtime.compile.inductor import find_cache, import_compiler
@@ -86,7 +86,7 @@ class SharedDerivatives:
                 f"{folder} cannot be used for graphs: {foreign}; name a folder to which only you can write"
             )
 
-    def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
+    def get(self, key: tuple[Any, ...], make: Callable[[], BlockDerivatives]) -> BlockDerivatives:
         """Return the forward and backward graphs of a block, from the folder if another process has stored them.
 
         ``key``: a tuple that identifies the block and the gradients that it needs. The first process that calls this
@@ -105,7 +105,7 @@ class SharedDerivatives:
         with self.files.hold_lock(name):
             return self._read_or_make(name, make)
 
-    def _read_or_make(self, name: str, make: Callable[[], Differentiated]) -> Differentiated:
+    def _read_or_make(self, name: str, make: Callable[[], BlockDerivatives]) -> BlockDerivatives:
         """Return the graphs that are stored under ``name``, or call ``make`` and store its result. The caller holds the
         lock.
         """
@@ -115,7 +115,7 @@ class SharedDerivatives:
             self.files.write(name, pickle.dumps(_to_data(found)))
         return found
 
-    def _read(self, name: str) -> Differentiated | None:
+    def _read(self, name: str) -> BlockDerivatives | None:
         """Return the graphs that are stored under ``name``; ``None`` if there are none, or they are damaged."""
         content = self.files.read(name)
         try:
@@ -125,7 +125,7 @@ class SharedDerivatives:
             return None
 
 
-def _to_data(made: Differentiated) -> dict[str, Any]:
+def _to_data(made: BlockDerivatives) -> dict[str, Any]:
     """Return ``made``, the forward and backward graphs of a block, as a dict of plain data that can be pickled: field
     name -> value, with each graph as a list of tuples, one for each node. :func:`_from_data` reads it.
     """
@@ -138,11 +138,11 @@ def _to_data(made: Differentiated) -> dict[str, Any]:
     return {"pieces": pieces, "values": {n: v for n, v in values.items() if n not in pieces}}
 
 
-def _from_data(data: dict[str, Any]) -> Differentiated:
+def _from_data(data: dict[str, Any]) -> BlockDerivatives:
     pieces: dict[str, Any] = {
         name: JointSubgraph(_nodes_to_graph(nodes), *named) for name, (nodes, *named) in data["pieces"].items()
     }
-    return Differentiated(**pieces, **data["values"])
+    return BlockDerivatives(**pieces, **data["values"])
 
 
 class _Node(str):
@@ -227,7 +227,7 @@ class Library:
         self._shared = None if shared is None else SharedDerivatives(shared, self.backend == "inductor")
         self._segments: dict[tuple[str, GradientNeeds | None, str, int], Segment | FixedSegment] = {}
         self._blocks: dict[str, Block] = {}
-        self._derivatives: dict[tuple[str, GradientNeeds], Differentiated] = {}
+        self._derivatives: dict[tuple[str, GradientNeeds], BlockDerivatives] = {}
 
     def block(self, name: str) -> Block:
         """Return the block (piece of the model, such as a layer) called ``name``, with its FX graph."""
@@ -237,7 +237,7 @@ class Library:
                 self._blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
             return self._blocks[name]
 
-    def differentiated(self, name: str, needs: GradientNeeds) -> Differentiated:
+    def differentiated(self, name: str, needs: GradientNeeds) -> BlockDerivatives:
         """Return the forward and backward graphs of a block (a piece of the model, such as a layer); they are traced
         once.
 
@@ -260,7 +260,7 @@ class Library:
         version = _FORMAT, torch.__version__, torch.version.git_version, _hash_passes()
         return name, needs, graph, str(self.device), *version
 
-    def _differentiate(self, name: str, needs: GradientNeeds) -> Differentiated:
+    def _differentiate(self, name: str, needs: GradientNeeds) -> BlockDerivatives:
         """Trace the forward and backward graphs of a block (a piece of the model, such as a layer), and return them.
 
         ``name``: the block's name. ``needs``: which gradients backward computes.
@@ -687,7 +687,7 @@ def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple
     return graph, 0
 
 
-_PIECES: dict[str, Callable[[Differentiated], tuple[fx.Graph, int]]] = {
+_PIECES: dict[str, Callable[[BlockDerivatives], tuple[fx.Graph, int]]] = {
     "forward": lambda d: _select_whole_piece(d.forward),
     "outputs": lambda d: _select_outputs(d.forward, 0, d.num_outputs),
     "saved": lambda d: _select_outputs(d.forward, d.num_outputs, None),

@@ -22,7 +22,13 @@ from partitioner.passes.ir.model import Block, TensorSpec
 from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
 from partitioner.passes.ir.verify import GraphError, check_block
 from partitioner.passes.padding.resize import JointShapes
-from partitioner.passes.shard.differentiate import CollectiveUse, Differentiated, JointGraph, collectives_of, joint_of
+from partitioner.passes.shard.differentiate import (
+    BlockDerivatives,
+    CollectiveUse,
+    JointGraph,
+    build_joint_graph,
+    list_collectives,
+)
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import wire_share
 from partitioner.runtime.program.instructions import Listing
@@ -275,7 +281,7 @@ class ProgramFacts:
             tuple(v in self.flow.values for v in call.outputs),
         )
 
-    def differentiated(self, call: CallData, slim: bool = False) -> Differentiated:
+    def differentiated(self, call: CallData, slim: bool = False) -> BlockDerivatives:
         """Return the forward and backward graphs of ``call``, an execution of a block (a piece of the model), for
         analysis. ``slim``: whether backward recomputes the nodes that the block lists as cheap."""
         fused = self.program.fused_attention
@@ -292,7 +298,7 @@ class ProgramFacts:
         call = self.call(place)
         gives, adds = self.flow.inputs[index], self.flow.states[index]
         if not (gives or adds):
-            forward = tuple(collectives_of(self.blocks[call.block].graph))
+            forward = tuple(list_collectives(self.blocks[call.block].graph))
             return CallFacts(call, (), (), (), forward)
         stage = self.program.stages[place[0]]
         recomputed, slim = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
@@ -309,10 +315,10 @@ class ProgramFacts:
             takes=tuple(v for v in call.outputs if v in self.flow.values),
             gives=gives,
             adds=adds,
-            forward=tuple(collectives_of(pieces.forward.graph)),
-            backward=tuple(collectives_of(pieces.backward.graph)),
-            input_backward=tuple(collectives_of(pieces.backward_input.graph)),
-            weight_backward=tuple(collectives_of(pieces.backward_weight.graph)),
+            forward=tuple(list_collectives(pieces.forward.graph)),
+            backward=tuple(list_collectives(pieces.backward.graph)),
+            input_backward=tuple(list_collectives(pieces.backward_input.graph)),
+            weight_backward=tuple(list_collectives(pieces.backward_weight.graph)),
             keeps=keeps,
             moves=tuple(v for v in keeps if v not in staying),
             kept_bytes=0 if recomputed else kept_bytes,
@@ -324,7 +330,7 @@ class ProgramFacts:
         )
 
 
-def _list_saved_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+def _list_saved_tensors(block: Block, call: CallData, pieces: BlockDerivatives) -> tuple[tuple[str, ...], int]:
     """Return two values for one execution of a block: the names of its inputs and outputs that are saved for backward,
     and the bytes of all other saved tensors.
 
@@ -334,7 +340,7 @@ def _list_saved_tensors(block: Block, call: CallData, pieces: Differentiated) ->
     return _memory_of(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
 
 
-def _list_carried_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+def _list_carried_tensors(block: Block, call: CallData, pieces: BlockDerivatives) -> tuple[tuple[str, ...], int]:
     """Return what the weight half of the backward of one execution of a block reads: the names of inputs and outputs of
     the execution, and the bytes of other tensors.
 
@@ -345,7 +351,7 @@ def _list_carried_tensors(block: Block, call: CallData, pieces: Differentiated) 
 
 
 def _memory_of(
-    block: Block, call: CallData, pieces: Differentiated, nodes: Iterable[Node]
+    block: Block, call: CallData, pieces: BlockDerivatives, nodes: Iterable[Node]
 ) -> tuple[tuple[str, ...], int]:
     """Return two values for one execution of a block: the names of those of its inputs and outputs that are among
     ``nodes``, and the bytes of the storages of the other nodes.
@@ -362,7 +368,7 @@ def _memory_of(
     return values, sum(v.untyped_storage().nbytes() for s, v in found.items() if s not in named and s not in held)
 
 
-def _list_forward_results(pieces: Differentiated) -> tuple[Node, ...]:
+def _list_forward_results(pieces: BlockDerivatives) -> tuple[Node, ...]:
     """Return the result nodes of the forward graph in ``pieces``, the forward and backward graphs of a block: first the
     block's outputs, then the tensors saved for backward.
     """
@@ -386,7 +392,7 @@ def load_block(program: Program, name: str) -> Block:
 
 def differentiate_for_cpu(
     program: Program, name: str, *needs: Flags, slim: bool = False, fused: bool = False, only_analysed: bool = False
-) -> Differentiated:
+) -> BlockDerivatives:
     """Return the forward and backward graphs of a block (a piece of the model), traced with the operators of a CPU.
 
     The result is cached for the process and must not be modified. ``name``: the block's name. ``needs``: three tuples
@@ -451,7 +457,7 @@ def _differentiate_block(
     fused: bool,
     only_analysed: bool,
     *needs: Flags,
-) -> Differentiated:
+) -> BlockDerivatives:
     """Return the forward and backward graphs of a block (a piece of the model); cached for equal arguments.
 
     ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
@@ -495,4 +501,4 @@ def _trace_joint_graph(
     ``fused``: whether attention is traced as a fused kernel. ``needs``: three tuples of flags: which inputs need a
     gradient, which states need one, and which outputs have one.
     """
-    return joint_of(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)
+    return build_joint_graph(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

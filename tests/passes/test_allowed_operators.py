@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from partitioner import UntrustedOperatorError, allow_operators, register_rule
+from partitioner import UntrustedOperatorError, allow_operators, rule
 from partitioner.passes import allowed_operators
 from partitioner.passes.allowed_operators import check_node_operators, check_operator
 from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, target_name
@@ -127,7 +127,7 @@ def test_the_environment_allows_operators(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_rule_or_a_model_allows_an_operator() -> None:
-    register_rule(thrice, "a b -> a b")
+    rule(thrice, "a b -> a b")
     check_operator("allowed_test.thrice.default")
     assert target_name(torch.ops.allowed_test.twice.default) == "allowed_test.twice.default"
     check_operator("allowed_test.twice.default")

@@ -10,7 +10,7 @@ import torch
 
 from partitioner.passes.errors import RuleError
 from partitioner.passes.ir.layouts import make_shard_layout
-from partitioner.passes.rules import factors_of, register_rule, registry
+from partitioner.passes.rules import factors_of, registry, rule
 from partitioner.passes.rules.reshape import find_shared_factors
 from partitioner.passes.rules.strategies import enumerate_strategies
 from partitioner.passes.rules.verify import check_strategies, make_call_node
@@ -220,7 +220,7 @@ def test_a_user_adds_a_rule_in_one_line(target: Any):
     op = torch.ops.test_factors.swiglu.default
     args = (f(4, 6), f(4, 6))
     assert len(enumerate_strategies(make_call_node(op, args, {}, grad=False)[0], 2)) == 1
-    register_rule(target, "... f, ... f -> ... f")
+    rule(target, "... f, ... f -> ... f")
     assert check_strategies(op, args, grad=False) == []
     assert [str(s) for s in enumerate_strategies(make_call_node(op, args, {}, grad=False)[0], 2)] == [
         "R, R -> R",
@@ -231,11 +231,11 @@ def test_a_user_adds_a_rule_in_one_line(target: Any):
 
 @pytest.mark.usefixtures("rules")
 def test_groups_marks_and_broadcasts_in_text():
-    register_rule(swiglu, "b 1 (k r) d!, b s (k r) d! -> b s (k r) d!")
+    rule(swiglu, "b 1 (k r) d!, b s (k r) d! -> b s (k r) d!")
     node, _ = make_call_node(torch.ops.test_factors.swiglu.default, (f(4, 1, 8, 6), f(4, 6, 8, 6)), {}, grad=False)
     with pytest.raises(RuleError, match=r"sizes of \(k r\) do not follow from its product 8"):
         enumerate_strategies(node, 2)
-    register_rule(aten.repeat_interleave.self_int, "b k d -> b (k r!) d")
+    rule(aten.repeat_interleave.self_int, "b k d -> b (k r!) d")
     node, _ = make_call_node(aten.repeat_interleave.self_int, (f(4, 2, 6), 4, 1), {}, grad=False)
     assert str(factors_of(node)) == "b k d -> b (k r!) d"
     assert "k: S1 -> S1" in map(str, enumerate_strategies(node, 2))
@@ -243,7 +243,7 @@ def test_groups_marks_and_broadcasts_in_text():
 
 @pytest.mark.usefixtures("rules")
 def test_one_text_for_each_number_of_operands():
-    register_rule(aten.layer_norm.default, "... h! -> ... h!", "... h!, h! -> ... h!")
+    rule(aten.layer_norm.default, "... h! -> ... h!", "... h!, h! -> ... h!")
     assert check_strategies(aten.layer_norm.default, (f(4, 6), [6])) == []
     assert check_strategies(aten.layer_norm.default, (f(4, 6), [6], f(6))) == []
     with pytest.raises(RuleError, match="3 tensor operands, the rule is for 1 or 2"):
@@ -270,7 +270,7 @@ def test_one_text_for_each_number_of_operands():
 )
 def test_malformed_text_is_refused(text: str, complaint: str):
     with pytest.raises(RuleError) as error:
-        register_rule(swiglu, text)
+        rule(swiglu, text)
     assert complaint in str(error.value)
     assert f"rule for test_factors::swiglu, {text!r}: " in str(error.value)
 
@@ -287,15 +287,15 @@ def test_malformed_text_is_refused(text: str, complaint: str):
 )
 def test_unknown_operators_are_refused(target: Any, complaint: str):
     with pytest.raises(RuleError) as error:
-        register_rule(target, "a -> a")
+        rule(target, "a -> a")
     assert complaint in str(error.value)
 
 
 def test_a_rule_is_texts_or_a_function():
     with pytest.raises(RuleError, match="one or more texts, or a function; got neither"):
-        register_rule(swiglu)
+        rule(swiglu)
     with pytest.raises(RuleError, match=r"linear=\[2\] names operands that are not among the 2"):
-        register_rule(swiglu, "a, a -> a", linear=[[2]])
+        rule(swiglu, "a, a -> a", linear=[[2]])
 
 
 @pytest.mark.usefixtures("rules")
@@ -310,7 +310,7 @@ def test_a_rule_is_texts_or_a_function():
     ],
 )
 def test_text_that_does_not_fit_the_shapes_is_refused(text: str, complaint: str):
-    register_rule(swiglu, text)
+    rule(swiglu, text)
     node, _ = make_call_node(torch.ops.test_factors.swiglu.default, (f(4, 6), f(4, 6)), {}, grad=False)
     with pytest.raises(RuleError) as error:
         enumerate_strategies(node, 2)

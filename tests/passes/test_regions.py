@@ -19,7 +19,7 @@ from partitioner.passes.ir.interpret import run_graph
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.verify import check_block
 from partitioner.passes.normalize.pipeline import normalize
-from partitioner.passes.rules import register_grouped_product, register_row_product, register_rule
+from partitioner.passes.rules import by_expert, by_group, rule
 from partitioner.passes.shard.fold import fold
 from tests.helpers.experts_zoo import HIDDEN, PlainExperts, build, inputs, plain, plain_inputs
 
@@ -211,9 +211,9 @@ class Library(PlainExperts):
     ("ranks", "pinned"), [(2, dict(ep=2, dp=2)), (4, dict(ep=2, dp=2, tp=2)), (4, dict(ep=4, etp=1, dp=2, tp=2))]
 )
 def test_operators_of_another_library_are_spread_by_rules(ranks: int, pinned: dict[str, int]):
-    register_grouped_product("tests::grouped", "sizes", transposed=True)
-    register_row_product(torch.ops.tests.scaled.default)
-    register_rule("tests::scaled", "t k, e! k, t -> t k")
+    by_group("tests::grouped", "sizes", transposed=True)
+    by_expert(torch.ops.tests.scaled.default)
+    rule("tests::scaled", "t k, e! k, t -> t k")
     torch.manual_seed(0)
     model = Library()
     plan = partition(model, Topology.local(ranks), plain_inputs(), constraints=Constraints(pp=1, **pinned))

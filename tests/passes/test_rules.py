@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.passes.ir.layouts import PARTIAL, REPLICATED, Layout
-from partitioner.passes.rules import factors_of, register_rule, registry
+from partitioner.passes.rules import factors_of, registry, rule
 from partitioner.passes.rules.pointwise import LINEAR, NONLINEAR
 from partitioner.passes.rules.strategies import enumerate_strategies
 from partitioner.passes.rules.verify import OperatorReference, check_strategies, make_call_node
@@ -171,7 +171,7 @@ WRONG = [
 @pytest.mark.usefixtures("rules")
 @pytest.mark.parametrize(("name", "args", "text", "linear", "found"), WRONG)
 def test_a_wrong_rule_is_caught(name: str, args: tuple[Any, ...], text: str, linear: Any, found: str | None):
-    register_rule(operator(name), text, linear=linear)
+    rule(operator(name), text, linear=linear)
     try:
         violations = check_strategies(operator(name), args)
     except ValueError as error:

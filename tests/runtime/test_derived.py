@@ -11,7 +11,7 @@ from torch import fx
 
 from partitioner import LocalRanks, run_local
 from partitioner.passes.ir.model import TensorSpec
-from partitioner.passes.shard.differentiate import Differentiated, differentiate
+from partitioner.passes.shard.differentiate import BlockDerivatives, differentiate
 from partitioner.runtime.execute import bind
 from partitioner.runtime.execute.bind import Library, SharedDerivatives, gradient_needs
 from partitioner.runtime.program.program import Program
@@ -20,7 +20,7 @@ from tests.helpers.net_runs import check, reference
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
 
-def never() -> Differentiated:
+def never() -> BlockDerivatives:
     raise AssertionError("it is there")
 
 
@@ -64,13 +64,13 @@ def test_who_comes_meanwhile_waits_and_a_failure_leaves_its_turn(tmp_path: Path)
     begun, go_on = threading.Event(), threading.Event()
     makers: list[str] = []
 
-    def fails() -> Differentiated:
+    def fails() -> BlockDerivatives:
         begun.set()
         assert go_on.wait(60)
         makers.append("fails")
         raise ValueError("no derivative")
 
-    def works() -> Differentiated:
+    def works() -> BlockDerivatives:
         makers.append("works")
         return differentiate(mlp(), CPU, [True], [True, True], [True, False])
 

@@ -25,7 +25,7 @@ from partitioner.passes.ops.score_changes import choose_block_size
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.attention import find_attention_band, find_document_lengths
 from partitioner.passes.rules.factors import get_node_argument
-from partitioner.passes.shard.backward_halves import is_early
+from partitioner.passes.shard.backward_halves import is_in_first_half
 
 Shape = tuple[int, ...]
 
@@ -418,7 +418,7 @@ def _pointwise_backward(
         return broadcast  # the gradient passes unchanged
     factors = operands[1:] if name in _ADDED_TO else operands
     others = [o for o in factors if o is not wanted] or [wanted]
-    later = wanted.learned and not is_early(wanted.numel, result.numel)
+    later = wanted.learned and not is_in_first_half(wanted.numel, result.numel)
     return [_build_kernel(kind, [result, *others, result])._replace(learned=later), *broadcast]
 
 
@@ -444,7 +444,7 @@ def _product_backward(
 
 
 def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Kernel:
-    later = wanted.learned and not (kind == "reduction" and is_early(wanted.numel, read[0].numel))
+    later = wanted.learned and not (kind == "reduction" and is_in_first_half(wanted.numel, read[0].numel))
     return _build_kernel(kind, [wanted.gradient, *read])._replace(learned=later)
 
 

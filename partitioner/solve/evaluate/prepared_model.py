@@ -40,7 +40,7 @@ from partitioner.passes.normalize.document_masks import (
 from partitioner.passes.normalize.pipeline import normalize
 from partitioner.passes.ops.random import SEED
 from partitioner.passes.shard.fold import fold
-from partitioner.passes.shard.sample_groups import mean_over_groups
+from partitioner.passes.shard.sample_groups import average_over_groups
 from partitioner.passes.trace.autocast import DEVICES
 from partitioner.solve.sharding.batch import batch_size, of_groups, shard_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
@@ -132,7 +132,7 @@ class PreparedModel:
         constraints.check_groups(batch)
         with _explain_input_errors(size):
             group = self.normalize_capture(size, device)
-        found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
+        found = average_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
         return *of_groups(self._fold_normal_graph(found.captured), found, batch // size), batch
 
     def _capture_group(self, size: int, device: str) -> Captured:

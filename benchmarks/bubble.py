@@ -30,7 +30,7 @@ import partitioner
 from benchmarks import common, peers
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.runtime.execute.transfers import SENDING
-from partitioner.runtime.observe.measured_bubble import StepTimes, Times, timed
+from partitioner.runtime.observe.measured_bubble import MeasuredTimes, StepTimes, timed
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.simulate import Part, simulate
 from partitioner.simulate.program_time import PlanDurations
@@ -136,7 +136,7 @@ def _meet() -> None:
         pass
 
 
-def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, Times]:
+def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, MeasuredTimes]:
     """What each of the two ranks runs."""
     work = common.WORKLOADS[workload]
     batch, found = work.batch(), {}

@@ -33,20 +33,20 @@ _LIBRARIES = ("torch", "ortools", "networkx", "pydantic", "safetensors", "numpy"
 # (file, function) in which a phase begins -> name of the phase; messages name the innermost one of a traceback.
 PHASES = {
     ("passes/capture/inputs.py", "bind_inputs"): "reading the inputs",
-    ("passes/capture/export.py", "make_twin"): "copying the model without its numbers",
+    ("passes/capture/export.py", "make_fake_copy"): "copying the model without its numbers",
     ("passes/capture/capture.py", "capture"): "capturing the model",
     ("passes/capture/functionalize.py", "flatten_program"): "making the graph functional",
     ("passes/normalize/pipeline.py", "normalize"): "normalizing the graph",
     ("passes/shard/fold.py", "fold"): "folding layers into blocks",
     ("passes/ir/gradient_flow.py", "mark_gradients"): "marking gradients",
     ("passes/shard/shard_block.py", "shard_block"): "sharding a block",
-    ("passes/shard/differentiate.py", "joint_of"): "differentiating a block",
+    ("passes/shard/differentiate.py", "build_joint_graph"): "differentiating a block",
     ("partitioner/solve/sharding/batch.py", "shard_batch"): "splitting the batch",
     ("partitioner/solve/search/search.py", "search_for_plan"): "searching for a layout",
     ("partitioner/emit/program.py", "emit"): "emitting the programs",
     ("partitioner/plans/reference.py", "run_reference"): "running the unmodified model",
     ("runtime/prove/prove.py", "prove"): "proving the programs",
-    ("runtime/engine/batches.py", "batch_values"): "reading the batch",
+    ("runtime/engine/batches.py", "convert_batch"): "reading the batch",
     ("runtime/state/parameters.py", "check_weights"): "checking the weights",
     ("runtime/state/parameters.py", "load_states"): "loading the weights",
 }

@@ -57,9 +57,9 @@ from partitioner.runtime.program.program import (
     Stage,
     StateData,
     Value,
-    weights_fingerprint,
+    hash_weights,
 )
-from partitioner.runtime.program.state_bytes import is_hosted
+from partitioner.runtime.program.state_bytes import is_in_host_memory
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.registry import build_timetable, ranks_of, schedule_name
 from partitioner.schedules.steady_state import SteadyState, find_steady_state, parts_of
@@ -232,7 +232,7 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
                 total_axes=_select_split_axes(("dp",), sizes),
                 zero=zero,
                 offload=kept,
-                hosted=frozenset(n for n, d in states.items() if s in d.stages and is_hosted(d, kept, train)),
+                hosted=frozenset(n for n, d in states.items() if s in d.stages and is_in_host_memory(d, kept, train)),
                 trained=tuple(n for n, d in states.items() if s in d.stages and n in with_gradient),
             )
             reduced = tuple(
@@ -299,7 +299,7 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         outputs=tuple(_build_output_data(model, routes, layouts)),
         loss=model.loss,
         stages=tuple(stages),
-        fingerprint=weights_fingerprint(states),
+        fingerprint=hash_weights(states),
         constants={n: model.constants[n].tolist() for n in states if n in model.constants},
         initial={n: model.initial[n] for n in states if n in model.initial},
         tree=model.tree,

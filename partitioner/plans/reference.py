@@ -34,8 +34,8 @@ from partitioner.passes.ops.random import (
     find_sampling_function,
 )
 from partitioner.passes.trace.autograd_functions import drop_looking_hooks, skip_observing_hooks, undo_hook_changes
-from partitioner.runtime.engine.batches import leaves_by_path
-from partitioner.runtime.state.weights import number_of
+from partitioner.runtime.engine.batches import flatten_by_path
+from partitioner.runtime.state.weights import get_number_attribute
 
 _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
 
@@ -559,10 +559,10 @@ def _run_copied_model(
         name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items() if p.requires_grad
     }
     grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
-    found = {"": output} if isinstance(output, Tensor) else leaves_by_path(convert_to_containers(output))
+    found = {"": output} if isinstance(output, Tensor) else flatten_by_path(convert_to_containers(output))
     leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
     after = {name: held.detach() for name, held in _list_model_tensors(model).items()}
-    numbers = {name: number_of(model, name) for name in counters}
+    numbers = {name: get_number_attribute(model, name) for name in counters}
     after |= {name: number for name, number in numbers.items() if number is not None}
     changed = frozenset(name for name, held in after.items() if not _is_tensor_unchanged(held, before.get(name)))
     total = None if total is None else total.detach()

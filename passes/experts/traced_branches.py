@@ -57,7 +57,7 @@ class TracedBranches:
 
     A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered from 1, and
     ``num_listings`` is their number. ``leaves_out``: branches are decided as if experts with even (0) or odd (1)
-    numbers had no rows; ``None``: as if all experts had rows. ``seen``: the number of branches. ``decide_condition``:
+    numbers had no rows; ``None``: as if all experts had rows. ``seen``: the number of branches. ``decided``:
     the listings on which a branch depended. ``changed``: whether a mask on which a branch depended was later written in
     place. ``marked``: pairs of a node and the marker operator through which the trace reads it. ``counted``: symbol of
     a number of rows -> (the number, its listing, its expert)."""

@@ -46,7 +46,7 @@ class TracedLoops:
 
     ``leaves_out``: 0 or 1 if the trace skips the iterations of experts with even or odd numbers; ``None`` if it skips
     none. ``seen`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
-    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``iterate_experts``: by
+    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``turns``: by
     the ``id`` of each tensor that forward got as a loop index, (the tensor, its expert number). ``guards`` records
     branches on whether an expert has rows; ``None`` if these are not traced."""
 

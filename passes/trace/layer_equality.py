@@ -392,7 +392,7 @@ class ParkedParameters:
         return {self.numbers[module]: names for module, names in self.names.items()}
 
     def remove_selected(self) -> None:
-        """Remove the parameters that were selected by :meth:`add_factor` from their modules, until :meth:`restore` puts
+        """Remove the parameters that were selected by :meth:`select` from their modules, until :meth:`restore` puts
         them back."""
         for held in self._held.values():
             for part, _, own in held:

@@ -282,7 +282,7 @@ class LayerRepeats:
         return LayerRepeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
-        """Add a group of equal modules to :attr:`make_refusal`, so that every call of its modules is traced in the next
+        """Add a group of equal modules to :attr:`refused`, so that every call of its modules is traced in the next
         trace. ``number``: the number of a group of equal calls; the modules that these calls run are in the group that
         is added.
         """

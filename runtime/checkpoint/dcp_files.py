@@ -67,7 +67,7 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Writt
     if not pieces:
         return Written()
     content = {MetadataIndex(p.key, p.offsets): p for p in pieces}
-    items = [_write_item(index, piece) for index, piece in content.items()]
+    items = [_make_write_item(index, piece) for index, piece in content.items()]
     writer, disk = FileSystemWriter(folder), _HashingFileSystem()
     if any(is_mapped(piece.tensor) for piece in pieces):
         writer.per_thread_copy_ahead = 0  # what is on disk comes one after another
@@ -243,7 +243,7 @@ def _find_metadata_problem(metadata: Metadata) -> str:
     return ""
 
 
-def _write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
+def _make_write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
     """Return the write request for ``piece``, a rectangular part of a tensor, as ``torch.distributed.checkpoint`` needs
     it. ``index``: the tensor's name in the checkpoint and the offsets of the part.
     """

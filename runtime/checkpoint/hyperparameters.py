@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.runtime.checkpoint.training_state import Optimizers, is_equal_data, optimizers_of
+from partitioner.runtime.checkpoint.training_state import Optimizers, is_equal_data, list_optimizers
 from partitioner.runtime.errors import CheckpointError
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.state.parameters import model_names
+from partitioner.runtime.state.parameters import list_model_names
 
 _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 
@@ -31,7 +31,7 @@ def describe_optimizers(
     ``parameters``: name in the program -> parameter of this rank. An item is ``None`` if this rank has no such
     optimizer. The result is ``None`` if there is no optimizer at all.
     """
-    optimizers = optimizers_of(given)
+    optimizers = list_optimizers(given)
     return (
         [None if o is None else _describe_optimizer(o, parameters, program) for o in optimizers] if optimizers else None
     )
@@ -89,7 +89,7 @@ def _merge_descriptions(described: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return {**described[0], "groups": list(reversed(groups.values()))}
 
 
-def values_of(
+def match_by_names(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program, saved: Any
 ) -> list[list[Mapping[str, Any]]]:
     """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by parameter
@@ -101,7 +101,7 @@ def values_of(
     optimizer, a list of optimizers, or ``None``. ``parameters``: name in ``program`` -> parameter of this rank.
     ``program``: the program, which knows the model's names of its parameters.
     """
-    optimizers, kept = optimizers_of(given), [saved] if isinstance(saved, Mapping) else list(saved)
+    optimizers, kept = list_optimizers(given), [saved] if isinstance(saved, Mapping) else list(saved)
     if len(optimizers) != len(kept):
         raise CheckpointError(
             f"the checkpoint has the state of {len(kept)} optimizers ({', '.join(_get_saved_kind(k) for k in kept)}), "
@@ -131,7 +131,7 @@ def values_of(
             found[-1] = [{}] * len(optimizer.param_groups)
             continue
         check_kind(optimizer, held)
-        found[-1] = given_back(optimizer, parameters, program, held)
+        found[-1] = match_saved_groups(optimizer, parameters, program, held)
     return found
 
 
@@ -154,7 +154,7 @@ def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
         )
 
 
-def given_back(
+def match_saved_groups(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     program: Program,
@@ -194,14 +194,14 @@ def given_back(
     return result
 
 
-def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mapping[str, Any]]]:
+def match_by_position(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mapping[str, Any]]]:
     """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by position.
 
     This is for checkpoints without parameter names. ``groups``: for each optimizer, the saved dicts of its groups; if
     ``None``, each group gets an empty dict. Raise :class:`CheckpointError` if the numbers of optimizers or groups
     differ. ``given``: one optimizer, a list of optimizers, or ``None``.
     """
-    optimizers = optimizers_of(given)
+    optimizers = list_optimizers(given)
     if groups is None:
         return [[{}] * (0 if o is None else len(o.param_groups)) for o in optimizers]
     of_each = [(len(o.param_groups) if o is not None else 0, kept) for o, kept in zip(optimizers, groups, strict=False)]
@@ -219,7 +219,7 @@ def set_hyperparameters(given: Optimizers, values: Sequence[Sequence[Mapping[str
     """Set the hyperparameters of the optimizers ``given`` (one, a list, or ``None``): ``values[i][k]`` (name -> value)
     is for group ``k`` of optimizer ``i``.
     """
-    for optimizer, of_groups in zip(optimizers_of(given), values, strict=True):
+    for optimizer, of_groups in zip(list_optimizers(given), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
             for key, value in saved.items():
                 if isinstance(group.get(key), Tensor):
@@ -236,5 +236,5 @@ def _name_group_parameters(
     ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's
     names of its parameters.
     """
-    names = {id(p): model_names(name, program.states[name]) for name, p in parameters.items()}
+    names = {id(p): list_model_names(name, program.states[name]) for name, p in parameters.items()}
     return [[n for p in group["params"] for n in names.get(id(p), ())] for group in optimizer.param_groups]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from partitioner.passes.ir.layouts import Shard, local_shape, shard_slices
-from partitioner.runtime.program.program import Program, RankProgram, StateData, shard_shape, shards_of
+from partitioner.runtime.program.program import Program, RankProgram, StateData, list_shards, shard_shape
 from partitioner.runtime.program.sharded_buckets import FlatShard as FlatPiece
 
 Range = tuple[int, int]  # start, length
@@ -50,9 +50,9 @@ class RankShard(NamedTuple):
     first: bool = True
 
 
-def held_by(program: Program, state: str, rank: int) -> RankShard:
+def find_rank_shard(program: Program, state: str, rank: int) -> RankShard:
     """Return which part of the parameter or buffer named ``state`` of ``program`` the global rank ``rank`` holds."""
-    shards = shards_of(program, state, rank)
+    shards = list_shards(program, state, rank)
     if not program.states[state].zero_axes:
         return RankShard(shards)
     group = program.rank(rank).zero_group(state)
@@ -218,7 +218,7 @@ def list_shard_pieces(
     return found
 
 
-def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPiece:
+def make_whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPiece:
     """Return all of ``tensor`` as one named part for a checkpoint. Its key is ``prefix``, ``name`` and ``suffix``.
 
     It is used for optimizer states whose shape differs from their parameter's.
@@ -236,7 +236,7 @@ def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, 
     return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 
 
-def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
+def list_written_states(rank: RankProgram, states: Iterable[str]) -> set[str]:
     """Return the names of those parameters and buffers in ``states`` whose part on this rank is written to a checkpoint
     by this rank. ``rank``: the program of this rank.
 
@@ -255,19 +255,19 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
     everyone = rank.group("dp", "cp", "tp")
     mine: set[str] = set()
     for names in alike.values():
-        own = held_by(rank.program, names[0], rank.rank)
+        own = find_rank_shard(rank.program, names[0], rank.rank)
         index = rank.zero_group(names[0]).index(rank.rank)
         holders = [
             r
             for r in everyone
-            if shards_of(rank.program, names[0], r) == own.shards
+            if list_shards(rank.program, names[0], r) == own.shards
             and rank.program.rank(r).zero_group(names[0]).index(r) == index
         ]
-        mine |= {n for n, place in _shared_out(names, len(holders), rank).items() if holders[place] == rank.rank}
+        mine |= {n for n, place in _assign_writers(names, len(holders), rank).items() if holders[place] == rank.rank}
     return mine
 
 
-def _shared_out(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
+def _assign_writers(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
     """Return which of several ranks writes each of the parameters and buffers ``names`` to a checkpoint: name -> index
     of the rank among the ``num_holders`` ranks that have equal parts.
 

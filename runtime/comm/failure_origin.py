@@ -33,7 +33,7 @@ def is_secondary(error: BaseException) -> bool:
     return _is_communication_error(error)
 
 
-def is_of_ranks(error: BaseException) -> bool:
+def is_rank_error(error: BaseException) -> bool:
     """Return whether ``error`` is already an error about ranks: that an instruction failed on some rank, or that this
     rank has lost another one.
     """
@@ -48,7 +48,7 @@ def _is_communication_error(error: RuntimeError) -> bool:
     return not frames or frames[-1].filename.startswith(_COMMUNICATING) or bool(_LIBRARY.search(str(error)))
 
 
-def users_line(error: BaseException) -> str:
+def find_user_line(error: BaseException) -> str:
     """Return the innermost line of the traceback of ``error``, as ``file:line``, that is in the user's script; empty if
     there is none.
 

@@ -30,8 +30,8 @@ class ThreadWorld:
         self.device = torch.device(device)
         self.timeout = timeout
         self.lock = threading.Lock()
-        self.meetings: dict[tuple[tuple[int, ...], bool], deque[_Meeting]] = {}
-        self.mail: dict[PipelineEdge, deque[_Meeting]] = {}
+        self.meetings: dict[tuple[tuple[int, ...], bool], deque[_ThreadCollective]] = {}
+        self.mail: dict[PipelineEdge, deque[_ThreadCollective]] = {}
         self.failure: str | None = None
 
     def communicator(self, rank: int) -> ThreadCommunicator:
@@ -47,7 +47,9 @@ class ThreadWorld:
                 for meeting in queue:
                     meeting.event.set()
 
-    def join(self, queue: deque[_Meeting], member: int, size: int, what: str, entry: Any) -> tuple[_Meeting, bool]:
+    def join(
+        self, queue: deque[_ThreadCollective], member: int, size: int, what: str, entry: Any
+    ) -> tuple[_ThreadCollective, bool]:
         """Enter a collective of ranks that are threads: the first one in ``queue`` that this member has not entered, or
         a new one. Return the collective, and whether all members have entered it now.
 
@@ -60,7 +62,7 @@ class ThreadWorld:
                 raise CommunicationError(self.failure)
             meeting = next((m for m in queue if member not in m.entries), None)
             if meeting is None:
-                meeting = _Meeting(self, what, size)
+                meeting = _ThreadCollective(self, what, size)
                 queue.append(meeting)
             elif meeting.what != what:
                 raise CommunicationError(
@@ -74,7 +76,7 @@ class ThreadWorld:
         return meeting, last
 
 
-class _Meeting:
+class _ThreadCollective:
     """One collective among threads: the operands of the members that have entered it, and the result for each member.
 
     ``what``: description of the operation. ``size``: number of members.
@@ -110,14 +112,14 @@ class _Meeting:
         )
 
 
-class _PendingMeeting:
+class _PendingThreadCollective:
     """A collective among threads in progress, as one of its members sees it. ``member``: the member's position in the
     group.
     """
 
     __slots__ = ("meeting", "member")
 
-    def __init__(self, meeting: _Meeting, member: int) -> None:
+    def __init__(self, meeting: _ThreadCollective, member: int) -> None:
         self.meeting, self.member = meeting, member
 
     def wait(self) -> Any:
@@ -172,7 +174,7 @@ class ThreadGroup:
         if last:
             with torch.no_grad():
                 meeting.complete(compute)
-        return _PendingMeeting(meeting, self.index)
+        return _PendingThreadCollective(meeting, self.index)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
         """Enter an all-reduce of ``x`` over the group, which computes the sum or, with ``maximum``, the maximum. Return
@@ -280,7 +282,7 @@ class ThreadCommunicator:
         if last:
             with torch.no_grad():
                 meeting.complete(lambda entries: [entries[0], entries[1].copy_(entries[0])])
-        return _PendingMeeting(meeting, member)
+        return _PendingThreadCollective(meeting, member)
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
         return self._enter_transfer(PipelineEdge(self.rank, peer, channel), 0, x)

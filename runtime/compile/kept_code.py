@@ -93,17 +93,17 @@ def _find_names(code: CodeType) -> Iterator[str]:
     """Yield the global names that ``code``, the compiled code of a module, and the functions in it read. Names that the
     module itself defines are left out."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_NAME"}
-    for found in _list_codes(code):
+    for found in _iterate_code_objects(code):
         for step in dis.get_instructions(found):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval not in own and step.argval[:2] != "__":
                 yield step.argval
 
 
-def _list_codes(code: CodeType) -> Iterator[CodeType]:
+def _iterate_code_objects(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _list_codes(constant)
+            yield from _iterate_code_objects(constant)
 
 
 def _has_known_products(functions: str, external: Any) -> bool:

@@ -29,8 +29,8 @@ from partitioner.runtime.compile.inductor import (
     NamedCode,
     build_functions,
     describe_module,
-    find_cache,
     generate_code,
+    get_code_cache,
     is_fixed,
 )
 from partitioner.runtime.compile.kept_code import BoxedFunction
@@ -209,7 +209,7 @@ def _compile_variants(wanted: Sequence[_Wanted], wait: bool) -> list[_Wanted]:
     with ExitStack() as locks:
         for segment, arguments in wanted:
             name = describe_module(segment.module, arguments, segment.device)
-            if not locks.enter_context(find_cache().hold_lock(name, wait)):
+            if not locks.enter_context(get_code_cache().hold_lock(name, wait)):
                 left.append((segment, arguments))
                 continue
             try:
@@ -267,7 +267,7 @@ def make_segment(name: str, module: fx.GraphModule, backend: str, device: torch.
     return Segment(name, module, backend)
 
 
-def backend_of(asked: bool | str, device: torch.device) -> str | None:
+def choose_backend(asked: bool | str, device: torch.device) -> str | None:
     """Return the name of the ``torch.compile`` backend for the user's argument ``asked``; ``None`` for no compilation.
 
     ``asked``: ``False``, the name of a backend, or ``True`` for Inductor, if the compiler that it needs for ``device``

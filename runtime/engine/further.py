@@ -19,10 +19,10 @@ from partitioner.runtime.comm.group import Communicator
 from partitioner.runtime.engine.execution import ExecutionSetup
 from partitioner.runtime.engine.padding import BatchShape
 from partitioner.runtime.errors import LaunchError
-from partitioner.runtime.execute.bind import Library
+from partitioner.runtime.execute.bind import BlockLibrary
 from partitioner.runtime.execute.executor import Executor, ExecutorOptions
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
-from partitioner.runtime.program.membership import PipelineEdge, gathers_of, groups_of, links_of
+from partitioner.runtime.program.membership import PipelineEdge, list_gather_groups, list_groups, list_links
 from partitioner.runtime.program.program import Program, RankProgram, Stage
 from partitioner.runtime.prove.layouts import prove_same_caches, prove_same_layout
 from partitioner.runtime.state.gradients import RankGradients
@@ -73,7 +73,7 @@ class FurtherExecutors:
     _made: dict[tuple[str, bool], Executor] = field(default_factory=dict)
 
     @property
-    def made(self) -> dict[str, Executor]:
+    def created(self) -> dict[str, Executor]:
         """Return the objects that execute the further programs of the plan (such as an evaluation) that were used so
         far, as name of the program -> executor.
         """
@@ -112,7 +112,7 @@ class FurtherExecutors:
             self._made[name, keep] = self._build_executor(self.family.further[name], keep)
         return self._made[name, keep]
 
-    def padding_of(self, name: str) -> BatchPadding | None:
+    def get_padding(self, name: str) -> BatchPadding | None:
         """Return how the batches of the program called ``name`` are padded; ``None``: not at all.
 
         ``name``: empty for the first program of the plan.
@@ -133,13 +133,13 @@ class FurtherExecutors:
         if SEED in shards:
             shards[SEED] = self.seed
         gradients = state.gradients if trains else RankGradients(rank, shards, self.communicator)
-        sharded = state.sharded.for_buckets(self._numbers_of_buckets(rank))
+        sharded = state.sharded.for_buckets(self._map_bucket_numbers(rank))
         return Executor(
             rank,
             shards | sharded.whole,
             gradients,
             self.communicator,
-            Library(program, device, self.how.compile),
+            BlockLibrary(program, device, self.how.compile),
             TransientParameters(sharded, state.hosted),
             ExecutorOptions(
                 keep_outputs or bool(further.caches),
@@ -151,7 +151,7 @@ class FurtherExecutors:
     def _is_constant(self, name: str) -> bool:
         return self.family.first.states[name].kind == "constant"
 
-    def _numbers_of_buckets(self, rank: RankProgram) -> dict[int, int]:
+    def _map_bucket_numbers(self, rank: RankProgram) -> dict[int, int]:
         """Return index of a bucket in the program of ``rank`` -> index of the bucket of the plan's first program with
         the same parameters.
 
@@ -176,7 +176,7 @@ def prepare_programs(family: ProgramFamily, communicator: Communicator) -> None:
         prove_same_layout(family.first, name, further.program)
     for program in (family.first, *(further.program for further in family.further.values())):
         rank = program.rank(communicator.rank)
-        groups |= dict.fromkeys(groups_of(rank))
-        links |= dict.fromkeys(links_of(rank))
-        gathers |= dict.fromkeys(gathers_of(rank))
+        groups |= dict.fromkeys(list_groups(rank))
+        links |= dict.fromkeys(list_links(rank))
+        gathers |= dict.fromkeys(list_gather_groups(rank))
     communicator.prepare([*groups], [*links], [*gathers])

@@ -205,7 +205,7 @@ class ContextAttention(KeyExchange):
         local = k
 
         def attend(step: int | None, k: Tensor, v: Tensor) -> None:
-            for tile in self._tiles_at(q, local, step):
+            for tile in self._list_tiles(q, local, step):
                 attention.add(tile, k, v)
 
         self.exchange_forward(attend, q, k, v)
@@ -221,13 +221,13 @@ class ContextAttention(KeyExchange):
         local = k
 
         def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-            for tile in self._tiles_at(q, local, step):
+            for tile in self._list_tiles(q, local, step):
                 found.add(tile, k, v, of_k, of_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
         return copy_position_major(found.of_q.to(q.dtype)), of_k, of_v
 
-    def _tiles_at(self, q: Tensor, k: Tensor, step: int | None) -> tuple[Tile, ...]:
+    def _list_tiles(self, q: Tensor, k: Tensor, step: int | None) -> tuple[Tile, ...]:
         """Return the tiles (blocks of queries and keys, by position, between which attention is computed) of one step
         of the ring. ``q``, ``k``: this rank's queries and keys, for their lengths. ``step``: number of the step, from
         0; ``None``: the tiles of all keys, in the order of the sequence.
@@ -258,7 +258,7 @@ class ContextDocumentAttention(KeyExchange):
         attention = DocumentAttention(q, group_rows(torch.cat(ranks, 1)), self.band, self.scale, v.shape[-1])
 
         def attend(step: int | None, k: Tensor, v: Tensor) -> None:
-            attention.add(self._tiles_at(ranks, step), k, v)
+            attention.add(self._list_tiles(ranks, step), k, v)
 
         self.exchange_forward(attend, q, k, v)
         return attention.result()
@@ -274,7 +274,7 @@ class ContextDocumentAttention(KeyExchange):
         found = DocumentGradients(grad, q, out, lse, group_rows(torch.cat(ranks, 1)), self.band, self.scale)
 
         def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-            found.add(self._tiles_at(ranks, step), k, v, of_k, of_v)
+            found.add(self._list_tiles(ranks, step), k, v, of_k, of_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
         return copy_position_major(found.of_q.to(q.dtype)), of_k, of_v
@@ -285,7 +285,7 @@ class ContextDocumentAttention(KeyExchange):
         """
         return list(self.group.all_gather(ids.contiguous().unsqueeze(0), 0).wait().cpu().unbind(0))
 
-    def _tiles_at(self, ranks: Sequence[Tensor], step: int | None) -> list[Tiles]:
+    def _list_tiles(self, ranks: Sequence[Tensor], step: int | None) -> list[Tiles]:
         """Return, for each row of the batch, the tiles (blocks of queries and keys, by position, between which
         attention is computed) of one step of the ring. ``ranks``: the document ids ``[b, s/n]`` of every rank.
         ``step``: number of the step, from 0; ``None``: the tiles of all keys, in the order of the sequence.
@@ -331,7 +331,7 @@ class ContextScoredAttention(KeyExchange):
         attention = DocumentAttention(q, groups, self.band, self.scale, v.shape[-1], change)
 
         def attend(step: int | None, k: Tensor, v: Tensor) -> None:
-            attention.add(self._tiles_at(ranks, step), k, v)
+            attention.add(self._list_tiles(ranks, step), k, v)
 
         self.exchange_forward(attend, q, k, v)
         return attention.result()
@@ -349,7 +349,7 @@ class ContextScoredAttention(KeyExchange):
         found = DocumentGradients(grad, q, out, lse, groups, self.band, self.scale, change)
 
         def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-            found.add(self._tiles_at(ranks, step), k, v, of_k, of_v)
+            found.add(self._list_tiles(ranks, step), k, v, of_k, of_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
         return copy_position_major(found.of_q.to(q.dtype)), of_k, of_v, round_slopes(found.of_slopes, slopes)
@@ -388,7 +388,7 @@ class ContextScoredAttention(KeyExchange):
         )
         return RowMarks(torch.cat(ids, 1), torch.cat(prefix, 1) if prefix else None)
 
-    def _tiles_at(self, ranks: Sequence[RowMarks], step: int | None) -> list[Tiles]:
+    def _list_tiles(self, ranks: Sequence[RowMarks], step: int | None) -> list[Tiles]:
         """Return, for each row of the batch, the tiles (blocks of queries and keys, by position, between which
         attention is computed) of one step of the ring. ``ranks``: documents and prefixes of the positions of every
         rank. ``step``: number of the step, from 0; ``None``: the tiles of all keys, in the order of the sequence.

@@ -105,7 +105,7 @@ class Recorder:
             pid=os.getpid(),
             host=socket.gethostname(),
             actions=tuple(actions),
-            spots=tuple(spots_of(rank)),
+            spots=tuple(iterate_spots(rank)),
             clock_s=time.time() - time.monotonic(),
             places=rank.places,
         )
@@ -135,11 +135,11 @@ class Recorder:
         now = time.monotonic_ns()
         times[slot + WAITED], times[slot + ENDED], times[MOVED], times[PHASE] = waited.ns, now, now, 0
 
-    def beat(self) -> None:
+    def record_heartbeat(self) -> None:
         """Record that the process is alive, by writing the current time."""
         self.times[BEAT] = time.monotonic_ns()
 
-    def moved(self) -> None:
+    def record_progress(self) -> None:
         """Record, by writing the current time, that the rank makes progress outside of steps, or inside of a long
         instruction.
         """
@@ -160,12 +160,12 @@ class Recorder:
         self.times[PHASE], self.times[MOVED] = PHASES.index(phase), time.monotonic_ns()
 
 
-def spots_of(rank: RankProgram) -> Iterator[InstructionSpot]:
+def iterate_spots(rank: RankProgram) -> Iterator[InstructionSpot]:
     """Yield a description of each instruction of ``rank``, with the modules that it runs and the source line where they
     start.
     """
     stage, blocks = rank.stage, rank.program.blocks
-    sources = {name: _first_source(block.nodes) for name, block in blocks.items()}
+    sources = {name: _find_first_source(block.nodes) for name, block in blocks.items()}
     for i in rank.instructions:
         calls = [] if i.calls is None else [c for c in stage.calls[slice(*i.calls)] if not c.prologue]
         if i.op == "TOTAL_F":
@@ -185,7 +185,7 @@ def spots_of(rank: RankProgram) -> Iterator[InstructionSpot]:
         )
 
 
-def _first_source(nodes: Sequence[dict[str, Any]]) -> str:
+def _find_first_source(nodes: Sequence[dict[str, Any]]) -> str:
     return next((str(n["source"]) for n in nodes if n.get("source")), "")
 
 

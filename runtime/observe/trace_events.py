@@ -41,7 +41,7 @@ class TraceSpan:
     waiting: float
 
 
-def measured_steps(folder: str | Path) -> list[MeasuredStep]:
+def load_measured_steps(folder: str | Path) -> list[MeasuredStep]:
     """Return the times of the last step of each rank, from the files (flight records) in ``folder`` in which the ranks
     recorded them.
 
@@ -57,7 +57,7 @@ def measured_steps(folder: str | Path) -> list[MeasuredStep]:
     return found
 
 
-def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
+def list_spans(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
     """Return the times of all instructions of one step, over all ranks, in seconds from the start of the step.
 
     ``steps``: the measured step of each rank. An instruction that starts a transfer and ends it later occurs twice.
@@ -82,7 +82,7 @@ def _convert_to_wall_clock(step: MeasuredStep, seconds: float) -> float:
     return seconds + step.about.clock_s
 
 
-def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
+def build_events(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
     """Return the events, in the Trace Event Format, of a measured step.
 
     ``spans``: times of the instructions. ``steps``: the measured step of each rank. A rank's process in the trace has
@@ -91,7 +91,7 @@ def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_p
     events: list[Event] = []
     for step in steps:
         name = f"rank {step.about.rank}, stage {step.about.stage} ({MEASURED}, step {step.step + 1})"
-        events += process_name(first_process + step.about.rank, name, 2 * step.about.rank)
+        events += make_process_name_events(first_process + step.about.rank, name, 2 * step.about.rank)
     for s in spans:
         args = {
             "kind": MEASURED,
@@ -137,7 +137,7 @@ def _compute_stride(steps: Sequence[MeasuredStep]) -> int:
     return len(steps) // len(stages)
 
 
-def process_name(process: int, name: str, place: int) -> list[Event]:
+def make_process_name_events(process: int, name: str, place: int) -> list[Event]:
     """Return the trace events that give the process number ``process`` a name, and ``place``, its position in the order
     in which a viewer shows the processes.
     """

@@ -33,7 +33,7 @@ from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import wire_share
 from partitioner.runtime.program.instructions import Listing
 from partitioner.runtime.program.program import CallData, Program, Value, keep_first_microbatches
-from partitioner.runtime.program.state_bytes import StateSizes, state_sizes, staying_values
+from partitioner.runtime.program.state_bytes import StateSizes, list_staying_values, state_sizes
 
 Flags = tuple[bool, ...]
 
@@ -110,7 +110,7 @@ class ProgramFacts:
         self.passes_over = passes_over  # the rank has fewer microbatches than others, whose collectives it joins
         self._sizes: dict[str, StateSizes] = {}
 
-    def grown(self, steps: int) -> ProgramFacts:
+    def extend(self, steps: int) -> ProgramFacts:
         """Return the facts (gradients, collectives and memory of all calls) of the same program for another number of
         microbatches. The instruction list of each pipeline stage must be a :class:`Listing`, which stores the
         instructions that repeat with the microbatches once.
@@ -123,10 +123,10 @@ class ProgramFacts:
             instructions = stage.instructions
             assert isinstance(instructions, Listing), "a list that does not grow"
             microbatches = self.program.num_microbatches - (instructions.steps - steps) * instructions.unit
-            stages.append(stage.model_copy(update={"instructions": instructions.grown(steps)}))
+            stages.append(stage.model_copy(update={"instructions": instructions.extend(steps)}))
         return self._copy_with_changes(stages=tuple(stages), num_microbatches=microbatches)
 
-    def of_share(self, num_microbatches: int) -> ProgramFacts:
+    def restrict_to_share(self, num_microbatches: int) -> ProgramFacts:
         """Return the facts (gradients, collectives and memory of all calls) for ranks that run only the first
         ``num_microbatches`` microbatches.
         """
@@ -207,7 +207,7 @@ class ProgramFacts:
         """Return, for each pipeline stage, the names of the tensors that stay on the device when activations are
         offloaded to host memory.
         """
-        return tuple(map(staying_values, self.program.stages))
+        return tuple(map(list_staying_values, self.program.stages))
 
     @cached_property
     def with_gradient(self) -> frozenset[str]:
@@ -218,20 +218,20 @@ class ProgramFacts:
         """Return the bytes of the shard over ``ep`` and ``tp`` that one rank has of the parameter or buffer ``name``,
         before ZeRO divides the shard.
         """
-        return self._sizes_of(name).part
+        return self._get_sizes(name).part
 
     def gradient_bytes(self, name: str) -> int:
         """Return the bytes of the gradient of the shard over ``ep`` and ``tp`` that one rank has of the parameter
         ``name``, before ZeRO divides the gradient.
         """
-        return self._sizes_of(name).gradient
+        return self._get_sizes(name).gradient
 
     def piece_bytes(self, name: str) -> int:
         """Return the bytes of the piece of the parameter or buffer ``name`` that ZeRO leaves on one rank, with padding.
 
         Without ZeRO this is the rank's whole shard.
         """
-        return self._sizes_of(name).piece
+        return self._get_sizes(name).piece
 
     def gradient_piece_bytes(self, name: str) -> int:
         """Return the bytes of the gradient of the piece of the parameter ``name`` that ZeRO leaves on one rank, with
@@ -239,7 +239,7 @@ class ProgramFacts:
 
         Without ZeRO this is the gradient of the rank's whole shard.
         """
-        return self._sizes_of(name).gradient_piece
+        return self._get_sizes(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
         """Return the bytes that the gradients of ``bucket`` take on one rank: those of the pieces that ZeRO leaves
@@ -257,7 +257,7 @@ class ProgramFacts:
         dtype = accumulated_in(dtype_of(self.program.states[bucket.states[0]].dtype))
         return wire_share(bucket.compression, dtype.itemsize)
 
-    def _sizes_of(self, name: str) -> StateSizes:
+    def _get_sizes(self, name: str) -> StateSizes:
         if name not in self._sizes:
             self._sizes[name] = state_sizes(self.program, name)
         return self._sizes[name]
@@ -337,7 +337,7 @@ def _list_saved_tensors(block: Block, call: CallData, pieces: BlockDerivatives) 
     Parameters and buffers are not counted. ``call``: gives these names. ``pieces``: the forward and backward graphs of
     ``block``.
     """
-    return _memory_of(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
+    return _measure_saved_memory(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
 
 
 def _list_carried_tensors(block: Block, call: CallData, pieces: BlockDerivatives) -> tuple[tuple[str, ...], int]:
@@ -347,10 +347,10 @@ def _list_carried_tensors(block: Block, call: CallData, pieces: BlockDerivatives
     Parameters and buffers are not counted. ``call``: gives these names. ``pieces``: the forward and backward graphs of
     ``block``.
     """
-    return _memory_of(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
+    return _measure_saved_memory(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
 
 
-def _memory_of(
+def _measure_saved_memory(
     block: Block, call: CallData, pieces: BlockDerivatives, nodes: Iterable[Node]
 ) -> tuple[tuple[str, ...], int]:
     """Return two values for one execution of a block: the names of those of its inputs and outputs that are among
@@ -409,7 +409,7 @@ def differentiate_for_cpu(
     )
 
 
-def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
+def find_graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
     """Return the first fault of the graph of the block ``name`` (a piece of the model) of ``program`` as (message, node
     name), or ``None`` if the graph is valid. ``axes``: mesh axis -> number of ranks.
     """

@@ -190,7 +190,7 @@ class Listing(Data, Sequence[Instruction]):
     parts: tuple[Part, ...]
 
     @cached_property
-    def expanded(self) -> tuple[Instruction, ...]:
+    def all_instructions(self) -> tuple[Instruction, ...]:
         """Return all instructions of this compact list, with repetitions written out, in execution order."""
         return tuple(
             _shift_microbatch(instruction, part.moved * self.steps + part.shift * again)
@@ -210,7 +210,7 @@ class Listing(Data, Sequence[Instruction]):
         unit = self.unit
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
-    def grown(self, steps: int) -> Listing:
+    def extend(self, steps: int) -> Listing:
         """Return this list for another number of microbatches: its shortest form (that with the fewest microbatches),
         extended ``steps`` times by ``unit`` microbatches each.
         """
@@ -224,10 +224,10 @@ class Listing(Data, Sequence[Instruction]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Instruction, ...]: ...
     def __getitem__(self, index: int | slice) -> Instruction | tuple[Instruction, ...]:
-        return self.expanded[index]
+        return self.all_instructions[index]
 
     def __iter__(self) -> Iterator[Instruction]:  # type: ignore[override]  # its fields are nobody's to iterate over
-        return iter(self.expanded)
+        return iter(self.all_instructions)
 
 
 # A listing first: it would pass for a tuple, written out.

@@ -23,10 +23,10 @@ from partitioner.runtime.program.mesh import (
     AXES,
     EXPERT_AXES,
     HYBRID_AXES,
-    axes_beside,
     expert_mesh,
     hybrid_mesh,
     num_ranks,
+    subtract_axes,
 )
 
 FORMAT_VERSION = 1
@@ -52,10 +52,10 @@ __all__ = [
     "Stage",
     "StateData",
     "Value",
+    "hash_weights",
+    "list_shards",
+    "list_updated_states",
     "shard_shape",
-    "shards_of",
-    "updated_states",
-    "weights_fingerprint",
 ]
 
 
@@ -438,7 +438,7 @@ class Program(Data):
         return RankProgram(program=self, rank=rank)
 
 
-def weights_fingerprint(states: dict[str, StateData]) -> str:
+def hash_weights(states: dict[str, StateData]) -> str:
     """Return a hash (hex text) of the names, shapes and types of the parameters and buffers. Constants do not count.
 
     ``states``: name -> parameter, buffer or constant.
@@ -447,7 +447,7 @@ def weights_fingerprint(states: dict[str, StateData]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
-def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
+def list_shards(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
     """Return the divisions that give the part of a parameter or buffer that ``rank`` holds, to be applied one after the
     other: first over ``ep``, then over ``tp``. Each has the layout, the number of ranks, and the index of this rank
     among them.
@@ -477,7 +477,7 @@ def shard_shape(program: Program, state: str) -> tuple[int, ...]:
     return shape
 
 
-def updated_states(program: Program) -> list[str]:
+def list_updated_states(program: Program) -> list[str]:
     """Return the names of the buffers whose value a step changes. ``program``: the program of all ranks."""
     return [name for name, state in program.states.items() if state.update is not None]
 
@@ -558,7 +558,7 @@ class RankProgram(Data):
         buffer named ``state``. Each has the layout, the number of ranks, and the index of this rank among them. Empty
         if the rank holds all of it.
         """
-        return shards_of(self.program, state, self.rank)
+        return list_shards(self.program, state, self.rank)
 
     @cached_property
     def expert_coordinates(self) -> dict[str, int]:
@@ -574,7 +574,7 @@ class RankProgram(Data):
         if Layout.parse(data.layout).is_shard:
             alike.pop()
         # ranks that share a state hold different pieces; only replicas hold the same piece
-        same = axes_beside(alike, data.zero_axes)
+        same = subtract_axes(alike, data.zero_axes)
         return all(self.program.place(self.rank, axis) == 0 for axis in same)
 
     def zero_group(self, state: str) -> tuple[int, ...]:

@@ -25,9 +25,9 @@ from partitioner.runtime.program.sharded_buckets import (
     BACKWARD,
     ScatterQueue,
     count_gradient_shards,
-    rest_axes,
+    list_all_reduce_axes,
+    list_states_read,
     split_axes,
-    states_read,
     zero_axes,
 )
 
@@ -110,15 +110,15 @@ class RankClock:
 
     def _end_first_collective(self) -> None:
         """Record that the oldest collective in progress ends at the clock's time, remove it, and pass it to the method
-        :meth:`ended`.
+        :meth:`handle_end`.
         """
         first = self.under_way.popleft()
         first.ended, first.left = self.clock, 0.0
         if first.begun is None:
             first.begun = self.clock
-        self.ended(first)
+        self.handle_end(first)
 
-    def ended(self, collective: OverlappedCollective) -> None:
+    def handle_end(self, collective: OverlappedCollective) -> None:
         """Process ``collective``, which has just ended on this simulated rank. Subclasses override this method; here it
         does nothing.
         """
@@ -293,7 +293,7 @@ def simulate(
             of the instructions are those of the first step.
     """
     facts = facts or ProgramFacts(program)
-    lanes, updates = _follow_step(facts, durations)
+    lanes, updates = _simulate_step(facts, durations)
     gradients_s = max((lane.clock for lane in lanes), default=0.0)
     step_time = _find_step_time(facts, durations, lanes, updates, overlap_steps)
     stages = []
@@ -322,10 +322,10 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
     the seconds between the ends of two steps. ``facts``: the program, with gradients, collectives and memory of its
     calls. ``durations``: the cost model, which gives the seconds of instructions.
     """
-    return _find_step_time(facts, durations, *_follow_step(facts, durations), overlap_steps)
+    return _find_step_time(facts, durations, *_simulate_step(facts, durations), overlap_steps)
 
 
-def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
+def _simulate_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
     """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives. Return two lists over
     the pipeline stages: the simulated rank after its last instruction, and the seconds of the optimizer's update.
     """
@@ -605,7 +605,7 @@ class _Simulation:
         nbytes = self.facts.bucket_bytes(bucket) // count_gradient_shards(self.program, bucket, level)
         coding = 0.0
         if i.op == "REDUCE":
-            seconds = self.durations.all_reduce(rest_axes(self.program, bucket), nbytes, (lane.stage,))
+            seconds = self.durations.all_reduce(list_all_reduce_axes(self.program, bucket), nbytes, (lane.stage,))
         elif bucket.compression is not None and level == len(bucket.levels) - 1:
             sent = self.time_exchange(bucket, i.axes, nbytes, lane.stage)
             seconds, coding = sent[i.op == "GATHER"], self.durations.coding(lane.stage, bucket.compression, nbytes)
@@ -652,7 +652,7 @@ class _Simulation:
             coding = self.durations.coding(lane.stage, bucket.compression, nbytes)
             seconds = self.time_exchange(bucket, zero_axes(self.program, bucket.states), nbytes, lane.stage)[0]
         index = lane.position
-        lane.spend_time(lane.clock, coding, lane.scattering.before_next())
+        lane.spend_time(lane.clock, coding, lane.scattering.list_blocking())
         job = lane.scattered[i.bucket] = lane.post_collective(index, seconds, nbytes)
         lane.scattering.begin(job)
 
@@ -671,14 +671,14 @@ class _Simulation:
         (seconds) at which the data that it needs from host memory has arrived, the computation's own duration in
         seconds, and the all-gathers in progress of the parameters that it reads.
         """
-        there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
+        there = [lane.fetched.pop(s) for s in list_states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
         if i.calls is not None and i.op in ("B", "I"):
             there += [lane.parked.pop((p, i.microbatch), 0.0) for p in range(*i.calls)]
         start, seconds = max([lane.clock, *there]), self.compute_seconds(lane.stage, i)
         if not lane.gathered:
             return start, seconds, []
         stage = self.program.stages[lane.stage]
-        read = set(states_read(i, stage))
+        read = set(list_states_read(i, stage))
         needed = [b for b in lane.gathered if not read.isdisjoint(stage.buckets[b].states)]
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 

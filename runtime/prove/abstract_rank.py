@@ -20,17 +20,17 @@ from partitioner.runtime.program.instructions import (
     Trace,
 )
 from partitioner.runtime.program.sharded_buckets import split_axes
-from partitioner.runtime.prove.errors import FaultLocation, Place, Refusal, moved_text, place_text
+from partitioner.runtime.prove.errors import FaultLocation, Place, Refusal, format_moved, format_value_place
 from partitioner.runtime.prove.gradient_ledger import Returns, StateGradients, ValueGradients
-from partitioner.runtime.prove.host_memory import ActivationOffloads, HostStates, WrittenUpdates
+from partitioner.runtime.prove.host_memory import ActivationOffloads, BufferUpdateChecks, HostStates
 from partitioner.runtime.prove.instruction_fields import check_fields
-from partitioner.runtime.prove.states import Bundle, Parameters, PendingReductions, bundles_of
+from partitioner.runtime.prove.states import Bundle, Parameters, PendingReductions, list_collective_bundles
 from partitioner.runtime.prove.structure import DATA_AXES
 
 TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gather"}
 
 
-def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
+def trace_instructions(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
     """Return the communication events of a rank that runs ``instructions``, as pairs (instruction index, event).
 
     The events are collectives, sends and receives, in order. ``stage``: index of the rank's pipeline stage.
@@ -94,7 +94,7 @@ class _StageInterpreter:
         self.parameters = Parameters(facts, stage)
         self.parked = ActivationOffloads(facts, stage)
         self.hosted = HostStates(facts, stage, self.states)
-        self.updates = WrittenUpdates(facts, stage)
+        self.updates = BufferUpdateChecks(facts, stage)
         self.reductions, self.buckets = PendingReductions(), self.states.here.buckets
 
     # --- values -----------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class _StageInterpreter:
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
             at = self.alive.get(place, self.freed.get(place))
-            raise Refusal("twice", f"makes {place_text(place)} a second time: see instruction {at}")
+            raise Refusal("twice", f"makes {format_value_place(place)} a second time: see instruction {at}")
         self.alive[place] = self.index
 
     def find_place(self, value: str, microbatch: int | None) -> Place:
@@ -125,8 +125,10 @@ class _StageInterpreter:
         place = self.find_place(value, microbatch)
         if place not in self.alive:
             if place in self.freed:
-                raise Refusal("order", f"reads {place_text(place)}, which was freed at instruction {self.freed[place]}")
-            raise Refusal("order", f"reads {place_text(place)}, which is not there")
+                raise Refusal(
+                    "order", f"reads {format_value_place(place)}, which was freed at instruction {self.freed[place]}"
+                )
+            raise Refusal("order", f"reads {format_value_place(place)}, which is not there")
 
     def load(self, i: Instruction) -> None:
         """Check the LOAD instruction ``i``, which slices inputs of the batch for a microbatch, and record that the
@@ -158,9 +160,9 @@ class _StageInterpreter:
                 continue
             place = value, i.microbatch
             if place in self.freed and place not in self.alive:
-                raise Refusal("twice", f"{place_text(place)} was freed at instruction {self.freed[place]}")
+                raise Refusal("twice", f"{format_value_place(place)} was freed at instruction {self.freed[place]}")
             if place not in self.alive:
-                raise Refusal("order", f"there is no {place_text(place)} to free")
+                raise Refusal("order", f"there is no {format_value_place(place)} to free")
             del self.alive[place]
             self.freed[place] = self.index
 
@@ -329,7 +331,7 @@ class _StageInterpreter:
         for value in i.values:
             self.make_value(value, i.microbatch)
             self.origin[value, i.microbatch] = i.peer
-        self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), format_moved(i))))
 
     def send_f(self, i: Instruction) -> None:
         """Check the SEND_F instruction ``i``, which sends values to another pipeline stage, and record the send.
@@ -339,7 +341,7 @@ class _StageInterpreter:
         assert i.peer is not None
         for value in i.values:
             self.read_value(value, i.microbatch)
-        self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), format_moved(i))))
 
     def recv_b(self, i: Instruction) -> None:
         """Check the RECV_B instruction ``i``, which receives gradients of values from another pipeline stage. Record
@@ -351,7 +353,7 @@ class _StageInterpreter:
         assert i.microbatch is not None
         for value in i.values:
             self.gradients.receive((value, i.microbatch), i.peer, self.index)
-        self.trace.append((self.index, ReceiveEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, ReceiveEvent("B", i.peer, (i.values, i.microbatch), format_moved(i))))
 
     def send_b(self, i: Instruction) -> None:
         """Check the SEND_B instruction ``i``, which sends the gradients of values to the pipeline stage from which the
@@ -365,10 +367,10 @@ class _StageInterpreter:
             place = value, i.microbatch
             if self.origin.get(place) != i.peer:
                 raise Refusal(
-                    "match", f"sends the gradient of {place_text(place)} to a stage that it did not come from"
+                    "match", f"sends the gradient of {format_value_place(place)} to a stage that it did not come from"
                 )
             self.gradients.take((value, i.microbatch), self.index)
-        self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), format_moved(i))))
 
     def gather(self, i: Instruction) -> None:
         """Check the GATHER instruction ``i``, and record its collective: an all-gather of parameters, or of gradients
@@ -437,8 +439,8 @@ class _StageInterpreter:
         Raise :class:`Refusal` if another step is the next one, or if a gradient is incomplete.
         """
         assert i.bucket is not None
-        op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
-        waits, what = self.reductions.turn(i.bucket, self.buckets[i.bucket], (op, axes))
+        op, axes = self.states.record_reduction(i.bucket, i.op, i.axes, self.index)
+        waits, what = self.reductions.add_collective(i.bucket, self.buckets[i.bucket], (op, axes))
         of = "the gradients of bucket" if op == "GATHER" else "bucket"
         self.start_collective(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
 
@@ -505,7 +507,7 @@ class _StageInterpreter:
 
     def find_bundles(self, op: str, position: int) -> list[Bundle]:
         if (op, position) not in self.bundled:
-            self.bundled[op, position] = bundles_of(self.program, self.calls[position], op, position)
+            self.bundled[op, position] = list_collective_bundles(self.program, self.calls[position], op, position)
         return self.bundled[op, position]
 
     def trace_collective(
@@ -541,7 +543,9 @@ class _StageInterpreter:
             if output.stage == self.stage and output.value is not None:
                 self.check_taken(output.value, f"the output {output.path!r}")
         for place, index in self.alive.items():
-            raise Refusal("leak", f"{place_text(place)} is made here and never freed", FaultLocation(index=index))
+            raise Refusal(
+                "leak", f"{format_value_place(place)} is made here and never freed", FaultLocation(index=index)
+            )
         self.parameters.finish()
         self.hosted.finish()
         self.updates.finish()
@@ -555,7 +559,7 @@ class _StageInterpreter:
         for microbatch in range(self.program.num_microbatches):
             place = self.find_place(value, microbatch)
             if place not in self.alive and place not in self.freed:
-                raise Refusal("missing", f"{what} is {place_text(place)}, which this stage never makes")
+                raise Refusal("missing", f"{what} is {format_value_place(place)}, which this stage never makes")
 
     def format_path(self, position: int) -> str:
         return repr(self.calls[position].data.path)

@@ -240,7 +240,7 @@ class TraceRunner:
 
     # --- groups -----------------------------------------------------------------------------------------------------
 
-    def group_of(self, rank: int, event: CollectiveEvent) -> _GroupProgress:
+    def get_group_progress(self, rank: int, event: CollectiveEvent) -> _GroupProgress:
         """Return the record of the collectives of the process group in which ``rank`` runs the collective ``event``.
         The record is created at the group's first use.
         """
@@ -265,7 +265,7 @@ class TraceRunner:
         Return the record of the process group, and the number of the collective in it, from 0. Raise :class:`Mismatch`
         if other ranks entered a different collective.
         """
-        group = self.group_of(rank, event)
+        group = self.get_group_progress(rank, event)
         number = group.entered.get(rank, 0)
         group.entered[rank] = number + 1
         if number == len(group.operations):
@@ -372,7 +372,7 @@ class TraceRunner:
         chain: list[int] = []
         while rank not in chain:
             chain.append(rank)
-            still = [self.classes[r] for r in self.waits_for(rank)[1] if self.classes[r] in stuck]
+            still = [self.classes[r] for r in self.describe_wait(rank)[1] if self.classes[r] in stuck]
             if not still:
                 break
             rank = still[0]
@@ -381,16 +381,16 @@ class TraceRunner:
         start = circle.index(first)
         lines = []
         for r in (circle[start:] + circle[:start])[:8]:
-            what, others, index, _ = self.waits_for(r)
+            what, others, index, _ = self.describe_wait(r)
             ended = [o for o in others if self.classes[o] not in stuck]
             end = f", of which {_format_ranks(ended)} will not come" if ended else ""
             lines.append(f"rank {r} at instruction {index} {what}, waiting for rank {_format_ranks(others)}{end}")
-        index, node = self.waits_for(first)[2:]
+        index, node = self.describe_wait(first)[2:]
         number = sum(c in stuck for c in self.classes)
         message = f"waits for ever ({number} of {len(self.classes)} ranks are stuck): " + "; ".join(lines)
         return Mismatch("deadlock", message, first, index, node)
 
-    def waits_for(self, rank: int) -> tuple[str, list[int], int, str]:
+    def describe_wait(self, rank: int) -> tuple[str, list[int], int, str]:
         """Return four values for ``rank``, which cannot proceed: what it does (as text), the ranks for which it waits,
         the position of its instruction, and the name of the graph node (empty if the instruction runs no graph).
         """

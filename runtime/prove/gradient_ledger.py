@@ -1,8 +1,7 @@
 """Track the gradients of one rank through its instructions: which calls have added to each, and when it is used.
 
-:func:`gradient_returns` finds the stages that send a gradient back: those that received the value, if a call there or
-on a later stage contributes to its gradient.
-"""
+:func:`find_gradient_returns` finds the stages that send a gradient back: those that received the value, if a call there
+or on a later stage contributes to its gradient."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from collections.abc import Collection, Sequence
 
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import Instruction
-from partitioner.runtime.program.sharded_buckets import Turn, list_reduction_turns, zero_axes
+from partitioner.runtime.program.sharded_buckets import Turn, list_reduction_collectives, zero_axes
 from partitioner.runtime.prove.errors import FaultLocation, Refusal
 
 Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 
 
-def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
+def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
     """Return, for each pipeline stage, the gradients that it must receive from other stages, as (value, microbatch) ->
     the indices of the stages that send a part of the gradient.
 
@@ -183,7 +182,8 @@ class StateGradients:
         self.scattered: dict[int, int] = {}  # bucket -> index of the last
         self.synced: dict[str, int] = {}
         self.due = [
-            () if n in self.idle else list_reduction_turns(self.program, b) for n, b in enumerate(self.here.buckets)
+            () if n in self.idle else list_reduction_collectives(self.program, b)
+            for n, b in enumerate(self.here.buckets)
         ]
         self.turned: dict[int, list[int]] = {}  # bucket -> index of each turn of its reduction
         self.sealed: dict[str, int] = {}  # state -> index of what took its gradient
@@ -225,23 +225,23 @@ class StateGradients:
             )
         if self.program.zero < 2:  # the whole gradient is kept, and would be counted again
             for state in states:
-                self.whole(state)
+                self.check_whole(state)
                 self.sealed[state] = index
         self.unscattered.difference_update(states)
         self.scattered[number] = index
 
-    def pieces(self, number: int) -> None:
+    def check_pieces(self, number: int) -> None:
         """Raise :class:`Refusal` unless all gradients of bucket ``number``, which ZeRO shards, are complete and
         reduce-scattered, so that this rank has its pieces of the sums.
 
         A bucket is a set of parameters that are reduced together; ``number`` is its index.
         """
         for state in self.shared[number].states:
-            self.whole(state)
+            self.check_whole(state)
             if state in self.unscattered:
                 raise Refusal("order", f"bucket {number} is to be scattered first: {state!r} was added to since")
 
-    def whole(self, state: str) -> None:
+    def check_whole(self, state: str) -> None:
         """Raise :class:`Refusal` unless all backwards that add to the gradient of the parameter ``state`` have run."""
         if self.missing.get(state):
             position, microbatch = min(self.missing[state])
@@ -249,7 +249,7 @@ class StateGradients:
             message = f"the gradient of {state!r} lacks the backward of {late!r} on microbatch {microbatch}"
             raise Refusal("gradient", message, FaultLocation(state=state))
 
-    def turn(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
+    def record_reduction(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
         """Record the next collective that reduces the gradients of bucket ``number``, and return its kind and mesh
         axes.
 
@@ -271,16 +271,16 @@ class StateGradients:
         if (op, axes) != (kind, () if kind == "REDUCE" else over):
             raise Refusal("order", f"what comes next for bucket {number} is {kind} over {', '.join(over)}")
         if number in self.shared:
-            self.pieces(number)
+            self.check_pieces(number)
         for state in self.here.buckets[number].states:
-            self.whole(state)
+            self.check_whole(state)
             if number not in self.shared and state in self.tied and state not in self.synced:
                 raise Refusal("order", f"bucket {number} has the tied state {state!r}, which must be SYNCed first")
             self.sealed[state] = index
         done.append(index)
         return due[len(done) - 1]
 
-    def reduced(self, number: int) -> bool:
+    def is_reduced(self, number: int) -> bool:
         """Return whether all collectives that reduce the gradients of bucket ``number`` (an index) have been started.
 
         A bucket is a set of parameters that are reduced together.
@@ -300,10 +300,10 @@ class StateGradients:
                 raise Refusal("fields", f"the state {state!r} is not tied on this stage, or has no gradient")
             if state in self.synced:
                 raise Refusal("twice", f"the state {state!r} was synced at instruction {self.synced[state]}")
-            self.whole(state)
+            self.check_whole(state)
             if state in self.home:
-                self.pieces(self.home[state])
-                if not self.reduced(self.home[state]):
+                self.check_pieces(self.home[state])
+                if not self.is_reduced(self.home[state]):
                     raise Refusal(
                         "order", f"bucket {self.home[state]} has the tied state {state!r} and is to be REDUCEd"
                     )
@@ -319,13 +319,13 @@ class StateGradients:
 
         Raise :class:`Refusal` unless the gradient is complete and reduced.
         """
-        self.whole(state)
+        self.check_whole(state)
         if state in self.tied and state not in self.synced:
             raise Refusal("order", f"the tied state {state!r} is to be SYNCed first")
         if state in self.home:
-            self.pieces(self.home[state])
+            self.check_pieces(self.home[state])
         for number, bucket in enumerate(self.here.buckets):
-            if state in bucket.states and not self.reduced(number):
+            if state in bucket.states and not self.is_reduced(number):
                 raise Refusal("order", f"bucket {number}, which has {state!r}, is to be REDUCEd first")
         self.sealed[state] = index
 
@@ -341,13 +341,13 @@ class StateGradients:
         if self.stepped is not None:
             raise Refusal("twice", f"STEP was already reached at instruction {self.stepped}")
         for state in self.missing:
-            self.whole(state)
+            self.check_whole(state)
         for state in sorted(self.tied - self.synced.keys()):
             raise Refusal("missing", f"the tied state {state!r} is never synced")
         for number in self.shared:
             if self.shared[number].axes:
-                self.pieces(number)
+                self.check_pieces(number)
         for number in range(len(self.here.buckets)):
-            if not self.reduced(number):
+            if not self.is_reduced(number):
                 raise Refusal("missing", f"bucket {number} is never reduced")
         self.stepped = index

@@ -14,7 +14,7 @@ from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import CollectiveEvent, Instruction
 from partitioner.runtime.program.program import Program, StateData
 from partitioner.runtime.program.sharded_buckets import zero_axes
-from partitioner.runtime.program.state_bytes import host_states
+from partitioner.runtime.program.state_bytes import list_host_states
 from partitioner.runtime.prove.errors import FaultLocation, Refusal
 from partitioner.runtime.prove.gradient_ledger import StateGradients
 
@@ -106,7 +106,7 @@ class HostStates:
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]
-        self.hosted = host_states(facts.program, stage)
+        self.hosted = list_host_states(facts.program, stage)
         self.gradients = gradients
         self.passing = "parameters" in facts.program.offload
         self.sharded = {s for b in self.here.buckets for s in b.states if zero_axes(self.program, b.states)}
@@ -233,7 +233,7 @@ def _find_update_problem(program: Program, state: StateData, name: str, makers: 
     return ""
 
 
-def check_alike(program: Program, known: dict[str, Sameness]) -> None:
+def check_equal_updates(program: Program, known: dict[str, Sameness]) -> None:
     """Raise :class:`Refusal` if a buffer takes a new value that depends on the microbatch or on the ``dp`` rank, so
     that ranks would have different buffers.
 
@@ -246,7 +246,7 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
             raise Refusal("structure", message, FaultLocation(stage=min(state.stages), state=name))
 
 
-class WrittenUpdates:
+class BufferUpdateChecks:
     """Tracks which buffers (such as running statistics) one rank of the pipeline stage ``stage`` (an index) has updated
     so far in the step, and checks that each is updated once.
     """

@@ -64,7 +64,7 @@ def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
             if data.path not in further.caches:
                 continue
             value = program.values[data.value]
-            stages = tuple(s for s, stage in enumerate(program.stages) if _loads(stage, data.value))
+            stages = tuple(s for s, stage in enumerate(program.stages) if _has_load(stage, data.value))
             own = data.shape, data.dtype, data.batch_dim, value.layout, value.context, stages
             other, expected = known.setdefault((generation, data.path), (name, own))
             if own != expected:
@@ -78,7 +78,7 @@ def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
                     raise LayoutError(f"block {block!r} of program {name!r} writes to a copy of a key/value cache")
 
 
-def _loads(stage: Stage, value: str) -> bool:
+def _has_load(stage: Stage, value: str) -> bool:
     """Return whether the ranks of the pipeline stage ``stage`` have an instruction that loads the batch input called
     ``value``.
     """

@@ -81,7 +81,7 @@ def _reads_device(operator: Any, result: Any) -> bool:
     return depends or any(isinstance(x, bool | int | float) for x in pytree.tree_leaves(result))
 
 
-class _ReadWatch(TorchDispatchMode):
+class _DeviceReadMode(TorchDispatchMode):
     """Torch dispatch mode that adds a text to ``found`` for each operator for which the host reads values from the
     device, unless ``paused`` is true.
     """
@@ -152,7 +152,7 @@ class OperatorCapture:
 
     def __init__(self) -> None:
         self._log: _OperatorLog | None = None
-        self._watch: _ReadWatch | None = None
+        self._watch: _DeviceReadMode | None = None
 
     def begin(self) -> None:
         log = self._log = _OperatorLog()
@@ -180,7 +180,7 @@ class OperatorCapture:
 
     @contextmanager
     def watch(self) -> Iterator[list[str]]:
-        watch = self._watch = _ReadWatch()
+        watch = self._watch = _DeviceReadMode()
         try:
             with watch:
                 yield watch.found

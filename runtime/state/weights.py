@@ -235,7 +235,7 @@ class ModuleWeights(TensorWeights):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module_tensors(module), type(module).__name__)
+        super().__init__(list_module_tensors(module), type(module).__name__)
         self.tensors: dict[str, Tensor]
         self._module, _ = unwrap_model(module)
 
@@ -252,13 +252,13 @@ class ModuleWeights(TensorWeights):
         number; ``None`` if there is neither.
         """
         if name not in self.tensors:
-            number = number_of(self._module, name)
+            number = get_number_attribute(self._module, name)
             if number is not None:
                 self.tensors[name] = number
         return super().spec(name)
 
 
-def number_of(module: nn.Module, name: str) -> Tensor | None:
+def get_number_attribute(module: nn.Module, name: str) -> Tensor | None:
     """Return the attribute ``name`` of a module, such as ``layers.0.step``, as a 0-dimensional tensor; ``None`` if it
     is no int or float.
     """
@@ -302,7 +302,7 @@ def check_storable(name: str, dtype: torch.dtype) -> None:
 Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 
-def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
+def open_weights(source: Source, wanted: Collection[str] = ()) -> Weights:
     """Return ``source``, the weights that the user passed (a module, a dict of tensors, a path of safetensors files, or
     :class:`Weights`), as an object from which shards of tensors can be read.
 
@@ -324,7 +324,7 @@ def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
     )
 
 
-def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+def list_module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers of ``module`` as name -> tensor, under all of their names, also those that
     ``state_dict`` leaves out.
 
@@ -337,7 +337,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def is_weights(path: Path) -> bool:
+def is_weights_path(path: Path) -> bool:
     """Return whether ``path`` can be read as weights: whether it is a file, or a folder with safetensors files."""
     return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
 

@@ -3,9 +3,8 @@
 The status files of each host are copied to the other hosts through the key-value store of the rendezvous. One rank of
 every host does this in a thread, because a rank that has lost the host of the store blocks until TCP gives up.
 
-:func:`ranks_named` finds the ranks at the other end of a connection, because errors of Gloo contain only an address and
-a port.
-"""
+:func:`find_named_ranks` finds the ranks at the other end of a connection, because errors of Gloo contain only an
+address and a port."""
 
 from __future__ import annotations
 
@@ -136,7 +135,7 @@ def _format_host_key(host: int) -> str:
 _ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:(\d+)")
 
 
-def own_addresses() -> list[str]:
+def list_own_addresses() -> list[str]:
     """Return the local ends of this process's TCP connections, such as ``127.0.0.1:4000``, sorted; empty if they are
     unknown.
     """
@@ -152,7 +151,7 @@ def own_addresses() -> list[str]:
     return sorted(set(found))
 
 
-def ranks_named(error: str, addresses: Mapping[int, Sequence[str]], own: Sequence[str] = ()) -> tuple[int, ...]:
+def find_named_ranks(error: str, addresses: Mapping[int, Sequence[str]], own: Sequence[str] = ()) -> tuple[int, ...]:
     """Return the ranks that the error text ``error`` names by a network address. ``addresses``: rank -> its addresses,
     such as ``10.0.0.1:4000``. ``own``: the addresses of this rank; if empty, only exact addresses are searched.
 

@@ -22,7 +22,7 @@ SILENT_S = 3.0  # seconds without a heartbeat after which a process, or its host
 HOST_SETTLE_S = SILENT_S + 2.0  # seconds until a lost host is known to be silent
 
 
-def cause_of(
+def find_failure_cause(
     states: Sequence[RankState], patience_s: float, now: float, died: int | None = None, world_size: int = 0
 ) -> Failure | None:
     """Return the failure because of which training cannot continue; ``None`` if it can continue.
@@ -40,15 +40,15 @@ def cause_of(
         return primary[0]
     dead = [s for s in states if not s.alive and s.failure is None and s.moment.phase != "gone"]
     if dead:
-        first = next((s for s in dead if s.rank == died), None) or _most_blamed(dead, states)
-        return failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
+        first = next((s for s in dead if s.rank == died), None) or _find_most_blamed(dead, states)
+        return describe_failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
     if told and now - told[0].failed_at > _SETTLE_S and len(states) >= world_size:
         away = [
             s for s in _find_lost_ranks(told, states) if not s.here and s.failure is None and s.moment.phase != "gone"
         ]
         silent = [s for s in away if s.silent_s > SILENT_S]
         if silent:
-            return _report_lost_host(_most_blamed(silent, states), told)
+            return _report_lost_host(_find_most_blamed(silent, states), told)
         if away and now - told[0].failed_at < HOST_SETTLE_S:
             return None  # its host may have ended, or it may still report why
         return _blame_left_rank(told, states) or _blame_lost_rank(told)
@@ -58,7 +58,7 @@ def cause_of(
     return None
 
 
-def failure_at(state: RankState, kind: str, error: str) -> Failure:
+def describe_failure_at(state: RankState, kind: str, error: str) -> Failure:
     """Return a description of the failure of the rank with the state ``state`` at its current position, which is its
     graph node if known, or its instruction.
 
@@ -83,7 +83,7 @@ def failure_at(state: RankState, kind: str, error: str) -> Failure:
     )
 
 
-def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
+def find_waits(states: Sequence[RankState]) -> dict[int, set[int]]:
     """Return, for each rank, the ranks for which it waits. ``states``: the known state of each rank.
 
     A rank does not wait for ranks that have entered the same collective and send heartbeats. A rank without heartbeats
@@ -117,7 +117,7 @@ def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failu
     """Return the failure of the rank that keeps the others waiting, if no rank makes progress. ``states``: the running
     ranks. ``patience_s``: seconds without progress after which the ranks count as stalled.
     """
-    edges = waits_for(states)
+    edges = find_waits(states)
     free = [s for s in states if not edges[s.rank]] or list(states)  # in a cycle, any rank may be the cause
     waited_for = _count_waiting_ranks(edges)
     cause = min(free, key=lambda s: (not _is_report_outdated(s), -waited_for[s.rank], s.progress, s.rank))
@@ -129,7 +129,7 @@ def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failu
         how += f", nor given a sign of life for {cause.silent_s:.1f} s"
     waiting = "; ".join(f"rank {s.rank} waits for it at {s.doing}" for s in others[:4])
     more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-    return failure_at(cause, STALLED, how + (f"; {waiting}{more}" if waiting else ""))
+    return describe_failure_at(cause, STALLED, how + (f"; {waiting}{more}" if waiting else ""))
 
 
 def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
@@ -149,7 +149,7 @@ def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
     return found
 
 
-def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> RankState:
+def _find_most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> RankState:
     """Return the state of the rank, among the dead ranks ``dead``, to which most of the ranks in ``states`` have lost
     their connection; among equals, the one idle for the longest time.
     """
@@ -173,7 +173,7 @@ def _report_lost_host(state: RankState, told: Sequence[RankState]) -> Failure:
     losers = [s for s in told if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
     text = f"its host has given no sign of life for {state.silent_s:.1f} s (it has ended, or its network); {who}"
-    return failure_at(state, DIED, text)
+    return describe_failure_at(state, DIED, text)
 
 
 def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:

@@ -19,7 +19,7 @@ from partitioner.runtime.errors import Failure
 from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, RecorderHeader, Recording
 from partitioner.runtime.execute.stack_location import RankLocation
 from partitioner.runtime.files import write_text
-from partitioner.runtime.watch.host_mirror import ranks_named
+from partitioner.runtime.watch.host_mirror import find_named_ranks
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class RankState:
         """Return what the rank did at the time of this state, as text, such as ``step 3, instruction 7: 1F0``."""
         if self.moment.phase != "step":
             return f"{self.moment.phase} (after step {self.moment.step + 1})"
-        return f"step {self.moment.step + 1}, {instruction_words(self.index, self.spot)}"
+        return f"step {self.moment.step + 1}, {format_instruction_words(self.index, self.spot)}"
 
 
-def instruction_words(index: int | None, spot: InstructionSpot | None) -> str:
+def format_instruction_words(index: int | None, spot: InstructionSpot | None) -> str:
     return f"instruction {index}: {spot.text}" if spot is not None else "end of the step"
 
 
-class Board:
+class StatusBoard:
     """Reads and writes the status files in ``folder``, in which ranks write what they do and why they fail. Each rank
     writes its own files; any process may read all of them.
     """
@@ -190,7 +190,7 @@ class Board:
         """
         ends = {r: (self._read_file(r, "addresses") or {"own": []})["own"] for r in self._recordings}
         own = ends.pop(rank)
-        return ranks_named(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
+        return find_named_ranks(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
 
     def _read_file(self, rank: int, kind: str) -> dict[str, Any] | None:
         """Return the contents of the file with the status of ``rank`` of the kind ``kind``, such as "failure", as JSON

@@ -21,8 +21,8 @@ from statistics import median
 
 from partitioner.runtime.errors import Failure
 from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecorderHeader
-from partitioner.runtime.watch.root_cause import cause_of
-from partitioner.runtime.watch.status_board import Board, RankState, instruction_words
+from partitioner.runtime.watch.root_cause import find_failure_cause
+from partitioner.runtime.watch.status_board import RankState, StatusBoard, format_instruction_words
 
 _WINDOW = 10  # recent steps that are compared
 
@@ -50,7 +50,7 @@ class SlowRank:
     against: str
 
     def __str__(self) -> str:
-        where = [instruction_words(self.index, self.spot)]
+        where = [format_instruction_words(self.index, self.spot)]
         if self.spot is not None:
             where += [text for text in (self.spot.calls, self.spot.source) if text]
         return (
@@ -67,7 +67,7 @@ class SlowRanks:
     none, the rank's own earlier time.
     """
 
-    def __init__(self, board: Board, factor: float = 1.5) -> None:
+    def __init__(self, board: StatusBoard, factor: float = 1.5) -> None:
         self.board = board
         self.factor = factor
         self.samples: dict[int, deque[dict[int, float]]] = {}
@@ -209,7 +209,7 @@ class Monitor:
     """
 
     def __init__(self, folder: str | Path, patience_s: float = 300.0) -> None:
-        self.board = Board(Path(folder))
+        self.board = StatusBoard(Path(folder))
         self.patience_s = patience_s
         self.refresh: Callable[[], None] | None = None  # fetches the states of ranks on other hosts
 
@@ -228,9 +228,9 @@ class Monitor:
         if told is not None:
             return told
         states = self.states()
-        return cause_of(states, self.patience_s, time.time(), died, self.board.world_size)
+        return find_failure_cause(states, self.patience_s, time.time(), died, self.board.world_size)
 
-    def settle(self, seconds: float, died: int | None = None) -> Failure | None:
+    def wait_for_cause(self, seconds: float, died: int | None = None) -> Failure | None:
         """Wait up to ``seconds`` until :meth:`check` finds the cause of a failure that is known to have happened, and
         return it.
 

@@ -34,7 +34,7 @@ from partitioner.runtime.program.program import Program
 from partitioner.runtime.program.simulate import simulate
 from partitioner.runtime.prove.errors import ProofError
 from partitioner.runtime.prove.prove import prove
-from partitioner.runtime.state.parameters import join_pieces, padded_piece, take_piece
+from partitioner.runtime.state.parameters import join_pieces, pad_piece, take_piece
 from partitioner.simulate.program_time import PlanDurations
 from tests.helpers.context_models import Decoder
 from tests.helpers.context_models import inputs as decoder_inputs
@@ -272,7 +272,7 @@ def test_pieces_make_the_whole(shape: list[int], ranks: int):
     tensor = torch.arange(math.prod(shape)).reshape(shape)
     pieces = [take_piece(tensor, ranks, i) for i in range(ranks)]
     assert torch.equal(join_pieces(pieces, shape), tensor)
-    padded = [padded_piece(p, tensor.numel(), ranks) for p in pieces]
+    padded = [pad_piece(p, tensor.numel(), ranks) for p in pieces]
     assert len({len(p) for p in padded}) == 1
     assert torch.equal(join_pieces(padded, shape), tensor)
 

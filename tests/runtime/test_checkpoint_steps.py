@@ -17,7 +17,7 @@ import torch
 from partitioner import CheckpointError, Checkpoints, Engine
 from partitioner.runtime.checkpoint import atomic_folder, dcp_files
 from partitioner.runtime.checkpoint.atomic_folder import this_process, wait_for_writers
-from partitioner.runtime.checkpoint.load import complete_in
+from partitioner.runtime.checkpoint.load import list_complete_checkpoints
 from partitioner.runtime.checkpoint.training_state import pack_plain_data, unpack_plain_data
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.program.program import Program
@@ -76,8 +76,8 @@ def test_what_is_kept_goes_by_steps_of_the_optimizer_too(tmp_path: Path):
     engine, optimizer = one_rank()
     checkpoints = Checkpoints(tmp_path, engine, optimizer, every=1, keep_last=1, keep_every=4)
     train(engine, optimizer, checkpoints, [1, *[3] * 8])
-    assert [found.optimizer_steps for found in complete_in(tmp_path)] == [4, 8, 9]
-    assert [found.steps for found in complete_in(tmp_path)] == [10, 22, 25]
+    assert [found.optimizer_steps for found in list_complete_checkpoints(tmp_path)] == [4, 8, 9]
+    assert [found.steps for found in list_complete_checkpoints(tmp_path)] == [10, 22, 25]
 
 
 def test_a_checkpoint_that_knows_of_one_count_alone_is_loaded(tmp_path: Path):
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_knows_of_one_count_alone_is_loaded(tmp_path: Path):
     other, _ = one_rank()
     assert other.load(folder, verify=False) == 4
     assert other.optimizer_steps == 4
-    assert complete_in(tmp_path)[0].optimizer_steps == 4
+    assert list_complete_checkpoints(tmp_path)[0].optimizer_steps == 4
 
 
 def test_two_series_of_checkpoints_count_a_step_once(tmp_path: Path):

@@ -13,7 +13,7 @@ from partitioner import LocalRanks, run_local
 from partitioner.passes.ir.model import TensorSpec
 from partitioner.passes.shard.differentiate import BlockDerivatives, differentiate
 from partitioner.runtime.execute import bind
-from partitioner.runtime.execute.bind import Library, SharedDerivatives, gradient_needs
+from partitioner.runtime.execute.bind import BlockLibrary, SharedDerivatives, find_gradient_needs
 from partitioner.runtime.program.program import Program
 from tests.helpers.mlp_graph import CPU, mlp
 from tests.helpers.net_runs import check, reference
@@ -104,10 +104,10 @@ def derive(program: Program, folder: Path) -> list[str]:
         return original(program, name, *needs, slim=slim)
 
     bind.differentiate_for_cpu = told
-    library = Library(program, CPU, shared=folder)
+    library = BlockLibrary(program, CPU, shared=folder)
     for stage in program.stages:
         for call in stage.calls:
-            if (needs := gradient_needs(program, call)) is not None:
+            if (needs := find_gradient_needs(program, call)) is not None:
                 library.differentiated(call.block, needs)
     bind.differentiate_for_cpu = original
     return _traced.copy()

@@ -12,7 +12,7 @@ from partitioner.runtime.execute.codegen import (
     FAST,
     AliasBinding,
     AsyncBinding,
-    Compiled,
+    CompiledGraph,
     ConstantBinding,
     DirectBinding,
     compile_graph,
@@ -57,7 +57,7 @@ def ones() -> list[Tensor]:
     return [torch.ones(2, 2), torch.ones(2, 2)]
 
 
-def body(compiled: Compiled) -> list[str]:
+def body(compiled: CompiledGraph) -> list[str]:
     return [line.strip() for line in compiled.code.splitlines()[1:]]
 
 

@@ -21,15 +21,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import networkx  # noqa: F401  # the package imports these two when it first needs them, which takes longer than the
+import networkx  # noqa: F401  # the package imports it late; what is imported here is frozen below
 import pytest
-import sympy  # noqa: F401  # deadline of an example in tests by hypothesis
+import sympy  # noqa: F401  # as networkx
 import torch
+from hypothesis import settings
 
 from partitioner import background
 from partitioner.solve.evaluate import local_model_cache
 from partitioner.solve.search import search
 
+settings.register_profile("untimed", deadline=None)  # an example takes longer where other processes run
+settings.load_profile("untimed")
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 20)
 

@@ -3,14 +3,14 @@
 Requires: a captured graph. Provides: a graph without composite operators, except those that a factor rule or a rewrite
 of the normal form handles. Gradients are those of the parts, by torch's own definition.
 
-Recurrent networks with dropout between their layers are decomposed layer by layer here, because torch's own
-decomposition leaves the dropout out.
+Recurrent networks become one operator for each layer and direction here. Torch's own decomposition has operators for
+each time step, and leaves the dropout between layers out.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from partitioner.passes.ir.inplace import remove_inplace
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.rewrite import KEEP, Builder, Rule, aten, rewrite_by_rules
+from partitioner.passes.ops.recurrent import LSTM, recurrent_ops
 from partitioner.passes.rules import has_rule
 
 _MOST_PARTS = 4096
@@ -169,35 +170,71 @@ class RecurrentLayers(NamedTuple):
         return self._replace(layers=1, p=0.0)
 
 
-def rewrite_layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
-    """Rewrite a recurrent network of several layers with dropout as one recurrent operator per layer, with dropout
-    operators between them. Return a tuple of nodes: the output of the last layer, and the final state of all layers
-    (two nodes for an LSTM).
+def rewrite_recurrent_network(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
+    """Rewrite a recurrent network as one operator for each layer and direction (``passes/ops/recurrent.py``), with
+    dropout operators between the layers. Return a tuple of nodes: the output of the last layer, and the final state of
+    all layers (two nodes for an LSTM).
 
     ``build``: appends operators to the graph. ``x``: the input. ``state``: the initial state of all layers; a list of
     two for an LSTM. ``weights``: the weights and biases of all layers, in order. ``layers``: six values: whether there
     are biases, number of layers, probability of dropout, whether dropout is on, whether each layer also reads backward,
-    and whether the batch is dim 0. For a network without dropout, return ``KEEP`` (the operator stays).
+    and whether the batch is dim 0.
     """
     stack = RecurrentLayers(*layers)
-    if not stack.has_dropout:
-        return KEEP
     assert build.node is not None
-    each, ways = len(weights) // stack.layers, stack.num_directions
-    several = isinstance(state, list | tuple)
-    states = list(state) if several else [state]
+    kind = build.node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
+    states = list(state) if isinstance(state, list | tuple) else [state]
+    each = len(weights) // (stack.layers * stack.num_directions)
     last: list[list[fx.Node]] = []
+
+    def swap(x: fx.Node) -> fx.Node:  # the layers read [steps, batch, features]
+        return build(aten.transpose.int, x, 0, 1) if stack.batch_first else x
+
+    x = swap(x)
     for layer in range(stack.layers):
-        x = build(aten.dropout.default, x, stack.p, True) if layer else x
-        first = [build(aten.slice.Tensor, s, 0, layer * ways, (layer + 1) * ways) for s in states]
-        own = weights[layer * each : (layer + 1) * each]
-        given = first if several else first[0]
-        made = build(build.node.target, x, given, own, *stack.single_layer)
-        x, *ends = (build(operator.getitem, made, i) for i in range(1 + len(first)))
-        last.append(ends)
-    return x, *(build(aten.cat.default, list(ends)) for ends in zip(*last, strict=True))
+        if layer and stack.has_dropout:
+            x = swap(build(aten.dropout.default, swap(x), stack.p, True))
+        outputs = []
+        for way in range(stack.num_directions):
+            place = layer * stack.num_directions + way
+            first = [build(aten.slice.Tensor, s, 0, place, place + 1) for s in states]
+            own = _name_weights(weights[place * each : (place + 1) * each], stack.biased)
+            output, *ends = _append_layer(build, kind, x, first, own, reverse=way == 1)
+            outputs.append(output)
+            last.append(ends)
+        x = build(aten.cat.default, outputs, 2) if len(outputs) > 1 else outputs[0]
+    return swap(x), *(build(aten.cat.default, list(ends)) for ends in zip(*last, strict=True))
+
+
+def _name_weights(weights: Sequence[fx.Node], biased: bool) -> tuple[fx.Node | None, ...]:
+    """Return the five weights of one direction of a recurrent layer, with ``None`` for missing ones: those of the
+    input and of the state, their biases, and the projection of an LSTM's output. ``weights``: those that there are.
+    ``biased``: whether there are biases among them."""
+    products, rest = weights[:2], list(weights[2:])
+    biases = [rest.pop(0), rest.pop(0)] if biased else [None, None]
+    return *products, *biases, rest[0] if rest else None
+
+
+def _append_layer(
+    build: Builder, kind: str, x: fx.Node, states: list[fx.Node], weights: tuple[fx.Node | None, ...], reverse: bool
+) -> list[fx.Node]:
+    """Append one direction of a recurrent layer. Return the nodes of its output and of its last states, each ``[1,
+    batch, features]``.
+
+    ``build``: appends operators to the graph. ``kind``: the name of torch's function, such as ``"lstm"``. ``x``: the
+    input ``[steps, batch, features]``. ``states``: the initial states. ``weights``: as :func:`_name_weights` returns
+    them. ``reverse``: whether the layer reads its input from the last step to the first.
+    """
+    if kind == LSTM:
+        made = build(recurrent_ops.lstm_layer.default, x, *states, *weights, reverse)
+        output, ends = build(operator.getitem, made, 0), [build(operator.getitem, made, 1)]
+    else:
+        output, ends = build(recurrent_ops.recurrent_layer.default, x, *states, *weights[:4], kind, reverse), []
+    steps = output.meta["val"].shape[0]
+    at = 0 if reverse else steps - 1
+    return [output, build(aten.slice.Tensor, output, 0, at, at + 1), *ends]
 
 
 RECURRENT: dict[Any, Rule] = dict.fromkeys(
-    (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), rewrite_layer_by_layer
+    (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), rewrite_recurrent_network
 )

@@ -1,4 +1,4 @@
-"""Sharding rules of matrix products, convolutions, pooling, resizing, matrix factorisations and solvers.
+"""Sharding rules of matrix products, recurrent layers, convolutions, pooling, resizing, factorisations and solvers.
 
 Each function returns the :class:`OpFactors` of one operator call, which says which dims may be sharded. A product whose
 summed dim is sharded gives a partial sum. Convolutions, pooling and resizing may be sharded over samples and channels,
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from partitioner.passes.ops import recurrent  # noqa: F401 - registers operators that have a rule here
 from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
@@ -29,6 +30,7 @@ from partitioner.passes.rules.factors import (
 from partitioner.passes.rules.registry import register_family, rule
 
 aten = torch.ops.aten
+_RECURRENT_STATES = {"partition::lstm_layer": 2, "partition::recurrent_layer": 1}  # initial states, after the input
 
 _PRODUCT = mark_linear_each(0, 1)
 
@@ -57,6 +59,18 @@ def shard_added_product(node: fx.Node) -> OpFactors:
     rank = len(get_meta_shape(operands_of(node)[0]))
     summed = frozenset(left) - frozenset(made)
     return build_factor_rule(node, [made[len(made) - rank :], left, right], [made], whole=summed)
+
+
+@register_family(*_RECURRENT_STATES)
+def shard_recurrent_layer(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``node``, one direction of a recurrent layer. Samples may be sharded, in the input
+    and in the states. Steps must not be, because each reads the state after the step before; nor may features, because
+    each gate reads all features of the state.
+    """
+    states = _RECURRENT_STATES[node.target._schema.name]  # type: ignore[union-attr]
+    rows: list[str | None] = [None, "b", None]
+    weights: list[list[str | None]] = [[None] * len(get_meta_shape(o)) for o in operands_of(node)[1 + states :]]
+    return build_factor_rule(node, [rows] * (1 + states) + weights, [rows] * states)
 
 
 @register_family("linear")

@@ -68,6 +68,13 @@ ATTENTION = [
     ),
     case("partition::write_cache", f(2, 4, 8, 6), f(2, 4, 3, 6), torch.tensor(2), grad=False),
 ]
+_GATES = f(20, 4), f(20, 5), f(20), f(20)  # of an LSTM with 4 features and 5 hidden ones
+RECURRENT = [
+    case("partition::lstm_layer", f(3, 6, 4), f(1, 6, 5), f(1, 6, 5), *_GATES, None, False),
+    case("partition::lstm_layer", f(3, 6, 4), f(1, 6, 2), f(1, 6, 5), f(20, 4), f(20, 2), None, None, f(2, 5), True),
+    case("partition::recurrent_layer", f(3, 6, 4), f(1, 6, 5), f(15, 4), f(15, 5), f(15), f(15), "gru", True),
+    case("partition::recurrent_layer", f(3, 6, 4), f(1, 6, 5), f(5, 4), f(5, 5), None, None, "rnn_relu", False),
+]
 CONVOLUTION = [
     case("conv3d", f(4, 6, 3, 3, 3), f(8, 6, 2, 2, 2), f(8)),
     case("_convolution", f(4, 6, 5), f(8, 6, 3), None, [1], [0], [1], False, [0], 1, False, False, False, False),
@@ -262,6 +269,7 @@ MORE: dict[str, list[Any]] = {
     "pointwise": POINTWISE,
     "contraction": CONTRACTION,
     "attention": ATTENTION,
+    "recurrent": RECURRENT,
     "convolution": CONVOLUTION,
     "creation": CREATION,
     "indexing": INDEXING,

@@ -98,7 +98,7 @@ def _results(band: Band, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 40), LIMITS, LIMITS, st.sampled_from([(4, 4), (4, 2), (2, 1)]))
 def test_attention_in_tiles_is_attention(queries: int, keys: int, before: Any, after: Any, heads: tuple[int, int]):
     q, k, v, grad = _tensors(queries, keys, heads)
@@ -111,7 +111,7 @@ def test_attention_in_tiles_is_attention(queries: int, keys: int, before: Any, a
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(2, 4),
     st.booleans(),

@@ -318,7 +318,7 @@ def test_a_replica_whose_ranks_are_on_two_nodes_gets_less_of_the_batch(pins: dic
     assert plan.certificate.bound <= plan.estimate.step_time
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     fast=st.integers(1, 3),
     slow=st.integers(1, 3),

@@ -563,7 +563,7 @@ VALUES = st.one_of(
 SMALL = {"llama": tiny_config("llama"), "t5": tiny_config("t5"), "vit": tiny_config("vit"), "bert": tiny_config("bert")}
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_changed_files_give_typed_errors_alone(tmp_path: Path, data: st.DataObject) -> None:
     fields = json.loads(SMALL[data.draw(st.sampled_from(sorted(SMALL)))].to_json_string(use_diff=False))
@@ -578,7 +578,7 @@ def test_changed_files_give_typed_errors_alone(tmp_path: Path, data: st.DataObje
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(sorted(SMALL["llama"].to_dict())), value=VALUES)
 def test_changed_files_are_planned_or_refused(tmp_path: Path, name: str, value: Any) -> None:
     fields = json.loads(SMALL["llama"].to_json_string(use_diff=False)) | {name: value}

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("without_baselines")
 _PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 _FAST = settings(
     max_examples=60,
-    deadline=None,
     derandomize=True,
     database=None,
     phases=_PHASES,

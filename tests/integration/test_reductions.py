@@ -215,7 +215,7 @@ def rows(draw: st.DrawFn) -> Tensor:
     return torch.tensor(few, dtype=dtype)[picked]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(x=rows())
 def test_what_is_lost_is_bounded(x: Tensor):
     for name, codec in CODECS.items():
@@ -233,7 +233,7 @@ def test_what_is_lost_is_bounded(x: Tensor):
         assert torch.equal(codec.encode(x), wire)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(x=rows(), bad=st.sampled_from([float("inf"), float("-inf"), float("nan")]), at=st.integers(0, 255))
 def test_what_is_not_finite_arrives_so_and_is_not_made_up_for(x: Tensor, bad: float, at: int):
     x[0, at] = bad
@@ -245,7 +245,7 @@ def test_what_is_not_finite_arrives_so_and_is_not_made_up_for(x: Tensor, bad: fl
         assert back[1:].isfinite().all()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(x=rows(), steps=st.integers(2, 12))
 @example(x=torch.full((1, Int8.chunk), 1.1221e-38), steps=2)  # a scale that would be subnormal
 def test_over_many_steps_what_is_sent_adds_up_to_what_was_to_be(x: Tensor, steps: int):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -266,7 +266,6 @@ def test_a_step_that_fails_with_gradients_on_their_way_leaves_none_to_the_next(s
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@settings(deadline=None)
 @given(shape=st.lists(st.integers(1, 5), max_size=3), ranks=st.integers(1, 9))
 def test_pieces_make_the_whole(shape: list[int], ranks: int):
     tensor = torch.arange(math.prod(shape)).reshape(shape)

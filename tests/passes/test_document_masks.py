@@ -68,7 +68,7 @@ def _assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 30),
     st.integers(0, 99),
@@ -90,7 +90,7 @@ def test_tiles_of_documents_are_attention_within_documents(
     _assert_close(found, _expected(ids, band, scale, tensors))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(2, 4),
     st.booleans(),
@@ -337,7 +337,7 @@ def _evaluate(expression: Any, ids: Tensor, positions: Tensor) -> Tensor:
     return ~values[0] if kind == "not" else values[0] & values[1] if kind == "and" else values[0] | values[1]
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(EXPRESSIONS, st.sampled_from(sorted(WRITTEN)), st.booleans())
 def test_masks_of_any_expression_keep_their_meaning(expression: Any, written: str, restricted: bool):
     """Whether or not documents are recognised in it. Every query sees itself, so that no row is empty."""
@@ -443,7 +443,7 @@ def _count_pairs(ids: Tensor, places: Tensor, band: Band) -> int:
     return int(seen[:, places].sum())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.booleans(), LIMITS, LIMITS, st.integers(0, 99))
 def test_pairs_of_documents_are_counted(num_ranks: int, zigzag: bool, before: Any, after: Any, seed: int):
     row, band = 2 * num_ranks * 3, Band(before, after)

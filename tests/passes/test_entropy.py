@@ -24,7 +24,7 @@ NAME = "partition.cross_entropy.default"
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_numbers_and_gradients_are_those_of_its_parts(data):
     """However many rows go through at a time, and wherever the classes lie in memory."""

@@ -100,7 +100,7 @@ def _order_of(block: Block, given_: tuple[Tensor, ...]) -> list[int]:
     return [kinds.index((tuple(v.shape[1:]), v.dtype)) for v in values]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(-1, 5), max_size=12),
     st.sampled_from([(4, 8), (3, 5)]),

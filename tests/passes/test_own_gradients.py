@@ -819,7 +819,7 @@ STEPS: dict[str, Any] = {
 _NONLINEAR_STEPS = ("abs", "round", "largest", "squared")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4))
 def test_a_transpose_and_a_constant_make_up_any_affine_backward(names: list[str]):
     def backward(grad: Tensor) -> list[Tensor]:

@@ -96,7 +96,7 @@ def test_elementwise_operators(name: str):
 # Random shapes.
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 @st.composite

@@ -69,7 +69,7 @@ def _dense(
 BANDS = [Band(None, 0), Band(), Band(3, 0), Band(2, 2), Band(0, 5)]
 
 
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(
     rows=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (2, 1), (2, 2), (6, 2)]),
@@ -136,7 +136,7 @@ def _cover(tiles: Any, places: Sequence[Tensor], band: Band, size: int) -> Tenso
     return seen
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.integers(1, 3), st.integers(1, 4), st.booleans(), st.integers(2, 5), st.integers(0, 9), st.integers(0, 9))
 def test_keys_after_and_up_to_a_query_are_all_keys(
     num_ranks: int, size: int, zigzag: bool, block: int, rank: int, other: int
@@ -153,7 +153,7 @@ def test_keys_after_and_up_to_a_query_are_all_keys(
     assert torch.equal(before, (places[1] <= places[0][:, None]).long())
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.integers(1, 40), st.integers(1, 40), st.integers(-50, 50), st.tuples(*[st.sampled_from([None, 0, 2, 9])] * 4),
 )  # fmt: skip
@@ -267,7 +267,7 @@ def test_notations_of_changed_scores_and_prefixes(name: str):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(st.sampled_from(sorted(NOTATIONS)), st.integers(1, 3), st.integers(2, 20), st.integers(0, 99))
 def test_notations_keep_their_meaning_in_all_sizes(name: str, rows: int, length: int, seed: int):
     _check(Attending(NOTATIONS[name], _slopes()), _operands(rows, length, seed))

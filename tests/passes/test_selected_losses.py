@@ -397,7 +397,7 @@ COMPOSED = dict(
     mask=index(MASKS), take=index(TAKES), end=index(ENDS),
     first=st.lists(index(CHANGES), max_size=3), second=st.lists(index(CHANGES), max_size=2),
 )  # fmt: skip
-NO_DEADLINE = dict(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+NO_DEADLINE = dict(suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 @settings(max_examples=3, derandomize=True, **NO_DEADLINE)  # type: ignore[arg-type]

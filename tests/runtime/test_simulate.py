@@ -61,7 +61,7 @@ def times(program: Program, **options: float) -> Timeline:
     return simulate(program, Even(program, **options))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(p=st.integers(1, 4), m=st.integers(1, 6), schedule=st.sampled_from(["gpipe", "1f1b"]))
 def test_the_bubble_is_that_of_the_formula(p: int, m: int, schedule: str):
     """``(m + p - 1) (f + b)`` for both: Narayanan et al. 2021, section 2.2.1."""

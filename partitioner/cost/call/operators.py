@@ -155,6 +155,10 @@ _SCORE_LAUNCHES = 16, 26  # for each block
 # FLOPs of a fused attention's backward relative to its forward: five products to two (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
 
+# See ``passes/ops/recurrent.py``. Each step of a recurrent layer is a product with the state and a kernel of the gates.
+RECURRENT = frozenset(("lstm_layer", "recurrent_layer"))
+_STEP_LAUNCHES = 2
+
 _ALIGNMENT = 16  # bytes (NVIDIA, Matrix Multiplication Background: with whole 16 bytes cuBLAS takes tensor cores best)
 
 _Product = tuple[float, float]  # FLOPs, the smallest of M, N and K
@@ -308,9 +312,36 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
         ]
     if name in _LOOKUPS:  # as much is read as is written
         return [_build_kernel("lookup", [*operands[1:], results[0], *results])]
+    if name in RECURRENT:
+        return _list_recurrent_kernels(operands, results, passes=1)
     if name in CROSS_ENTROPY:
         return [_entropy_kernel("softmax", operands[0], 2, 4 if operands[0].dtype in NARROW else 2, 5)]
     return [_build_kernel(kind_of(node, name), [*operands, *results])]
+
+
+def _list_recurrent_kernels(operands: Sequence[Operand], results: Sequence[Operand], passes: int) -> list[Kernel]:
+    """Return the kernels of one direction of a recurrent layer: the product of all inputs with their weights, and the
+    products of each step's state with the weights of the state. ``operands``: the tensors that it reads: the input
+    ``[steps, batch, features]``, initial states, weights and biases. ``results``: its output, and what else it returns.
+    ``passes``: how many products of this size there are for each, 1 in forward.
+    """
+    x, output = operands[0], results[0]
+    of_input, of_state, *_ = (o for o in operands[1:] if len(o.shape) == 2)  # of_input: [gates, features]
+    precision, steps = _find_precision(operands), x.shape[0]
+    gates = Operand((*x.shape[:2], of_input.shape[0]), x.dtype)
+    first = _compute_linear_work(x.shape, of_input.shape, gates.shape)
+    each = _compute_linear_work((1, *output.shape[1:]), of_state.shape, (1, *gates.shape[1:]))
+    return [
+        _build_kernel("matmul", [x, of_input, gates] * passes, passes * first[0], first[1], precision, launches=passes),
+        _build_kernel(
+            "matmul",
+            [output, gates, of_state._replace(shape=(steps, *of_state.shape))] * passes,
+            passes * steps * each[0],
+            each[1],
+            precision,
+            launches=passes * steps * _STEP_LAUNCHES,
+        ),
+    ]
 
 
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
@@ -393,6 +424,8 @@ def backward_kernels(
     if name in _LOOKUPS:
         fills = [_gradient_kernel("pointwise", o, []) for o in wanted]  # filled with zeros, then scattered into
         return fills + [_build_kernel("lookup", [result, result])._replace(learned=o.learned) for o in wanted]
+    if name in RECURRENT:  # forward runs a second time, then two products for each of its products
+        return _list_recurrent_kernels(operands, results, passes=3)
     if name in _SUMS or name in CROSS_ENTROPY:
         return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)] if name in CROSS_ENTROPY else []
     kind = kind_of(node, name)

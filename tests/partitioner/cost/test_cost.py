@@ -92,6 +92,29 @@ def test_changed_scores_are_passed_over_block_by_block():
     assert traffic[50.0, True] == (11 + 6, 19 + 9)
 
 
+def test_a_recurrent_layer_is_a_product_of_each_step() -> None:
+    """100 steps of 8 samples, 32 features, 64 hidden ones, 4 x 64 gates: 2 * 8 * 256 * 32 FLOPs of a step are for the
+    input, in one product, and 2 * 8 * 256 * 64 for the state, in 100 products of two launches. Backward runs forward
+    again and has two products for each."""
+    weights = {"w": torch.empty(256, 32), "u": torch.empty(256, 64)}
+    state = torch.empty(1, 8, 64)
+
+    def run(f: Any, w: Any, u: Any, x: Any, h: Any, c: Any) -> Any:
+        return f(operator.getitem, f(torch.ops.partition.lstm_layer.default, x, h, c, w, u, None, None, None, False), 0)
+
+    made = block(run, weights, {"x": torch.empty(100, 8, 32), "h": state, "c": state})
+    node = next(n for n in made.graph.nodes if "lstm" in str(n.target))
+    shapes = [(100, 8, 32), (1, 8, 64), (1, 8, 64), (256, 32), (256, 64)]
+    operands = [Operand(shape, torch.float32) for shape in shapes]
+    forward = forward_kernels(node, operands, [Operand((100, 8, 64), torch.float32), operands[2]])
+    assert [(k.kind, k.flops, k.launches) for k in forward] == [
+        ("matmul", 100 * 2 * 8 * 256 * 32, 1),
+        ("matmul", 100 * 2 * 8 * 256 * 64, 200),
+    ]
+    backward = backward_kernels(node, operands, [Operand((100, 8, 64), torch.float32), operands[2]], [True] * 5)
+    assert [k.flops for k in backward] == [3 * k.flops for k in forward]
+
+
 def test_a_product_is_two_products_backward():
     made = block(
         lambda f, w, x: f(aten.linear.default, x, w), {"w": torch.empty(512, 256)}, {"x": torch.empty(4, 64, 256)}

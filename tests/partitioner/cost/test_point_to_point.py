@@ -150,7 +150,7 @@ CLUSTERS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(CLUSTERS), st.integers(2, 16), st.randoms(use_true_random=False))
 def test_no_ring_is_faster_than_the_best_one(topology: Topology, size: int, random: object):
     """However its ranks are placed: bounds go by the best ring."""

@@ -174,7 +174,7 @@ def cost(block: Block, again: set[fx.Node]) -> float | None:
 
 
 @given(blocks())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_cut_is_the_least(block: Block):
     quick = [n for n in block.graph.nodes if n.op == "call_function" and n.target != aten.mm.default]
     every = itertools.chain.from_iterable(itertools.combinations(quick, n) for n in range(len(quick) + 1))

@@ -21,7 +21,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts())
 def test_a_written_layout_is_read_back(case: str, layout: TrainingLayout, tmp_path: Path) -> None:
     format_name, file = FILES[case]
@@ -41,7 +41,7 @@ def test_a_written_layout_is_read_back(case: str, layout: TrainingLayout, tmp_pa
 
 
 @pytest.mark.parametrize("case", FILES)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts())
 def test_what_is_written_has_an_effect(case: str, layout: TrainingLayout, tmp_path: Path) -> None:
     """The reader of a format knows the meaning of each option that its writer writes."""

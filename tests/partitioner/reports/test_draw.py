@@ -315,7 +315,7 @@ def test_recomputed_layers_repeat_their_collectives_in_backward():
     assert (gathers(False), gathers(True)) == (16, 32)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(2, 8), st.data())
 def test_placed_boxes_do_not_overlap(count: int, data: st.DataObject):
     size = st.tuples(st.floats(20, 300), st.floats(20, 200))
@@ -330,7 +330,7 @@ def test_placed_boxes_do_not_overlap(count: int, data: st.DataObject):
     assert set(placed.edges) == set(edges)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)).filter(lambda p: p[0] != p[1]), max_size=12))
 def test_wires_in_one_lane_do_not_touch(pairs: list[tuple[int, int]]):
     boxes = [PanelBox(i // 3, 400.0 * (i % 3), 300.0, 100.0) for i in range(9)]

@@ -64,7 +64,7 @@ def test_a_node_that_is_gone_moves_the_numbers_of_the_others():
     assert "without node 0" in fewer.name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(name=st.sampled_from(["mixed", "dgx-h100", "dgx-v100", "mi300x"]), seed=st.integers(0, 10_000))
 def test_links_among_what_is_left_stay(name: str, seed: int):
     topology = loads(MIXED) if name == "mixed" else Topology.preset(name, nodes=2)
@@ -163,7 +163,7 @@ def test_a_node_that_is_faster_alone_than_over_a_slow_network_is_named():
 
 
 @given(slower=st.sampled_from([0.01, 0.3, 1.0, 2.0, 3.0, 10.0]), times=st.sampled_from([1.2, 2.0, 10.0]))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_what_an_axis_divides_does_not_depend_on_how_slow_the_links_are(slower: float, times: float):
     """Work that is left whole takes no time on the links: a faster network must not make a step longer."""
     took = [

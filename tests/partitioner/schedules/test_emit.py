@@ -100,7 +100,7 @@ def test_what_nobody_reads_is_kept_and_freed():
     prove(program)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     pp=st.integers(1, 5),
     dp=st.integers(1, 2),

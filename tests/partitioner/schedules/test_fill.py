@@ -79,7 +79,7 @@ def test_no_cuts_fill_a_pipeline_faster(schedule: str, v: int, p: int, m: int):
     st.integers(1, 24),
     st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_nor_do_stages_that_are_cut_at_random(kind: tuple[str, int], p: int, m: int, seed: int):
     schedule, v = kind
     rng = np.random.default_rng(seed)
@@ -92,7 +92,7 @@ def test_nor_do_stages_that_are_cut_at_random(kind: tuple[str, int], p: int, m: 
 
 
 @given(problems(), st.sampled_from(["zb-1p", "zb-2p"]), st.floats(0.3, 3.0))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_least_times_hold_for_schedules_that_no_formula_describes(
     given_problem: StageProblem, schedule: str, share: float
 ):
@@ -121,7 +121,7 @@ def test_what_stages_hold_is_what_the_order_holds(schedule: str):
 
 
 @given(st.sampled_from(_EVERY), st.integers(2, 6), st.integers(1, 24), st.floats(0, 3), st.floats(0, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_stage_is_fullest_at_one_of_its_pairs(
     kind: tuple[str, int], p: int, m: int, whole: float, half: float
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_stage_is_fullest_at_one_of_its_pairs(
 
 
 @given(st.sampled_from(_EVERY), st.integers(2, 5), st.integers(1, 24), st.integers(0, 2**32 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_must_be_made_again_is_no_more_than_any_cut_makes_again(
     kind: tuple[str, int], p: int, m: int, seed: int
 ) -> None:
@@ -184,7 +184,7 @@ def test_what_must_be_made_again_is_no_more_than_any_cut_makes_again(
 
 
 @given(problems(), st.sampled_from([("interleaved", 2), ("zb-1p", 2), ("zb-v", 2), ("zb-1p", 1)]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_virtual_stages_hold_together_what_their_rank_has(given_problem: StageProblem, kind: tuple[str, int]):
     schedule, v = kind
     ranks = given_problem.num_stages // v

@@ -32,7 +32,7 @@ def more_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("more_schedules")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     pp=st.integers(1, 4),
     m=st.integers(9, 30),

@@ -105,7 +105,7 @@ def random_table(p: int, stages: int, m: int, random_: random.Random) -> Schedul
     return ScheduleTable(name="random", rows=tuple(map(tuple, rows)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=st.integers(1, 4), more=st.integers(0, 4), m=st.integers(1, 4), tied=st.booleans(), seed=st.integers(0, 10**6))
 def test_every_order_that_can_run_computes_the_same(p: int, more: int, m: int, tied: bool, seed: int):
     made = random_table(p, p + more, m, random.Random(seed))
@@ -114,7 +114,7 @@ def test_every_order_that_can_run_computes_the_same(p: int, more: int, m: int, t
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(p=st.integers(1, 3), more=st.integers(0, 3), m=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_a_swapped_pair_is_refused_or_computes_the_same(p: int, more: int, m: int, seed: int):
     random_ = random.Random(seed)

@@ -30,7 +30,7 @@ def unrolled(seed: int, turns: int, choices: int, spread: float = 0.1) -> Assign
     return AssignmentProblem(costs, edges)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 3))
 def test_an_assignment_costs_the_same_in_both_problems(seed: int, turns: int, choices: int):
     problem = unrolled(seed, turns, choices)
@@ -54,7 +54,7 @@ def test_nodes_with_other_choices_are_not_merged():
     assert merge_alike_nodes(costs, []).merged_of == [0, 0, 1, 2]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1]))
 def test_a_large_problem_is_solved_by_the_merged_one_if_that_is_near_the_bound(seed: int, spread: float):
     problem = unrolled(seed, 20, 3, spread)

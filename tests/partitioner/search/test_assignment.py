@@ -35,7 +35,7 @@ from tests.helpers.paths import ROOT
 INSTANCES = ROOT.parent / "shared" / "iopddl"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_optimum_is_that_of_brute_force(problem: AssignmentProblem) -> None:
     expected = brute_force(problem)
@@ -49,7 +49,7 @@ def test_optimum_is_that_of_brute_force(problem: AssignmentProblem) -> None:
     assert answer.bound == pytest.approx(expected, rel=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems())
 def test_presolve_keeps_an_optimum(problem: AssignmentProblem) -> None:
     expected = brute_force(problem)
@@ -65,7 +65,7 @@ def test_presolve_keeps_an_optimum(problem: AssignmentProblem) -> None:
     assert best == pytest.approx(expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(memory_problems(), st.sampled_from([0, 10**9]))
 def test_the_method_for_large_problems_is_bracketed_by_the_optimum(problem: AssignmentProblem, whole: int) -> None:
     expected = brute_force(problem)
@@ -84,7 +84,7 @@ def test_the_method_for_large_problems_is_bracketed_by_the_optimum(problem: Assi
         assert problem.memory.peak(answer.choice) <= problem.memory.limit
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(memory_problems())
 def test_a_large_problem_is_answered_within_its_limit_wherever_that_can_be(problem: AssignmentProblem) -> None:
     problem = replace(problem, rows=())
@@ -100,7 +100,7 @@ def test_a_large_problem_is_answered_within_its_limit_wherever_that_can_be(probl
     assert answer.bound <= expected * (1 + 1e-9) + 1e-12
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(), st.sampled_from([1.0, 4.0, 20.0, 1e6]))
 def test_elimination_beside_a_cutset_never_makes_an_assignment_dearer(problem: AssignmentProblem, width: float) -> None:
     flat, _ = flat_of(replace(problem, rows=()))
@@ -125,7 +125,7 @@ def test_elimination_beside_a_cutset_never_makes_an_assignment_dearer(problem: A
     assert flat.total(found) <= flat.total(choice) * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(memory_problems())
 def test_flat_costs_and_memory_are_those_of_the_problem(problem: AssignmentProblem) -> None:
     assert problem.memory is not None

@@ -16,7 +16,7 @@ def bound(counts: list[int], seconds: list[float], ranks: int) -> float:
     return float(bound_busiest_rank(counts, np.array(seconds, dtype=np.float64)[:, None], np.array([float(ranks)]))[0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 7.0])), min_size=1, max_size=3),
     st.integers(1, 3),

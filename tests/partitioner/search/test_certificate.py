@@ -141,7 +141,7 @@ def check(job: dict[str, Any], fixed: dict[str, Any]) -> None:
     assert pinned.estimate.step_time >= free.certificate.bound * (1 - 1e-9), (fixed, free.mesh, pinned.mesh)
 
 
-OFTEN = dict(deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+OFTEN = dict(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
 @settings(max_examples=2, **OFTEN)

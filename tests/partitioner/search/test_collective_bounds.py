@@ -49,7 +49,7 @@ def clusters(draw: st.DrawFn) -> Topology:
     return loads(f"nodes: [{switched}, {board if ring else plain}]\n{LEVELS}{PATTERN if ring else ''}{slow}")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters(), st.integers(2, 12), st.randoms(use_true_random=False))
 def test_no_devices_communicate_faster_than_the_best_group(topology: Topology, size: int, random: Any):
     size = min(size, topology.num_devices)
@@ -63,7 +63,7 @@ def test_no_devices_communicate_faster_than_the_best_group(topology: Topology, s
                 assert least <= collective_time(op, num_bytes, group) * (1 + 1e-9), (devices, op, num_bytes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(clusters(), st.integers(2, 12), st.randoms(use_true_random=False))
 def test_of_groups_that_all_devices_are_in_none_is_slowest_that_is_faster(topology: Topology, size: int, random: Any):
     """However they are grouped: the slowest of the groups, over which their collectives are reckoned."""

@@ -32,7 +32,7 @@ def parts(problem: AssignmentProblem):
     return dict(enumerate(problem.costs)), {(i, j): table for i, j, table in problem.edges}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(2, 5), st.integers(2, 3), st.sampled_from([0.0, 0.3]))
 def test_it_is_never_worse_and_what_is_narrow_is_optimal(seed: int, side: int, choices: int, forbidden: float):
     problem = grid(seed, side, choices, forbidden)
@@ -60,7 +60,7 @@ def test_nodes_that_kept_their_choices_change_in_another_turn():
     assert problem.objective([found[i] for i in first]) <= 1.1 * best
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3]))
 def test_what_is_settled_for_is_allowed_and_has_a_bound(seed: int, forbidden: float):
     problem = grid(seed, 5, 3, forbidden)

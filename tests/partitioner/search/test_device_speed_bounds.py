@@ -41,7 +41,7 @@ def bound_of(of: list[list[float]], microbatches: int, plain: bool = True) -> fl
     return PipelineSpeeds(ordered, np.ones(len(of), dtype=np.int64)).least(1.0, microbatches, plain=plain)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pipelines(), st.lists(st.integers(1, 9), min_size=4, max_size=4), st.randoms(use_true_random=False))
 def test_no_division_of_the_work_takes_less(of: list[list[float]], shares: list[int], random: Any):
     """However pipelines divide their microbatches and stages theirs; and the best division takes just as long."""
@@ -64,7 +64,7 @@ def test_no_division_of_the_work_takes_less(of: list[list[float]], shares: list[
         assert bound_of(of, shares[0]) == pytest.approx(best)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(pipelines(), st.integers(1, 30))
 def test_no_choice_of_pipelines_takes_less(of: list[list[float]], more: int):
     groups = np.array(sorted(itertools.chain(*of)))
@@ -84,7 +84,7 @@ def test_shares_are_whole():
     assert pool_of(np.array([0.5, 1.0]), np.array([1, 7]), 1, 8).least(1.0, 10, plain=True) == pytest.approx(2.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.lists(st.floats(0.01, 10), min_size=3, max_size=3), min_size=1, max_size=3),
     st.randoms(use_true_random=False),

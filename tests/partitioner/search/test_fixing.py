@@ -35,7 +35,7 @@ def optima(given: AssignmentProblem) -> tuple[float, list[tuple[int, ...]]]:
     return least, [c for c, cost in every.items() if cost <= least * (1 + 1e-12)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4), st.sampled_from([0.0, 0.2, 0.6]))
 @example(66564, 5, 4, 0.2)  # the first assignments that are looked at are all forbidden
 def test_an_optimum_is_kept_and_the_bound_is_one(seed: int, nodes: int, most: int, forbidden: float):
@@ -55,7 +55,7 @@ def test_an_optimum_is_kept_and_the_bound_is_one(seed: int, nodes: int, most: in
         assert dual.cost(dict(enumerate(choice))) == pytest.approx(least)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3]))
 def test_wide_problems_are_solved_to_the_optimum(seed: int, forbidden: float):
     given_problem = problem(seed, 5, 4, forbidden)
@@ -68,7 +68,7 @@ def test_wide_problems_are_solved_to_the_optimum(seed: int, forbidden: float):
     assert answer.bound == pytest.approx(least)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3]))
 def test_without_time_the_answer_is_allowed_and_its_bound_one(seed: int, forbidden: float):
     given_problem = problem(seed, 5, 4, forbidden)

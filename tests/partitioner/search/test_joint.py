@@ -35,7 +35,7 @@ def times_of(p: StageProblem, cuts: tuple[int, ...]) -> list[float]:
     return [by_hand(p, s, cuts[s], cuts[s + 1])[0] for s in range(p.num_stages)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 3.0, 60.0]), st.sampled_from([0.5, 1.0, 1.2]))
 def test_no_other_cuts_have_a_lesser_step(p: StageProblem, seed: int, scale: float, enough: float):
     """Any tails by stage and run: none of the cuts is below the bound, and the one found is as good as the best, but

@@ -43,7 +43,7 @@ def random_graph(seed: int, nodes: int, edges: int) -> FlatProblem:
     return FlatProblem(range(nodes), costs, tables)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds, st.integers(2, 7))
 def test_beliefs_on_a_tree_are_what_each_choice_costs_all_in_all(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
@@ -73,7 +73,7 @@ def test_beliefs_that_are_all_forgotten_are_the_costs_themselves() -> None:
     assert np.array_equal(beliefs.propagate(flat.cost, 0.5), flat.cost)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds, st.integers(1, 30))
 def test_a_descent_ends_where_no_single_node_gains(seed: int, count: int) -> None:
     flat = random_graph(seed, count, 2 * count)
@@ -141,7 +141,7 @@ def parts_of(problem: AssignmentProblem, solver: Exact) -> tuple[FlatProblem, Us
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(memory_problems())
 def test_a_part_that_is_everything_is_solved_to_the_optimum(problem: AssignmentProblem) -> None:
     problem = replace(problem, rows=())
@@ -230,7 +230,7 @@ def test_a_helper_that_fails_does_no_harm() -> None:
     ForkedWorker(fail).end(time.perf_counter() + 60.0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(memory_problems())
 def test_two_processes_are_bracketed_by_the_optimum(problem: AssignmentProblem) -> None:
     problem = replace(problem, rows=())

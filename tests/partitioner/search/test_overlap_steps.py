@@ -79,7 +79,7 @@ def test_the_next_step_fills_what_zb_2p_leaves(p: int, m: int):
 
 
 @given(st.sampled_from(EVERY), st.integers(2, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_step_takes_what_many_take_in_the_mean(kind: tuple[str, int], p: int, rounds: int, seed: int):
     (schedule, v), m = kind, rounds * p
     phases, table = random_phases(seed, p * v), build_timetable(schedule, p, m, v)
@@ -93,7 +93,7 @@ def test_a_step_takes_what_many_take_in_the_mean(kind: tuple[str, int], p: int, 
 
 
 @given(st.sampled_from(EVERY), st.integers(2, 6), st.integers(1, 24), st.integers(0, 2**32 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_longest_cycle_holds_wherever_calls_are_cut(kind: tuple[str, int], p: int, m: int, seed: int):
     """What goes through the same actions in other stages takes as long there, and fill is no more than is said."""
     (schedule, v), others = kind, random_phases(seed + 1, p * kind[1])
@@ -120,7 +120,7 @@ def test_a_longest_cycle_holds_wherever_calls_are_cut(kind: tuple[str, int], p: 
     st.lists(st.floats(0.2, 3.0), min_size=6, max_size=8),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_cuts_go_below_the_bounds(kind: tuple[str, int], p: int, rounds: int, seconds: list[float], tried: bool):
     """Whether all cuts are tried or not, and of schedules with one stage on a rank also without following them."""
     (schedule, v), m = kind, rounds * p
@@ -153,7 +153,7 @@ def test_no_cuts_go_below_the_bounds(kind: tuple[str, int], p: int, rounds: int,
 
 
 @given(st.sampled_from(EVERY), st.integers(2, 4), st.integers(1, 3), st.booleans(), st.booleans(), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_many_at_once_take_what_each_takes(
     kind: tuple[str, int], p: int, rounds: int, train: bool, overlap: bool, seed: int
 ):

@@ -328,7 +328,7 @@ def optimum(topology: Topology) -> float:
         return math.inf
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(clusters(), st.randoms(use_true_random=False))
 def test_the_order_in_which_devices_are_listed_changes_nothing(cluster: dict[str, Any], random: Any):
     order = list(range(len(cluster["kinds"])))
@@ -336,7 +336,7 @@ def test_the_order_in_which_devices_are_listed_changes_nothing(cluster: dict[str
     assert optimum(described(cluster, order)) == pytest.approx(optimum(described(cluster)), rel=1e-9)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(clusters(), st.sampled_from(["memory", "speed", "network", "bandwidth"]), st.integers(0, 3))
 def test_more_of_anything_is_never_slower(cluster: dict[str, Any], what: str, which: int):
     more = dict(cluster)
@@ -430,7 +430,7 @@ def test_as_few_groups_as_can_be_are_on_several_nodes(nodes: tuple[int, ...], si
 
 @given(st.lists(st.sampled_from([1, 2, 3]), min_size=15, max_size=15), st.sampled_from([2, 3]))
 @example([1, 1, 3, 1, 1, 1, 2, 3, 1, 2, 1, 1, 2, 2, 1], 3)  # the second widest group is hardly narrower
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_groups_have_the_widest_links_there_can_be(links: list[int], size: int):
     """Of six devices, against all ways to cut them."""
     pairs = list(combinations(range(6), 2))

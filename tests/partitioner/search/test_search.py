@@ -112,7 +112,7 @@ def run(
     return BestFirstSearch(table, planner, **more).run(candidates or list(table.real), **asked)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=30), st.floats(0, 1))
 def test_the_best_point_is_found_and_certified(times: list[float], share: float):
     table = Table(dict(zip(grid(len(times)), times, strict=True)), share)
@@ -631,7 +631,7 @@ def test_what_one_of_a_family_takes_bounds_no_other():
     assert (result.candidate, table.evaluated) == (part, [slow, part])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(1, 2)), min_size=1, max_size=12), st.floats(0, 1))
 def test_a_search_goes_on_where_one_that_left_more_to_plans_has_been(times: list[tuple[float, float]], share: float):
     candidates = grid(len(times))
@@ -805,7 +805,7 @@ def stages() -> st.SearchStrategy[list[tuple[float, float, float]]]:
     return st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(stages(), st.integers(2, 40), st.floats(1.0, 1.9), st.booleans(), st.floats(0.0, 1.0))
 def test_scattering_takes_no_more_than_that_bound(
     of_stages: list[tuple[float, float, float]], m: int, slowdown: float, overlap: bool, share: float

@@ -35,7 +35,7 @@ def brute_force(p: StageProblem) -> float:
     return best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_the_split_is_the_best_of_all(p: StageProblem):
     expected = brute_force(p)
@@ -182,7 +182,7 @@ def test_stages_hold_as_many_microbatches_as_the_papers_say():
     assert [max(map(most, counts)) for counts in held.together] == [8, 8, 8, 8]  # half a stage each: as 1F1B's first
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6))
 def test_pieces_of_gradients_come_as_activations_go(sizes: list[tuple[int, int]]):
     """One microbatch: when a call runs backward, those behind it have brought pieces and given back what they saved."""

@@ -96,7 +96,7 @@ def test_a_line_never_has_a_negative_start_or_slope(seconds: list[float]):
     assert start >= 0 and per >= 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(launch=positive, bandwidth=positive, peak=positive, low=st.floats(0.1, 0.9))
 def test_a_device_is_found_from_its_own_times(launch: float, bandwidth: float, peak: float, low: float):
     made = device(1e-6 * launch, 1e10 * bandwidth, 1e11 * peak, low)

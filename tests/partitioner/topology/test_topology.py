@@ -378,7 +378,7 @@ def test_quantities_have_units():
     assert parse_quantity("989 TFLOP/s") == 989e12
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from([(1, 1, 8), (2, 2, 4), (4, 4, 1), (16, 1, 1), (1, 16, 1), (2, 8, 1), (1, 2, 8)]))
 def test_groups_partition_the_ranks(sizes: tuple[int, int, int]):
     mesh = dict(zip(("pp", "dp", "tp"), sizes, strict=True))

@@ -157,7 +157,7 @@ CLUSTERS = [
 MESHES = [(2, 2, 4), (4, 2, 2), (1, 2, 8), (2, 8, 1), (8, 1, 2), (1, 16, 1), (16, 1, 1)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(CLUSTERS), st.sampled_from(MESHES), st.sampled_from([("pp",), ("dp",), ("tp",), ("dp", "tp")]))
 def test_the_groups_that_are_told_apart_are_all_there_are(
     cluster: Topology, sizes: tuple[int, int, int], axes: tuple[str, ...]
@@ -170,7 +170,7 @@ def test_the_groups_that_are_told_apart_are_all_there_are(
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(CLUSTERS), st.sampled_from(MESHES))
 def test_stages_talk_over_the_slowest_of_their_links(cluster: Topology, sizes: tuple[int, int, int]):
     mesh = dict(zip(("pp", "dp", "tp"), sizes, strict=True))

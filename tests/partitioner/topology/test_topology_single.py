@@ -129,7 +129,7 @@ LEVELS = st.sampled_from(["{like: pcie4}", "{like: nvlink4}", "{name: x, bandwid
 MESHES = st.sampled_from([{"tp": 2, "dp": 3}, {"tp": 3, "dp": 2}, {"tp": 6}, {"pp": 2, "dp": 3}, {"pp": 3, "tp": 2}])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(linked(), LEVELS, MESHES, st.permutations(range(6)))
 def test_other_numbers_for_the_devices_change_nothing(
     links: Links, level: str, mesh: dict[str, int], numbers: list[int]
@@ -144,7 +144,7 @@ def test_other_numbers_for_the_devices_change_nothing(
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(linked(), LEVELS, MESHES, st.data())
 def test_more_latency_makes_no_collective_faster(links: Links, level: str, mesh: dict[str, int], data: st.DataObject):
     pair = data.draw(st.sampled_from(sorted(links)))
@@ -172,7 +172,7 @@ def mlp() -> PreparedModel:
         return prepare(Mlp(), (torch.empty(4096, 1024),))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(linked(4), st.permutations(range(4)))
 def test_the_best_placement_takes_as_long_whatever_the_devices_are_called(links: Links, numbers: list[int]):
     renamed = {tuple(sorted((numbers[i], numbers[j]))): own for (i, j), own in links.items()}

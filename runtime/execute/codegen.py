@@ -210,7 +210,8 @@ def compile_graph(
         device: the device on which the graph creates tensors.
         num_sinks: number of last outputs that are not returned, but added to the accumulators in the function's
             argument ``sinks`` as soon as they are computed: ``sink.add(value)``. If nothing else reads the value, the
-            accumulator computes it: ``sink.addmm(a, b)``, ``sink.sum(x, dims)`` or ``sink.grouped(...)``.
+            accumulator computes it: ``sink.addmm(a, b)``, ``sink.add_sum(x, dims)`` or
+            ``sink.add_grouped_product(...)``.
     """
     return _CodeWriter(graph, name, bindings, device, num_sinks).compile_code()
 
@@ -441,13 +442,13 @@ class _CodeWriter:
             return False
         if node in self.sums:
             x, dims = self.sums[node].args[:2]
-            self.append_line(f"sink_{to[0]}.sum({self.render_value(x)}, {self.render_value(dims)})", node)
+            self.append_line(f"sink_{to[0]}.add_sum({self.render_value(x)}, {self.render_value(dims)})", node)
         elif node.target is torch.ops.aten.mm.default:
             a, b = (self.render_value(x) for x in node.args)
             self.append_line(f"sink_{to[0]}.addmm({a}, {b})", node)
         elif node in self.stacks:
             rows, grads, ends = (self.render_value(x) for x in node.args)
-            self.append_line(f"sink_{to[0]}.grouped({rows}, {grads}, {ends}, {self.stacks[node]})", node)
+            self.append_line(f"sink_{to[0]}.add_grouped_product({rows}, {grads}, {ends}, {self.stacks[node]})", node)
         else:
             return False
         self.names[node] = ""

@@ -472,7 +472,7 @@ class _SimulatedRank(RankClock):
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
-    def ended(self, collective: OverlappedCollective) -> None:
+    def handle_end(self, collective: OverlappedCollective) -> None:
         assert isinstance(collective, _InstructionJob)
         assert collective.begun is not None
         begun, index, instruction = collective.begun, collective.index, collective.instruction

@@ -103,10 +103,10 @@ class WideSink(Sink):
     def addmm(self, a: Tensor, b: Tensor) -> None:
         self.add(torch.mm(a, b))
 
-    def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
+    def add_sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
         self.add(torch.sum(x, dims, dtype=self.view.dtype))
 
-    def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
+    def add_grouped_product(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
         self.add(_compute_grouped_gradient(rows, grads, ends, transposed))
 
 

@@ -63,7 +63,7 @@ class MeasuredDurations:
                 for place in run:
                     parts["F" if i.op == "TOTAL_F" else i.op, place].append(seconds / len(run))
             for index, i in enumerate(instructions):
-                posts[i.op].append(times.posted.get(index, 0.0))
+                posts[i.op].append(times.posting.get(index, 0.0))
             self.parts.append(parts)
             self.posts.append(posts)
 
@@ -154,7 +154,7 @@ def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, Meas
 
 def _bubble(ranks: Sequence[StepTimes]) -> float:
     """The share of a step, from its first begin to its last end, in which a rank computes nothing."""
-    whole = max(step.begun + step.whole for step in ranks) - min(step.begun for step in ranks)
+    whole = max(step.started + step.whole for step in ranks) - min(step.started for step in ranks)
     return 1 - statistics.mean(step.computing for step in ranks) / whole
 
 

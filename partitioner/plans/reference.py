@@ -588,7 +588,8 @@ def _label_model_failures(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         raise InputsError(
-            f"{type(model).__name__} fails on these inputs, without a plan{locate_error(error, but=__file__)}: "
+            f"{type(model).__name__} fails on these inputs, without a "
+            f"plan{locate_error(error, excluded_file=__file__)}: "
             f"{type(error).__name__}: {error}"
         ) from error
 

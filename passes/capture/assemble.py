@@ -55,7 +55,7 @@ def assemble_program_graph(
     canonical: Mapping[str, str],
     with_loss: bool,
     *,
-    empty_turns: int | None = None,
+    parity: int | None = None,
     decided: Collection[int] = (),
     numbers: Mapping[str, int | float] | None = None,
 ) -> Captured:
@@ -108,9 +108,9 @@ def assemble_program_graph(
             )
     classes: dict[str, str] = {}
     selected = SelectedRows(graph, nodes)
-    empty = find_empty_expert_masks(nodes, empty_turns, decided) if empty_turns is not None else ()
+    empty = find_empty_expert_masks(nodes, parity, decided) if parity is not None else ()
     for node in nodes:
-        if empty_turns is not None and (is_iteration_of_parity(node, empty_turns) or node in empty):
+        if parity is not None and (is_iteration_of_parity(node, parity) or node in empty):
             env[node] = append_empty_mask(graph, node, _find_model_location(node, classes))
         elif node.target in MARKS:
             env[node] = env[node.args[0]]

@@ -95,10 +95,10 @@ def _replace_by_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
         normed = append(
             aten.batch_norm.default, each, repeat(weight), repeat(bias), *of_samples, True, momentum, eps, cudnn
         )
-        for held, moved in zip(statistics, of_samples, strict=True):
-            if isinstance(held, fx.Node):
+        for snapshot, moved in zip(statistics, of_samples, strict=True):
+            if isinstance(snapshot, fx.Node):
                 seen = append(aten.mean.dim, append(aten.reshape.default, moved, [samples, channels]), [0])
-                append(aten.copy_.default, held, seen)
+                append(aten.copy_.default, snapshot, seen)
         node.replace_all_uses_with(append(aten.reshape.default, normed, [samples, channels, *rest]))
     graph.erase_node(node)
 
@@ -111,7 +111,7 @@ _MOST_OBJECTS = 100_000  # that are searched for tensors
 
 
 @contextmanager
-def trace_buffer_writes(model: nn.Module, *, double: bool) -> Iterator[None]:
+def trace_buffer_writes(model: nn.Module, *, in_float64: bool) -> Iterator[None]:
     """Return a context in which assignments of forward to buffers, frozen parameters and ``.data`` can be traced.
 
     Inside it, the forward of ``model`` copies the assigned values into the model's own tensors before it returns. It
@@ -134,10 +134,10 @@ def trace_buffer_writes(model: nn.Module, *, double: bool) -> Iterator[None]:
         """Call the model's forward with the given arguments, copy the values that it assigned to parameters and buffers
         into the model's own tensors, and return its output.
         """
-        held = _StateSnapshot.take(model)  # the tensors of this trace
-        with _hide_assignments_from_export(), _DataAssignmentMode(held, (args, kwargs), double) as data:
+        snapshot = _StateSnapshot.take(model)  # the tensors of this trace
+        with _hide_assignments_from_export(), _DataAssignmentMode(snapshot, (args, kwargs), in_float64) as data:
             output = data.replace_in_output(forward(*args, **kwargs))
-        _write_all([*data.iterate_writes(), *held.restore_replaced(data)], held, double)
+        _write_all([*data.iterate_writes(), *snapshot.restore_replaced(data)], snapshot, in_float64)
         return output
 
     model.__dict__["forward"] = forward_with_writes
@@ -255,13 +255,12 @@ def _hide_assignments_from_export() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _TensorWrite:
-    """A write to be done at the end of forward: copy ``value`` into the model's tensor ``tensor``. ``how``: words for
-    what forward did to the tensor, such as an assignment, for error messages.
-    """
+    """A write to be done at the end of forward: copy ``value`` into the model's tensor ``tensor``. ``description``:
+    words for what forward did to the tensor, such as an assignment, for error messages."""
 
     tensor: Tensor
     value: Tensor
-    how: str
+    description: str
 
 
 @dataclass
@@ -282,17 +281,17 @@ class _StateSnapshot:
     @classmethod
     def take(cls, model: nn.Module) -> _StateSnapshot:
         """Return a record of the parameters, buffers and plain tensor attributes that ``model`` has now."""
-        held = cls(model)
+        snapshot = cls(model)
         for path, module in model.named_modules():
             for table in _TABLES:
                 for key, tensor in module.__dict__[table].items():
-                    held.states[module, table, key] = tensor
+                    snapshot.states[module, table, key] = tensor
                     if tensor is not None:
-                        held.names.setdefault(id(tensor), f"{path}.{key}" if path else key)
+                        snapshot.names.setdefault(id(tensor), f"{path}.{key}" if path else key)
             for key, value in vars(module).items():
                 if isinstance(value, Tensor):
-                    held.plain[module, key] = value
-        return held
+                    snapshot.plain[module, key] = value
+        return snapshot
 
     def restore_replaced(self, data: _DataAssignmentMode) -> Iterator[_TensorWrite]:
         """Put the original tensors back where forward assigned new tensors to buffers and frozen parameters. Yield a
@@ -338,7 +337,7 @@ class _StateSnapshot:
                     "which the optimizer would not get; expected a frozen parameter that is changed in place "
                     "(.copy_(...))"
                 )
-            if any(held is before and now[place] is not value for place, held in self.states.items()):
+            if any(snapshot is before and now[place] is not value for place, snapshot in self.states.items()):
                 raise UnsupportedError(
                     f"forward sets the {kind} {name!r}, which has several names in the model, under one of them only; "
                     "expected a change in place (.copy_(...)), which changes it under all names"
@@ -363,13 +362,13 @@ class _DataAssignmentMode(TorchFunctionMode):
     differ in dtype from the tensor that it replaces.
     """
 
-    def __init__(self, held: _StateSnapshot, inputs: Any, double: bool) -> None:
+    def __init__(self, snapshot: _StateSnapshot, inputs: Any, in_float64: bool) -> None:
         super().__init__()
-        self.held, self.double = held, double
+        self.held, self.double = snapshot, in_float64
         self.inputs = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
         self.values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity of a tensor: it, and what stands for it
         self.read: set[int] = set()
-        self._plain = {id(t) for t in held.plain.values()}
+        self._plain = {id(t) for t in snapshot.plain.values()}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -430,7 +429,7 @@ class _DataAssignmentMode(TorchFunctionMode):
         return "a tensor" if name is None else repr(name)
 
 
-def _write_all(writes: Iterable[_TensorWrite], held: _StateSnapshot, double: bool) -> None:
+def _write_all(writes: Iterable[_TensorWrite], snapshot: _StateSnapshot, in_float64: bool) -> None:
     """Copy values that forward assigned into the model's own tensors, at the end of forward. Raises
     :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory afterwards
     although one is trained or changed in place.
@@ -445,15 +444,15 @@ def _write_all(writes: Iterable[_TensorWrite], held: _StateSnapshot, double: boo
     if not last:
         return
     for write in last.values():
-        _check_same_spec(write.how, write.tensor, write.value, double)
-    _check_unshared(last, held)
+        _check_same_spec(write.description, write.tensor, write.value, in_float64)
+    _check_unshared(last, snapshot)
     values = [w.value.clone() if _is_state_or_input(w.value) else w.value for w in last.values()]
     with torch.no_grad():
         for write, value in zip(last.values(), values, strict=True):
             write.tensor.copy_(value)
 
 
-def _check_unshared(writes: Mapping[int, _TensorWrite], held: _StateSnapshot) -> None:
+def _check_unshared(writes: Mapping[int, _TensorWrite], snapshot: _StateSnapshot) -> None:
     """Raise :class:`UnsupportedError` if parameters or buffers share memory because of what forward assigned, and one
     of those that share is trained or changed in place.
 
@@ -461,7 +460,7 @@ def _check_unshared(writes: Mapping[int, _TensorWrite], held: _StateSnapshot) ->
         writes: the values that forward assigned, by the ``id`` of the tensor that receives the value.
         held: the model's tensors at the start of forward.
     """
-    before = {id(t): t for t in held.states.values() if t is not None}
+    before = {id(t): t for t in snapshot.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
     memory = {key: _find_tensor_memory(tensor) for key, tensor in after.items()}
     changed = {
@@ -471,19 +470,20 @@ def _check_unshared(writes: Mapping[int, _TensorWrite], held: _StateSnapshot) ->
         sharing = [k for k in after if memory[k] is memory.get(key) and _can_share_elements(after[k], write.value)]
         moved = any(before[k].requires_grad or _find_tensor_memory(before[k]) in changed for k in sharing)
         if key in memory and memory[key] is not None and len(sharing) > 1 and moved:
-            others = ", ".join(repr(held.names[k]) for k in sharing if k != key)
+            others = ", ".join(repr(snapshot.names[k]) for k in sharing if k != key)
             raise UnsupportedError(
-                f"forward {write.how} to memory that it then shares with {others}, and one of these is changed in "
+                f"forward {write.description} to memory that it then shares with {others}, and one of these is "
+                "changed in "
                 "place; expected a copy"
                 ": .copy_(...), or clone()"
             )
 
 
-def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
-    """Return all nodes of one graph: the graph that the nodes in ``some`` belong to. ``some``: nodes of one graph, or
+def _find_graph_nodes(nodes: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
+    """Return all nodes of one graph: the graph that the nodes in ``nodes`` belong to. ``nodes``: nodes of one graph, or
     ``None``. The result is empty if all of them are ``None``.
     """
-    return next((node.graph.nodes for node in some if node is not None), ())
+    return next((node.graph.nodes for node in nodes if node is not None), ())
 
 
 def _can_share_elements(one: Tensor, other: Tensor) -> bool:
@@ -504,19 +504,19 @@ def _is_state_or_input(tensor: Tensor) -> bool:
     return memory is not None and memory.op == "placeholder"
 
 
-def _check_same_spec(what: str, tensor: Tensor, value: Tensor, double: bool) -> None:
+def _check_same_spec(description: str, tensor: Tensor, value: Tensor, in_float64: bool) -> None:
     """Raise :class:`UnsupportedError` unless ``value``, which forward assigns to ``tensor``, has the shape and dtype of
     ``tensor``.
 
-    ``what``: words for what forward does, such as ``sets the buffer 'mean'``, for the message. ``double``: whether the
-    model is traced in float64, so that two floating-point dtypes may differ.
-    """
-    both_float = double and tensor.dtype.is_floating_point and value.dtype.is_floating_point
+    ``description``: words for what forward does, such as ``sets the buffer 'mean'``, for the message. ``in_float64``:
+    whether the model is traced in float64, so that two floating-point dtypes may differ."""
+    both_float = in_float64 and tensor.dtype.is_floating_point and value.dtype.is_floating_point
     if tensor.shape == value.shape and (tensor.dtype == value.dtype or both_float):
         return
     wanted = "shape" if tensor.shape != value.shape else "type"
     raise UnsupportedError(
-        f"forward {what}, {_format_tensor_spec(tensor)}, to {_format_tensor_spec(value)}; expected the same {wanted}: "
+        f"forward {description}, {_format_tensor_spec(tensor)}, to {_format_tensor_spec(value)}; expected the same "
+        f"{wanted}: "
         "buffers and parameters of a plan have fixed shapes and dtypes"
     )
 
@@ -561,8 +561,8 @@ def _forward_with_cumulative_average(self: _BatchNorm, input: Tensor) -> Tensor:
     self.num_batches_tracked.add_(1)
     mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
     result = nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-    for held, seen in ((self.running_mean, mean), (self.running_var, variance)):
-        held.add_((seen - held) / self.num_batches_tracked)
+    for snapshot, seen in ((self.running_mean, mean), (self.running_var, variance)):
+        snapshot.add_((seen - snapshot) / self.num_batches_tracked)
     return result
 
 

@@ -122,9 +122,9 @@ def capture(
     else:
         train = objective == "train"
         of_hooks = list(check_hooks(model, train=train))
-        twin = make_hookless_copy(model, dtype, casts=device if dtype != torch.float64 else None)
+        fake_copy = make_hookless_copy(model, dtype, casts=device if dtype != torch.float64 else None)
         arguments = bind_inputs(
-            twin, model, inputs, global_batch=global_batch, dtype=dtype, with_labels=train and loss is None
+            fake_copy, model, inputs, global_batch=global_batch, dtype=dtype, with_labels=train and loss is None
         )
         canonical, kept = _map_canonical_names(_list_named_tensors(model)), _collect_nonpersistent_buffers(model, dtype)
         with (
@@ -133,12 +133,12 @@ def capture(
             undo_hook_changes(model, of_hooks),
         ):
             tracer = Tracer(model, dtype, loss, canonical, train, tuple(list_forward_hooks(model)))
-            before = tracer.take_snapshot(twin.module)
-            twin, notes = _choose_cache_use(model, twin, arguments, dtype)
-            trace = tracer.capture(twin, arguments, lift_numbers, before)
+            before = tracer.take_snapshot(fake_copy.module)
+            fake_copy, notes = _choose_cache_use(model, fake_copy, arguments, dtype)
+            trace = tracer.capture(fake_copy, arguments, lift_numbers, before)
         captured = trace.captured
         notes += (*dict.fromkeys(of_hooks), *_note_ignored_loss(captured, loss))
-        notes += _list_decision_notes(captured, {canonical[name] for name in twin.asked})
+        notes += _list_decision_notes(captured, {canonical[name] for name in fake_copy.read_buffers})
         notes += tuple(list_fixed_input_notes(captured.signature, trace.uses))
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
@@ -164,7 +164,7 @@ def find_batch_dims(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple
 
 
 def _choose_cache_use(
-    model: nn.Module, twin: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
+    model: nn.Module, fake_copy: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
     """Decide whether ``model`` is traced with its generation (key/value) caches. Return two values: the copy of the
     model with fake parameters that is to be traced, and notes for the user (a tuple of texts).
@@ -177,18 +177,23 @@ def _choose_cache_use(
         arguments: (positional arguments, keyword arguments) of forward.
         dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """
-    if not twin.caches:
-        return twin, ()
+    if not fake_copy.caches:
+        return fake_copy, ()
     args, kwargs = (
-        make_fake_arguments(arguments, twin, _FEW, dtype) if sample_batch(pytree.tree_leaves(arguments)) else arguments
+        make_fake_arguments(arguments, fake_copy, _FEW, dtype)
+        if sample_batch(pytree.tree_leaves(arguments))
+        else arguments
     )
-    run = functools.partial(try_forward, twin, args, kwargs, constants=True)
-    matter = do_caches_matter(twin.module, twin.mode, twin.caches, run)
-    twin = replace(make_hookless_copy(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
-    return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
+    run = functools.partial(try_forward, fake_copy, args, kwargs, constants=True)
+    matter = do_caches_matter(fake_copy.module, fake_copy.mode, fake_copy.caches, run)
+    fake_copy = replace(
+        make_hookless_copy(model, dtype, fake_copy.mode, fake_copy.casts, keep_caches=matter),
+        read_buffers=fake_copy.read_buffers,
+    )
+    return fake_copy, (_CACHES_KEPT if matter else _CACHES_OFF,)
 
 
-def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]:
+def _list_decision_notes(captured: Captured, read_buffers: set[str]) -> tuple[str, ...]:
     """Return a note for the user, as a tuple of one text, that names the buffers on whose values forward branched (as
     by ``if``) while it was traced; an empty tuple if there are none. The branch that was taken is fixed in the plan.
     Raises :class:`UnsupportedError` if forward also changes such a buffer.
@@ -197,14 +202,16 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
         captured: the captured model, which tells the buffers that forward changes.
         asked: names of the buffers on whose values forward branched.
     """
-    changed = sorted(asked & set(captured.updates))
+    changed = sorted(read_buffers & set(captured.updates))
     if changed:
         raise UnsupportedError(
             f"forward branches on the values of {changed[0]!r}, a buffer that it changes, but a plan contains only "
             "one branch; run the first step in one process, or branch outside of the model"
         )
-    names = ", ".join(sorted(asked)[:3]) + (", ..." if len(asked) > 3 else "")
-    return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()
+    names = ", ".join(sorted(read_buffers)[:3]) + (", ..." if len(read_buffers) > 3 else "")
+    return (
+        (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if read_buffers else ()
+    )
 
 
 def _note_ignored_loss(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
@@ -272,8 +279,8 @@ def _keep_shapes_fixed(
         return program, ()
     args, kwargs = split_inputs(program, inputs)
     module = program.module(check_guards=False)
-    twin = make_fake_copy(module, None)
-    args, kwargs = make_fake_arguments((args, kwargs), twin, global_batch, None)
+    fake_copy = make_fake_copy(module, None)
+    args, kwargs = make_fake_arguments((args, kwargs), fake_copy, global_batch, None)
     fixed = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs]
     leaves = pytree.tree_leaves((args, kwargs))
     if len(leaves) != len(fixed):
@@ -287,7 +294,7 @@ def _keep_shapes_fixed(
                 f"the ExportedProgram was made for {node.name} of shape {tuple(want.shape)}; got {tuple(leaf.shape)}: "
                 "export it with a dynamic batch dim, or pass the module"
             )
-    return (program if _is_static(program) else export_parameterless_copy(twin, args, kwargs)), ()
+    return (program if _is_static(program) else export_parameterless_copy(fake_copy, args, kwargs)), ()
 
 
 def _is_static(program: ExportedProgram) -> bool:

@@ -85,12 +85,14 @@ class ParameterlessCopy:
     and records of the trace.
 
     ``mode``: the mode of the fake tensors. ``caches``: configurations in which generation caches were on; they are
-    switched off unless ``kept`` is true. ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions
-    take effect; ``None`` if none do. ``module``: the copy. ``held``: the original model's buffers with values, by name.
-    ``asked``: names of the buffers on whose values forward branched. ``hits``: a record of the traced loops over the
-    experts that have rows. ``numbers``: values of inputs that are Python numbers, by path. Forward gets a tensor-like
-    lifted number for each, and ``scope`` records how forward used them. ``counters``: Python numbers that forward
-    changes, held as buffers. ``attributes``: values by (module path, attribute name) that are set before forward runs.
+    switched off unless ``caches_kept`` is true. ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast``
+    regions take effect; ``None`` if none do. ``module``: the copy. ``buffer_values``: the original model's buffers with
+    values, by name.
+    ``read_buffers``: names of the buffers on whose values forward branched. ``loops``: a record of the traced loops
+    over the experts that have rows. ``numbers``: values of inputs that are Python numbers, by path. Forward gets a
+    tensor-like lifted number for each, and ``scope`` records how forward used them. ``counters``: Python numbers that
+    forward changes, held as buffers. ``attributes``: values by (module path, attribute name) that are set before
+    forward runs.
     ``warm_up``: called on each new twin before it is traced, to run forward once.
     """
 
@@ -98,10 +100,10 @@ class ParameterlessCopy:
     mode: FakeTensorMode
     caches: tuple[Any, ...] = ()
     casts: str | None = None
-    kept: bool = False
-    held: Mapping[str, Tensor] = field(default_factory=dict)
-    asked: set[str] = field(default_factory=set)
-    hits: TracedLoops = field(default_factory=TracedLoops)
+    caches_kept: bool = False
+    buffer_values: Mapping[str, Tensor] = field(default_factory=dict)
+    read_buffers: set[str] = field(default_factory=set)
+    loops: TracedLoops = field(default_factory=TracedLoops)
     numbers: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
     counters: tuple[Counter, ...] = ()
     attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
@@ -150,7 +152,7 @@ def make_fake_copy(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            twin = copy_model(model, memo)
+            fake_copy = copy_model(model, memo)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
@@ -158,7 +160,9 @@ def make_fake_copy(
             "or pass an ExportedProgram"
         ) from error
     held = {n: b for n, b in model.named_buffers() if not b.is_meta and not isinstance(b, FakeTensor)}
-    return ParameterlessCopy(twin, mode, () if keep_caches else switch_caches_off(twin), casts, keep_caches, held)
+    return ParameterlessCopy(
+        fake_copy, mode, () if keep_caches else switch_caches_off(fake_copy), casts, keep_caches, held
+    )
 
 
 def cast_floating_dtype(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
@@ -167,9 +171,15 @@ def cast_floating_dtype(dtype: torch.dtype, to: torch.dtype | None) -> torch.dty
 
 
 def export_parameterless_copy(
-    twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
+    fake_copy: ParameterlessCopy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool = True,
+    diagnose: bool = True,
 ) -> ExportedProgram:
-    """Trace ``twin``, a copy of the model with fake tensors, with ``torch.export``, and return the exported program.
+    """Trace ``fake_copy``, a copy of the model with fake tensors, with ``torch.export``, and return the exported
+    program.
 
     Raises :class:`InputsError` if forward fails on these inputs even without a trace, and :class:`CaptureError` with
     the model's source line and torch.export's reason if it cannot be traced.
@@ -180,16 +190,18 @@ def export_parameterless_copy(
         train: trace the ``backward`` of user-defined ``torch.autograd.Function`` classes too.
         diagnose: whether failures are explained by these errors; if false, the original exception is raised.
     """
-    drawn: list[str] = []
+    random_operators: list[str] = []
     try:
         own = trace_custom_functions() if train else contextlib.nullcontext()
-        casts = trace_autocast(twin.casts, _format_current_line)
-        known = trace_concrete_scalars(twin.module, twin.held, twin.asked, drawn)
-        contained, written = (
-            _return_results_in_containers(twin.module, bare=twin.kept),
-            trace_buffer_writes(twin.module, double=twin.casts is None),
+        casts = trace_autocast(fake_copy.casts, _format_current_line)
+        known = trace_concrete_scalars(
+            fake_copy.module, fake_copy.buffer_values, fake_copy.read_buffers, random_operators
         )
-        aliases = trace_state_aliases(twin.module)
+        contained, written = (
+            _return_results_in_containers(fake_copy.module, bare=fake_copy.caches_kept),
+            trace_buffer_writes(fake_copy.module, in_float64=fake_copy.casts is None),
+        )
+        aliases = trace_state_aliases(fake_copy.module)
         with (
             _silence_torch(),
             _record_user_lines(),
@@ -201,28 +213,28 @@ def export_parameterless_copy(
             _trace_inference_mode(),
             trace_inner_gradients(_format_current_line),
             trace_grouped_products(),
-            _trace_conversions(twin),
+            _trace_conversions(fake_copy),
             known,
             trace_selections(is_user_file),
             trace_random_draws(_format_current_line),
             trace_flex_attention(),
             trace_fused_quantizers(_format_current_line),
-            trace_expert_loops(twin.hits),
-            _lift_numbers(twin),
+            trace_expert_loops(fake_copy.loops),
+            _lift_numbers(fake_copy),
         ):
-            program = torch.export.export(twin.module, args, kwargs, strict=False)
-        if twin.scope.problem:
-            raise NotLiftable(twin.scope.problem)
+            program = torch.export.export(fake_copy.module, args, kwargs, strict=False)
+        if fake_copy.scope.problem:
+            raise NotLiftable(fake_copy.scope.problem)
         return program
     except (PartitionError, NotLiftable):
         raise
     except Exception as error:
         if not diagnose:
             raise
-        failure = _forward_failure(twin, args, kwargs)
+        failure = _forward_failure(fake_copy, args, kwargs)
         if failure is not None:
-            raise InputsError(_explain_failure(twin.module, failure, args, kwargs)) from error
-        raise CaptureError(_explain_trace_failure(twin.module, error, drawn)) from error
+            raise InputsError(_explain_failure(fake_copy.module, failure, args, kwargs)) from error
+        raise CaptureError(_explain_trace_failure(fake_copy.module, error, random_operators)) from error
 
 
 @contextlib.contextmanager
@@ -288,41 +300,41 @@ def _return_results_in_containers(model: nn.Module, bare: bool) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _lift_numbers(twin: ParameterlessCopy) -> Iterator[None]:
-    """Return a context in which the forward of ``twin``, a copy of the model with fake tensors, computes with
+def _lift_numbers(fake_copy: ParameterlessCopy) -> Iterator[None]:
+    """Return a context in which the forward of ``fake_copy``, a copy of the model with fake tensors, computes with
     :class:`LiftedNumber` objects in place of Python numbers. A lifted number computes with a 0-dimensional tensor of
     the graph.
 
-    The replaced numbers are the inputs in ``twin.numbers`` and the attributes of modules in ``twin.counters``. When
-    forward ends, the value of each of these attributes is written to the buffer that stands for it.
-    """
-    if not twin.numbers and not twin.counters:
+    The replaced numbers are the inputs in ``fake_copy.numbers`` and the attributes of modules in
+    ``fake_copy.counters``. When forward ends, the value of each of these attributes is written to the buffer that
+    stands for it."""
+    if not fake_copy.numbers and not fake_copy.counters:
         yield
         return
-    forward = twin.module.forward
+    forward = fake_copy.module.forward
 
     def lift(path: str, leaf: Any) -> Any:
-        if path not in twin.numbers or not isinstance(leaf, Tensor):
+        if path not in fake_copy.numbers or not isinstance(leaf, Tensor):
             return leaf
-        return LiftedNumber(leaf, twin.numbers[path], ("given", path), twin.scope)
+        return LiftedNumber(leaf, fake_copy.numbers[path], ("given", path), fake_copy.scope)
 
     @functools.wraps(forward)
     def forward_with_lifted_numbers(*args: Any, **kwargs: Any) -> Any:
         """Call forward with lifted numbers (which compute with tensors of the graph) in place of Python numbers, write
         the numbers that forward changed to their buffers, and return the output.
         """
-        twin.scope.start()
-        holders = [(vars(twin.module.get_submodule(c.path)), c) for c in twin.counters]
+        fake_copy.scope.start()
+        holders = [(vars(fake_copy.module.get_submodule(c.path)), c) for c in fake_copy.counters]
         for held, counter in holders:
-            buffer = twin.module.get_buffer(counter.buffer)
+            buffer = fake_copy.module.get_buffer(counter.buffer)
             value = buffer.detach().clone()  # what is computed with is not what is written to
-            held[counter.name] = LiftedNumber(value, counter.value, ("state", counter.full_name), twin.scope)
+            held[counter.name] = LiftedNumber(value, counter.value, ("state", counter.full_name), fake_copy.scope)
         output = forward(*map_leaves(lift, args), **map_leaves(lift, kwargs))
         for held, counter in holders:
-            _write_counter(twin.module.get_buffer(counter.buffer), held[counter.name], counter, twin.scope)
+            _write_counter(fake_copy.module.get_buffer(counter.buffer), held[counter.name], counter, fake_copy.scope)
         return output
 
-    with mock.patch.dict(twin.module.__dict__, {"forward": forward_with_lifted_numbers}), trace_number_functions():
+    with mock.patch.dict(fake_copy.module.__dict__, {"forward": forward_with_lifted_numbers}), trace_number_functions():
         yield
 
 
@@ -399,10 +411,10 @@ _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by;
 
 
 def try_forward(
-    twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
+    fake_copy: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
 ) -> Any:
-    """Call the forward of ``twin``, a copy of the model with fake tensors, with the arguments ``args`` and ``kwargs``,
-    without a trace.
+    """Call the forward of ``fake_copy``, a copy of the model with fake tensors, with the arguments ``args`` and
+    ``kwargs``, without a trace.
 
     Return the output, or the exception that forward raises.
 
@@ -411,31 +423,30 @@ def try_forward(
             fake, too.
     """
     try:
-        mode = contextlib.nullcontext() if constants else twin.mode
+        mode = contextlib.nullcontext() if constants else fake_copy.mode
         with (
             _silence_torch(),
             mode,
             torch.no_grad(),
             trace_grouped_products(),
-            _trace_conversions(twin),
-            _lift_numbers(twin),
+            _trace_conversions(fake_copy),
+            _lift_numbers(fake_copy),
         ):
-            return twin.module(*args, **kwargs)
+            return fake_copy.module(*args, **kwargs)
     except Exception as error:
         return error
 
 
-def _trace_conversions(twin: ParameterlessCopy) -> contextlib.AbstractContextManager[None]:
-    return trace_module_conversions(twin.module, double=twin.casts is None)
+def _trace_conversions(fake_copy: ParameterlessCopy) -> contextlib.AbstractContextManager[None]:
+    return trace_module_conversions(fake_copy.module, in_float64=fake_copy.casts is None)
 
 
-def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+def _forward_failure(fake_copy: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """Return the exception that a model's forward raises with the arguments ``args`` and ``kwargs`` without a trace.
 
-    Return ``None`` if it raises none, or only because fake tensors have no values. ``twin``: a copy of the model with
-    fake tensors.
-    """
-    failure = try_forward(twin, args, kwargs)
+    Return ``None`` if it raises none, or only because fake tensors have no values. ``fake_copy``: a copy of the model
+    with fake tensors."""
+    failure = try_forward(fake_copy, args, kwargs)
     torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
     wanting = torchs or any(word in str(failure).lower() for word in ("fake", "meta", "does not require grad"))
     return failure if isinstance(failure, Exception) and not wanting else None
@@ -485,7 +496,7 @@ _ADVICE = {
 }
 
 
-def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str]) -> str:
+def _explain_trace_failure(model: nn.Module, error: Exception, random_operators: list[str]) -> str:
     """Return an error message on why ``model`` cannot be traced, with its source line and advice.
 
     Args:
@@ -495,11 +506,11 @@ def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str])
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = locate_error(error), f"{type(error).__name__}: {error}"
-    by_draw = [_DRAWN.format(", ".join(dict.fromkeys(drawn)))]
+    by_draw = [_DRAWN.format(", ".join(dict.fromkeys(random_operators)))]
     by_function = (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD)
     by_text = (advice for text, advice in _ADVICE.items() if text in said)
     asks_len = _ASKS_LEN.search(where) and "integer" in str(error)
-    is_drawn = drawn and isinstance(error, GuardOnDataDependentSymNode)
+    is_drawn = random_operators and isinstance(error, GuardOnDataDependentSymNode)
     instead = [*(by_draw if is_drawn else ()), *by_function, *by_text, *((_LEN,) if asks_len else ()), _NUMBERS][0]
     return (
         f"{type(model).__name__} cannot be traced{where}.\n"
@@ -511,7 +522,7 @@ def _read_first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def locate_error(error: Exception, *, but: str = "") -> str:
+def locate_error(error: Exception, *, excluded_file: str = "") -> str:
     """Return `` at file:line (code)``, for messages, of the innermost frame in the traceback of ``error`` that is in
     the user's code.
 
@@ -521,7 +532,7 @@ def locate_error(error: Exception, *, but: str = "") -> str:
         but: path of a file whose frames are skipped.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if is_user_file(f.filename) and f.filename != but]
+    user = [f for f in frames if is_user_file(f.filename) and f.filename != excluded_file]
     if user:
         return f" at {shorten_file_path(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
     named = [f for f in FRAME.findall(str(error)) if is_user_file(f[0])]

@@ -119,50 +119,50 @@ class StorageTracker:
         self._without[detached] = node
         self.record_node(detached)
 
-    def record_node(self, made: fx.Node) -> None:
-        """Update the record of shared memory, gradients and writes for ``made``, a node that was just appended to the
+    def record_node(self, node: fx.Node) -> None:
+        """Update the record of shared memory, gradients and writes for ``node``, a node that was just appended to the
         graph. Raises :class:`UnsupportedError` if it reads a tensor that requires a gradient and was written to without
         autograd's knowledge, as inside ``torch.no_grad()``.
         """
-        target, source = made.target, made.args[0] if made.args else None
+        target, source = node.target, node.args[0] if node.args else None
         detaches = target in (aten.detach.default, aten.detach_.default)
-        for operand in () if detaches else made.all_input_nodes:
+        for operand in () if detaches else node.all_input_nodes:
             self.check_read(operand)
-        brings = not detaches and any(self.requires_grad(n) for n in made.all_input_nodes)
+        brings = not detaches and any(self.requires_grad(n) for n in node.all_input_nodes)
         pieces = target is operator.getitem and source in self._memory
-        if isinstance(source, fx.Node) and (pieces or _is_alias(made, source)):
-            self._memory[made] = self._memory.get(source, source)
+        if isinstance(source, fx.Node) and (pieces or _is_alias(node, source)):
+            self._memory[node] = self._memory.get(source, source)
             if _is_in_place(target):
                 source = self._without.get(source, source)  # it returns the very tensor
             if not detaches:
-                self._history[made] = self._history.get(source, source)
-        for written in _find_written_nodes(made):
-            self._record_detached_write(made, written)
+                self._history[node] = self._history.get(source, source)
+        for written in _find_written_nodes(node):
+            self._record_detached_write(node, written)
             if brings and _is_in_place(target):
                 self.mark_requires_grad(written)
             memory = self._memory.get(written, written)
             if not self.requires_grad(written) and self._grad.get(memory):
-                self._hidden.setdefault(memory, made)
+                self._hidden.setdefault(memory, node)
         if brings:
-            self.mark_requires_grad(made)
-            alias = isinstance(source, fx.Node) and _is_alias(made, source) and not _is_in_place(target)
-            for kept in () if alias or target in _KEEPS_NOTHING else (*made.all_input_nodes, made):
-                self._kept.setdefault(self._memory.get(kept, kept), made)
+            self.mark_requires_grad(node)
+            alias = isinstance(source, fx.Node) and _is_alias(node, source) and not _is_in_place(target)
+            for kept in () if alias or target in _KEEPS_NOTHING else (*node.all_input_nodes, node):
+                self._kept.setdefault(self._memory.get(kept, kept), node)
 
-    def _record_detached_write(self, made: fx.Node, written: fx.Node) -> None:
-        """Record an error if ``made`` writes, by ``.data`` or ``detach()``, to values that an earlier operator's
+    def _record_detached_write(self, node: fx.Node, written: fx.Node) -> None:
+        """Record an error if ``node`` writes, by ``.data`` or ``detach()``, to values that an earlier operator's
         gradient needs.
 
         :meth:`check_overwritten` raises the error when the whole graph has been read.
 
         Args:
-            written: the operand whose memory ``made`` writes to.
+            written: the operand whose memory ``node`` writes to.
         """
         memory = self._memory.get(written, written)
         apart = written not in self._without and self._history.get(written, written) is not memory
         trained = memory.op == "placeholder" and self.requires_grad(memory)  # which may not be changed at all
         if apart and memory in self._kept and memory is not written and not trained:
-            self._spoilt.append((made, self._kept[memory]))
+            self._spoilt.append((node, self._kept[memory]))
 
     def check_overwritten(self) -> None:
         """Raise :class:`UnsupportedError` if an operator's gradient would be computed from values that were overwritten
@@ -196,14 +196,14 @@ def _format_operator_line(node: fx.Node) -> str:
     return f"{name}, {find_user_line(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
 
 
-def _is_alias(made: fx.Node, source: fx.Node) -> bool:
-    """Return whether the result of ``made`` shares memory with ``source``, its first argument, according to the
+def _is_alias(node: fx.Node, source: fx.Node) -> bool:
+    """Return whether the result of ``node`` shares memory with ``source``, its first argument, according to the
     operator's schema.
     """
-    schema = getattr(made.target, "_schema", None)
+    schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return False
-    return _get_node_dtype(made) is None or _get_node_dtype(made) == _get_node_dtype(
+    return _get_node_dtype(node) is None or _get_node_dtype(node) == _get_node_dtype(
         source
     )  # ``to`` another type copies
 
@@ -240,19 +240,19 @@ _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
 _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
-def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
+def flatten_program(program: ExportedProgram, tensor_names: Mapping[int, str] | None = None) -> ExportedProgram:
     """Return the exported program ``program`` as one flat graph of operators that write to none of their operands. The
     given program is not changed.
 
     Raises :class:`UnsupportedError` for a sub-graph or an operator that cannot be converted exactly, or if the program
-    reads a tensor of ``own``.
+    reads a tensor of ``tensor_names``.
 
     Args:
         own: for each tensor of the original model, its data address -> its name. The program was exported from a copy
             of that model, so it should read none of these tensors: forward can reach them only past the copy, as
             through a global variable. ``None`` skips this check.
     """
-    _check_traced_constants(program, own or {})
+    _check_traced_constants(program, tensor_names or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
     graph = inliner.inline_program(program)
     functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
@@ -297,7 +297,7 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
     return decomposed
 
 
-def _check_traced_constants(program: ExportedProgram, own: Mapping[int, str]) -> None:
+def _check_traced_constants(program: ExportedProgram, tensor_names: Mapping[int, str]) -> None:
     """Raise :class:`UnsupportedError` if ``program`` contains, as a constant, a tensor that torch.export should have
     traced. This is so for a constant tensor without values, which forward has computed in a way that torch.export does
     not follow, and for a tensor of the original model.
@@ -318,7 +318,7 @@ def _check_traced_constants(program: ExportedProgram, own: Mapping[int, str]) ->
                 "inside forward"
                 "; write it with operators on tensors, or pass it as an input"
             )
-        held = None if isinstance(constant, FakeTensor) or constant.is_meta else own.get(constant.data_ptr())
+        held = None if isinstance(constant, FakeTensor) or constant.is_meta else tensor_names.get(constant.data_ptr())
         if held is not None:
             raise UnsupportedError(
                 f"forward reads {held!r} through a closure, a global, or a forward that was compiled or wrapped, "
@@ -510,11 +510,11 @@ class _RegionInliner:
             node: the original node of the call, whose metadata is copied.
             function: applies the ``torch.autograd.Function`` to ``args`` and ``kwargs``.
         """
-        made = self.graph.call_function(function, args, kwargs)
-        made.meta = dict(node.meta)
-        self.memory.record_node(made)
+        new_node = self.graph.call_function(function, args, kwargs)
+        new_node.meta = dict(node.meta)
+        self.memory.record_node(new_node)
         self.closed = True
-        return made
+        return new_node
 
     def copy_node(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
         """Copy ``node`` to the end of the new graph and return the copy. Where gradients are off, its operands are
@@ -529,10 +529,10 @@ class _RegionInliner:
             value = env[n]
             return self.detach_value(value, node) if not grad and self.memory.requires_grad(value) else value
 
-        made = self.graph.node_copy(node, operand)
-        made.target = _PURE.get(node.target, node.target)
-        self.memory.record_node(made)
-        return made
+        new_node = self.graph.node_copy(node, operand)
+        new_node.target = _PURE.get(node.target, node.target)
+        self.memory.record_node(new_node)
+        return new_node
 
     def detach_value(self, value: fx.Node, reader: fx.Node) -> fx.Node:
         """Return a node that has the value of ``value`` but requires no gradient: a ``detach`` of it, or ``value``

@@ -51,12 +51,11 @@ Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module, name) -> how it 
 class StateChange:
     """A change of Python state (anything except tensors) by forward, such as an attribute or a global variable.
 
-    ``what`` describes the state for messages. ``module`` (a module path) and ``name`` are set for an attribute of a
-    module. ``before`` and ``after`` are the values if they are Python numbers, else ``None``. ``generator``: whether
-    what changed is the state of a random generator.
-    """
+    ``description`` describes the state for messages. ``module`` (a module path) and ``name`` are set for an attribute
+    of a module. ``before`` and ``after`` are the values if they are Python numbers, else ``None``. ``generator``:
+    whether what changed is the state of a random generator."""
 
-    what: str
+    description: str
     module: str | None = None
     name: str = ""
     before: int | float | None = None
@@ -76,18 +75,17 @@ class _Variable:
     """A Python variable, such as a global, that forward can change and that the traced copy of the model shares with
     the caller.
 
-    ``what`` describes it for messages. ``read`` and ``write`` get and set its present value, ``value`` is the value
-    before forward. ``content`` is a copy of the elements if the value is a container, else ``None``. ``told`` is a key
-    that represents the value before forward, for comparison: the variable has changed if its later value has another
-    key.
-    """
+    ``description`` describes it for messages. ``read`` and ``write`` get and set its present value, ``value`` is the
+    value before forward. ``content`` is a copy of the elements if the value is a container, else ``None``. ``key`` is a
+    key that represents the value before forward, for comparison: the variable has changed if its later value has
+    another key."""
 
-    what: str
+    description: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
     value: Any
     content: Any
-    told: Any
+    key: Any
 
     def restore(self) -> None:
         """Set this Python variable, and the elements of its container, back to what they were before forward."""
@@ -136,10 +134,12 @@ class PythonState:
         places = list(_iterate_reachable_variables(module, functions))
         for place in places:
             if _get_generator_state(place.value) is not None:
-                generators.setdefault(id(place.value), (place.what, place.value, _get_generator_state(place.value)))
+                generators.setdefault(
+                    id(place.value), (place.description, place.value, _get_generator_state(place.value))
+                )
         return cls(collect_attributes(module), places, list(generators.values()))
 
-    def find_changes(self, after: Attributes) -> list[StateChange]:
+    def find_changes(self, attributes: Attributes) -> list[StateChange]:
         """Return the differences between the snapshot and the present state: one :class:`StateChange` for each variable
         that has another value.
 
@@ -148,17 +148,17 @@ class PythonState:
                 (comparison key, value).
         """
         found = list[StateChange]()
-        for (path, name), (told, value) in after.items():
+        for (path, name), (told, value) in attributes.items():
             before = self.attributes.get((path, name))
             if before is None or before[0] != told:
                 of = f"the attribute {name!r} of {f'the module {path!r}' if path else 'the model'}"
                 was = None if before is None else before[1]
                 generator = _get_generator_state(value) is not None
                 found.append(StateChange(of, path, name, _get_plain_number(was), _get_plain_number(value), generator))
-        found += [StateChange(p.what) for p in self.places if _build_value_key(p.read(), {}) != p.told]
+        found += [StateChange(p.description) for p in self.places if _build_value_key(p.read(), {}) != p.key]
         found += [
-            StateChange(what, generator=True)
-            for what, generator, state in self.generators
+            StateChange(description, generator=True)
+            for description, generator, state in self.generators
             if not _are_states_equal(_get_generator_state(generator), state)
         ]
         return found
@@ -214,8 +214,8 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
     for cls in classes:
         for name, value in list(vars(cls).items()):
             if not name.startswith("__") and _is_data(value):
-                what = f"the attribute {name!r} of the class {cls.__qualname__}"
-                yield _make_settable_variable(what, vars(cls), name, functools.partial(setattr, cls, name))
+                description = f"the attribute {name!r} of the class {cls.__qualname__}"
+                yield _make_settable_variable(description, vars(cls), name, functools.partial(setattr, cls, name))
             elif _is_function(value):
                 codes.append(value)
     names = {cls.__module__ for cls in classes}
@@ -224,9 +224,9 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in seen and _cell_has_data(cell):
                 seen.add(id(cell))
-                what = f"the variable {variable!r} that {function.__qualname__} closes over"
+                description = f"the variable {variable!r} that {function.__qualname__} closes over"
                 yield _make_settable_variable(
-                    what, cell, "cell_contents", functools.partial(setattr, cell, "cell_contents")
+                    description, cell, "cell_contents", functools.partial(setattr, cell, "cell_contents")
                 )
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), vars(function)):
             if isinstance(value, list | dict | set | collections.deque) and id(value) not in seen:
@@ -236,28 +236,30 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
         file = sys.modules.get(name)
         for variable, value in list(vars(file).items()) if file is not None and _has_code_of_users(name) else ():
             if not variable.startswith("__") and _is_data(value):
-                what = f"the global {variable!r} of {name}"
-                yield _make_settable_variable(what, vars(file), variable, functools.partial(setattr, file, variable))
+                description = f"the global {variable!r} of {name}"
+                yield _make_settable_variable(
+                    description, vars(file), variable, functools.partial(setattr, file, variable)
+                )
 
 
-def _make_settable_variable(what: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
+def _make_settable_variable(description: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
     """Return a record of the entry or attribute ``name`` of ``holder``, with its present value.
 
-    ``what``: a description for messages. ``write``: sets the variable to a value.
+    ``description``: a description for messages. ``write``: sets the variable to a value.
     """
 
     def read() -> Any:
         return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
 
     value = read()
-    return _Variable(what, read, write, value, _copy_mutable_value(value), _build_value_key(value, {}))
+    return _Variable(description, read, write, value, _copy_mutable_value(value), _build_value_key(value, {}))
 
 
-def _make_fixed_variable(what: str, value: Any) -> _Variable:
+def _make_fixed_variable(description: str, value: Any) -> _Variable:
     """Return a record of the object ``value``, such as the default of a parameter, that code can change in place but
-    not replace. ``what``: a description for messages."""
+    not replace. ``description``: a description for messages."""
     return _Variable(
-        what, lambda: value, lambda _: None, value, _copy_mutable_value(value), _build_value_key(value, {})
+        description, lambda: value, lambda _: None, value, _copy_mutable_value(value), _build_value_key(value, {})
     )
 
 

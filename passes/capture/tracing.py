@@ -53,17 +53,17 @@ from partitioner.passes.trace.layer_reuse import LayerRepeats
 
 @dataclass(frozen=True)
 class Trace:
-    """Result of one trace of ``twin``, a copy of the model with fake tensors.
+    """Result of one trace of ``fake_copy``, a copy of the model with fake tensors.
 
-    ``captured``: the model's graph with the names of its states, inputs and outputs. ``left``: the attributes of the
-    twin's modules after forward: (module path, attribute name) -> (comparison key, value), where equal keys mean that
-    an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of forward. ``uses``: for
-    each input that is a Python number and fixed in the plan: path -> what forward uses it for, as text.
-    """
+    ``captured``: the model's graph with the names of its states, inputs and outputs. ``attributes_after``: the
+    attributes of the twin's modules after forward: (module path, attribute name) -> (comparison key, value), where
+    equal keys mean that an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of
+    forward. ``uses``: for each input that is a Python number and fixed in the plan: path -> what forward uses it for,
+    as text."""
 
     captured: Captured
-    twin: ParameterlessCopy
-    left: Attributes
+    fake_copy: ParameterlessCopy
+    attributes_after: Attributes
     arguments: Bound
     uses: Mapping[str, str]  # of numbers of the inputs that stay fixed, what the forward uses them for
 
@@ -94,8 +94,8 @@ class Tracer:
         """
         return PythonState.take(module, self.model.forward, self.loss, *self.functions)
 
-    def capture(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
-        """Trace the forward of ``twin`` and return the result; Python state that forward changed is restored
+    def capture(self, fake_copy: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
+        """Trace the forward of ``fake_copy`` and return the result; Python state that forward changed is restored
         afterwards.
 
         Raises :class:`UnsupportedError` if forward changes Python state that has an effect on what it computes and that
@@ -110,18 +110,18 @@ class Tracer:
         clock = ClockObserver()
         before.restore()
         try:
-            with clock.observe(twin.module):
-                trace = self._trace_with_numbers(twin, arguments, lift_numbers)
-            changes = before.find_changes(trace.left)
+            with clock.observe(fake_copy.module):
+                trace = self._trace_with_numbers(fake_copy, arguments, lift_numbers)
+            changes = before.find_changes(trace.attributes_after)
             if changes or clock.asked_at:
                 trace = _StateChangeResolver(self, before, trace).resolve(changes, clock)
         finally:
             before.restore()
         return trace
 
-    def trace(self, twin: ParameterlessCopy, arguments: Bound, uses: Mapping[str, str]) -> Trace:
-        """Trace ``twin``, a copy of the model with fake tensors, and return the captured graph with a record of the
-        trace.
+    def trace(self, fake_copy: ParameterlessCopy, arguments: Bound, uses: Mapping[str, str]) -> Trace:
+        """Trace ``fake_copy``, a copy of the model with fake tensors, and return the captured graph with a record of
+        the trace.
 
         If forward loops over the experts that some row (token) chose, the loop is traced over all experts. If it
         branches on whether an expert has rows, this is traced as if it had. In both cases forward is traced twice more,
@@ -133,30 +133,34 @@ class Tracer:
             uses: for each input that is a Python number and fixed in the plan: path -> what forward uses it for, as
                 text. It is stored in the result.
         """
-        left: Attributes = {}
-        captured, traced = self._trace_module(twin, arguments, left)
-        scope, hits, pairs = twin.scope, traced.hits, list[Captured]()
+        attributes_after: Attributes = {}
+        captured, traced = self._trace_module(fake_copy, arguments, attributes_after)
+        scope, loops, pairs = fake_copy.scope, traced.loops, list[Captured]()
         guards = tuple(scope.guards)
         for parity, empty in enumerate(captured.turns):
-            twin = self.renew_copy(twin, hits=hits.without_parity(parity))
-            pairs += [empty, self._trace_module(twin, arguments, {})[0]]
+            fake_copy = self.renew_copy(fake_copy, hits=loops.without_parity(parity))
+            pairs += [empty, self._trace_module(fake_copy, arguments, {})[0]]
         signature = replace(captured.signature, arguments=list_forward_arguments(self.model), guards=guards)
-        return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
+        return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, attributes_after, arguments, uses)
 
-    def renew_copy(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, ready for another trace, with the options of ``twin``, an
-        earlier copy.
+    def renew_copy(self, fake_copy: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
+        """Return a new copy of the model with fake tensors, ready for another trace, with the options of ``fake_copy``,
+        an earlier copy.
 
         Args:
             changes: name of a field of the twin -> its new value. The extra key ``flipped`` has conditions on lifted
                 numbers (Python numbers that are traced as tensors): the next trace takes the other branch for these.
         """
-        scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
-        hits = changes.pop("hits", None) or TracedLoops()
-        made = make_hookless_copy(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
-        given: dict[str, Any] = {"numbers": twin.numbers, "counters": twin.counters, "attributes": twin.attributes}
-        given |= {"warm_up": twin.warm_up, **changes}
-        made = replace(made, asked=twin.asked, hits=hits, scope=scope, **given)
+        scope = LiftScope(fake_copy.scope.find_line, changes.pop("flipped", ()))
+        loops = changes.pop("hits", None) or TracedLoops()
+        made = make_hookless_copy(self.model, self.dtype, fake_copy.mode, fake_copy.casts, fake_copy.caches_kept)
+        given: dict[str, Any] = {
+            "numbers": fake_copy.numbers,
+            "counters": fake_copy.counters,
+            "attributes": fake_copy.attributes,
+        }
+        given |= {"warm_up": fake_copy.warm_up, **changes}
+        made = replace(made, read_buffers=fake_copy.read_buffers, loops=loops, scope=scope, **given)
         for (path, name), value in made.attributes.items():
             vars(made.module.get_submodule(path))[name] = _copy_container(value)
         for counter in made.counters:
@@ -167,22 +171,22 @@ class Tracer:
 
     # -- numbers of the inputs
 
-    def _trace_with_numbers(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool) -> Trace:
-        """Trace ``twin``, a copy of the model with fake tensors, and return the result. Inputs that are Python numbers
-        become tensors if forward accepts that; otherwise their values are fixed in the graph.
+    def _trace_with_numbers(self, fake_copy: ParameterlessCopy, arguments: Bound, lift_numbers: bool) -> Trace:
+        """Trace ``fake_copy``, a copy of the model with fake tensors, and return the result. Inputs that are Python
+        numbers become tensors if forward accepts that; otherwise their values are fixed in the graph.
 
         ``lift_numbers``: whether to try tensors at all. ``arguments``: (positional, keyword) arguments of forward.
         """
-        numbers, uses = self._choose_numbers(twin, arguments) if lift_numbers else ({}, {})
+        numbers, uses = self._choose_numbers(fake_copy, arguments) if lift_numbers else ({}, {})
         if numbers:
-            lifted = self.renew_copy(twin, numbers=numbers)
+            lifted = self.renew_copy(fake_copy, numbers=numbers)
             with contextlib.suppress(NotLiftable, CaptureError, UnsupportedError):
                 return self.trace(lifted, lift_leaves(arguments, lifted), uses)
-            twin = self.renew_copy(twin)
-        return self.trace(twin, arguments, uses)
+            fake_copy = self.renew_copy(fake_copy)
+        return self.trace(fake_copy, arguments, uses)
 
     def _choose_numbers(
-        self, twin: ParameterlessCopy, arguments: Bound
+        self, fake_copy: ParameterlessCopy, arguments: Bound
     ) -> tuple[dict[str, int | float], dict[str, str]]:
         """Choose the Python numbers of the inputs that forward accepts as tensors. Return two dicts by path of the
         input: the chosen numbers, and, for each other number, a text on what forward uses it for.
@@ -199,7 +203,7 @@ class Tracer:
             enclosing function, under its path, what forward needs a Python number for, as text; an empty text if a
             tensor suffices.
             """
-            tried = self.renew_copy(twin, numbers=chosen)
+            tried = self.renew_copy(fake_copy, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
             if len(chosen) == 1:
                 uses.update(dict.fromkeys(chosen, tried.scope.problem))
@@ -212,7 +216,7 @@ class Tracer:
     # -- one trace
 
     def _trace_module(
-        self, twin: ParameterlessCopy, arguments: Bound, left: Attributes
+        self, fake_copy: ParameterlessCopy, arguments: Bound, attributes_after: Attributes
     ) -> tuple[Captured, ParameterlessCopy]:
         """Trace a twin (a copy of the model with fake tensors) once. Return the captured graph and the twin that was
         traced.
@@ -227,14 +231,14 @@ class Tracer:
                 because torch.export resets them.
         """
         args, kwargs = arguments
-        canonical = {**self.canonical, **{c.buffer: c.full_name for c in twin.counters}}
-        self.prepare(twin, left)
+        canonical = {**self.canonical, **{c.buffer: c.full_name for c in fake_copy.counters}}
+        self.prepare(fake_copy, attributes_after)
 
         def made(
-            twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
+            fake_copy: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return two values: the captured graph of ``program``, and ``twin``. ``program``: what torch.export made
-            of ``twin``, a copy of the model.
+            """Return two values: the captured graph of ``program``, and ``fake_copy``. ``program``: what torch.export
+            made of ``fake_copy``, a copy of the model.
 
             A loop of forward over the experts that some row (token) chose was traced as a loop over all experts, and a
             branch on whether an expert has rows as if it had. If there are any, the field ``turns`` of the captured
@@ -245,81 +249,87 @@ class Tracer:
 
             ``finish``: function that rewrites the captured graph at the end.
             """
-            hits = twin.hits
-            hits.check_complete()
+            loops = fake_copy.loops
+            loops.check_complete()
 
             def captured(parity: int | None) -> Captured:
                 """Return the captured graph of the traced program. The masks of the rows that chose an expert with an
                 even (``parity`` 0) or odd (1) number are replaced by masks of zeros; ``None`` leaves all masks
                 unchanged."""
-                decided = hits.guards.decided if hits.guards is not None else ()
-                with_loss, numbers = self.loss is not None, twin.numbers
+                decided = loops.branches.decided if loops.branches is not None else ()
+                with_loss, numbers = self.loss is not None, fake_copy.numbers
                 found = assemble_program_graph(
-                    program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers
+                    program, canonical, with_loss, parity=parity, decided=decided, numbers=numbers
                 )
-                return add_loss_terms(_add_counter_updates(finish(found), twin.counters))
+                return add_loss_terms(_add_counter_updates(finish(found), fake_copy.counters))
 
-            whole = captured(hits.leaves_out if hits.guards is not None else None)
-            pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
-            return whole.with_(turns=tuple(pairs)), twin
+            whole = captured(loops.leaves_out if loops.branches is not None else None)
+            pairs = [captured(parity) for parity in range(2)] if loops.found and loops.leaves_out is None else []
+            return whole.with_(turns=tuple(pairs)), fake_copy
 
         own = _map_tensor_addresses(self.model)
-        repeats, given_up = LayerRepeats.find(twin.module).select_parked_parameters(twin.module), list[ModuleGroup]()
-        while repeats.groups and twin.hits.guards is None:
-            away = repeats.away
+        repeats, given_up = (
+            LayerRepeats.find(fake_copy.module).select_parked_parameters(fake_copy.module),
+            list[ModuleGroup](),
+        )
+        while repeats.groups and fake_copy.loops.branches is None:
+            parked = repeats.parked
             try:
                 with repeats.trace():
                     program = flatten_program(
-                        export_parameterless_copy(twin, args, kwargs, train=self.train, diagnose=False), own
+                        export_parameterless_copy(fake_copy, args, kwargs, train=self.train, diagnose=False), own
                     )
-                if away is None:
-                    return made(twin, program, expand_layer_operators)
+                if parked is None:
+                    return made(fake_copy, program, expand_layer_operators)
                 return made(
-                    twin,
+                    fake_copy,
                     program,
-                    functools.partial(_expand_shared_layers, _list_removed_states(away, canonical), canonical),
+                    functools.partial(_expand_shared_layers, _list_removed_states(parked, canonical), canonical),
                 )
             except NotRepeatable as error:
                 repeats.refuse(error.number)
             except Exception:  # the shortcut's or the model's own: the full trace will tell
                 pass
             refused, given_up = repeats.refused, given_up + repeats.refused
-            twin = self._prepare_retry_copy(twin, twin.hits.without_parity(twin.hits.leaves_out), left)
-            remaining = LayerRepeats.find(twin.module).exclude(given_up)
+            fake_copy = self._prepare_retry_copy(
+                fake_copy, fake_copy.loops.without_parity(fake_copy.loops.leaves_out), attributes_after
+            )
+            remaining = LayerRepeats.find(fake_copy.module).exclude(given_up)
             if refused:
-                repeats = remaining.select_parked_parameters(twin.module) if away is not None else remaining
+                repeats = remaining.select_parked_parameters(fake_copy.module) if parked is not None else remaining
             else:  # the weights that were put away may have been missed
-                repeats = remaining if away is not None else LayerRepeats([])
+                repeats = remaining if parked is not None else LayerRepeats([])
         try:
-            program = export_parameterless_copy(twin, args, kwargs, train=self.train)
+            program = export_parameterless_copy(fake_copy, args, kwargs, train=self.train)
         except CaptureError as error:
-            if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or twin.hits.guards is not None:
+            if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or fake_copy.loops.branches is not None:
                 raise
-            twin = self._prepare_retry_copy(twin, twin.hits.with_branches(), left)
+            fake_copy = self._prepare_retry_copy(fake_copy, fake_copy.loops.with_branches(), attributes_after)
             try:
-                program = export_parameterless_copy(twin, args, kwargs, train=self.train, diagnose=False)
+                program = export_parameterless_copy(fake_copy, args, kwargs, train=self.train, diagnose=False)
             except Exception:  # another decision stands in the way, which has been told
                 raise error from error.__cause__
-        return made(twin, flatten_program(program, own), lambda captured: captured)
+        return made(fake_copy, flatten_program(program, own), lambda captured: captured)
 
-    def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, with the options of ``twin``, for another trace after a
-        trace of ``twin`` (an earlier copy) failed.
+    def _prepare_retry_copy(
+        self, fake_copy: ParameterlessCopy, loops: TracedLoops, attributes_after: Attributes
+    ) -> ParameterlessCopy:
+        """Return a new copy of the model with fake tensors, with the options of ``fake_copy``, for another trace after
+        a trace of ``fake_copy`` (an earlier copy) failed.
 
         Args:
             hits: an empty record of loops over experts for the new trace.
             left: receives the attributes of the new copy's modules after forward, by (module path, attribute name).
         """
-        made = replace(self.renew_copy(twin, hits=hits), scope=twin.scope)
-        self.prepare(made, left)
+        made = replace(self.renew_copy(fake_copy, hits=loops), scope=fake_copy.scope)
+        self.prepare(made, attributes_after)
         return made
 
-    def prepare(self, twin: ParameterlessCopy, left: Attributes) -> None:
-        """Replace the forward of ``twin``, a copy of the model with fake tensors, by one that returns (output, loss) if
-        there is a loss, else the output. At its end, the new forward also stores the attributes of the twin's modules
-        in ``left``, as (module path, attribute name) -> (comparison key, value).
-        """
-        loss, forward = self.loss, twin.module.forward
+    def prepare(self, fake_copy: ParameterlessCopy, attributes_after: Attributes) -> None:
+        """Replace the forward of ``fake_copy``, a copy of the model with fake tensors, by one that returns (output,
+        loss) if there is a loss, else the output. At its end, the new forward also stores the attributes of the twin's
+        modules in ``attributes_after``, as (module path, attribute name) -> (comparison key, value)."""
+        loss, forward = self.loss, fake_copy.module.forward
 
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
@@ -327,11 +337,11 @@ class Tracer:
             end, store the attributes of all modules, to find out later which ones forward changed."""
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
-            left.clear()
-            left.update(collect_attributes(twin.module))
+            attributes_after.clear()
+            attributes_after.update(collect_attributes(fake_copy.module))
             return output
 
-        twin.module.forward = with_loss
+        fake_copy.module.forward = with_loss
 
 
 def make_hookless_copy(
@@ -352,10 +362,10 @@ def make_hookless_copy(
         casts: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
         keep_caches: leave generation caches on where the model's configurations have them on.
     """
-    twin = make_fake_copy(model, dtype, mode, casts, keep_caches)
-    drop_looking_hooks(twin.module)
-    take_hooks_into_forward(twin.module)
-    return twin
+    fake_copy = make_fake_copy(model, dtype, mode, casts, keep_caches)
+    drop_looking_hooks(fake_copy.module)
+    take_hooks_into_forward(fake_copy.module)
+    return fake_copy
 
 
 def list_fixed_input_notes(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
@@ -431,22 +441,26 @@ class _StateChangeResolver:
         """
         for below in (True, False) if changes else ():
             self.before.restore()
-            twin = self.tracer.renew_copy(self.first.twin)
-            self.before.draw_first(twin.module, below)
-            other = self._trace_if_possible(twin, self.first.arguments)
+            fake_copy = self.tracer.renew_copy(self.first.fake_copy)
+            self.before.draw_first(fake_copy.module, below)
+            other = self._trace_if_possible(fake_copy, self.first.arguments)
             if other is None or not are_computations_equal(self.first.captured, other.captured):
                 self.before.restore()
-                twin = self.tracer.renew_copy(self.first.twin)
-                at = find_draw(functools.partial(try_forward, twin, *self.first.arguments))
+                fake_copy = self.tracer.renew_copy(self.first.fake_copy)
+                at = find_draw(functools.partial(try_forward, fake_copy, *self.first.arguments))
                 raise UnsupportedError(
-                    f"forward draws random numbers from {changes[0].what}{at}, and its results depend on them: a plan "
+                    f"forward draws random numbers from {changes[0].description}{at}, and its results depend on "
+                    "them: a plan "
                     "would use the same numbers at every step; expected random numbers of torch, which differ at "
                     "every step, as in torch.where(torch.rand(()) < p, a, b); or draw outside of the model and pass "
                     "the numbers as an input"
                 )
         self.before.restore()
         for change in changes:
-            yield f"forward draws from {change.what}: other draws changed nothing that was traced; the plan draws none"
+            yield (
+                f"forward draws from {change.description}: other draws changed nothing that was traced; the plan "
+                "draws none"
+            )
 
     def _check_clock(self, clock: ClockObserver) -> Iterator[str]:
         """Yield a note if forward read the time without effect on what it computes; nothing if it did not read the
@@ -458,8 +472,8 @@ class _StateChangeResolver:
         if not clock.asked_at:
             return
         later = ClockObserver(shift_s=86_399)
-        with later.observe(self.first.twin.module):
-            other = self._trace_if_possible(self.tracer.renew_copy(self.first.twin), self.first.arguments)
+        with later.observe(self.first.fake_copy.module):
+            other = self._trace_if_possible(self.tracer.renew_copy(self.first.fake_copy), self.first.arguments)
         if other is None or not are_computations_equal(self.first.captured, other.captured):
             raise UnsupportedError(
                 f"forward reads the time{clock.asked_at}, and its results depend on it: a plan would always have "
@@ -507,7 +521,7 @@ class _StateChangeResolver:
             second, _ = self._trace_after(counted)
             if second is None or not are_computations_equal(counted.captured, second.captured):
                 self._refuse_state_changes(others)
-        counters = counted.twin.counters
+        counters = counted.fake_copy.counters
         used = {c.full_name for c in counters if _is_state_used(counted.captured, c.full_name)}
         notes = [_format_unused_note(others)] if others else []
         if not used:
@@ -536,15 +550,17 @@ class _StateChangeResolver:
         if not counters:
             return None
         self.before.restore()
-        twin = self.tracer.renew_copy(self.first.twin, counters=counters)
+        fake_copy = self.tracer.renew_copy(self.first.fake_copy, counters=counters)
         try:
-            return self.tracer.trace(twin, self.first.arguments, self.first.uses)
+            return self.tracer.trace(fake_copy, self.first.arguments, self.first.uses)
         except (NotLiftable, PartitionError):
             return None
 
     def _count_flipped(self, counted: Trace, expression: Expression) -> Trace | None:
         self.before.restore()
-        return self._trace_if_possible(self.tracer.renew_copy(counted.twin, flipped=(expression,)), counted.arguments)
+        return self._trace_if_possible(
+            self.tracer.renew_copy(counted.fake_copy, flipped=(expression,)), counted.arguments
+        )
 
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
         """Trace a second call of forward, from the Python state that the first call left.
@@ -553,38 +569,46 @@ class _StateChangeResolver:
         except random generators (empty if the trace fails). ``trace``: the trace of the first call.
         """
         try:
-            twin = self.tracer.renew_copy(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))
+            fake_copy = self.tracer.renew_copy(
+                trace.fake_copy, warm_up=functools.partial(self._run_once, trace.arguments)
+            )
         except _ForwardFailed:
             self.before.restore()
-            left = {key: v for key, (_, v) in trace.left.items() if not _is_unchanged(self.before, trace.left, key)}
-            counters = {(c.path, c.name) for c in trace.twin.counters}
-            twin = self.tracer.renew_copy(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
-        state = self.tracer.take_snapshot(twin.module)
-        second = self._trace_if_possible(twin, trace.arguments)
-        changed = [] if second is None else state.find_changes(second.left)
+            attributes_after = {
+                key: v
+                for key, (_, v) in trace.attributes_after.items()
+                if not _is_unchanged(self.before, trace.attributes_after, key)
+            }
+            counters = {(c.path, c.name) for c in trace.fake_copy.counters}
+            fake_copy = self.tracer.renew_copy(
+                trace.fake_copy, attributes={k: v for k, v in attributes_after.items() if k not in counters}
+            )
+        state = self.tracer.take_snapshot(fake_copy.module)
+        second = self._trace_if_possible(fake_copy, trace.arguments)
+        changed = [] if second is None else state.find_changes(second.attributes_after)
         return second, [c for c in changed if not c.generator]
 
-    def _run_once(self, arguments: Bound, twin: ParameterlessCopy) -> None:
-        """Call the forward of ``twin`` (a copy of the model with fake tensors), with Python state as it was before the
-        first call, to bring the twin into the state after one call.
+    def _run_once(self, arguments: Bound, fake_copy: ParameterlessCopy) -> None:
+        """Call the forward of ``fake_copy`` (a copy of the model with fake tensors), with Python state as it was before
+        the first call, to bring the twin into the state after one call.
 
         Tensors that forward stores have values if these depend on neither inputs nor weights. Raises
         :class:`_ForwardFailed` if forward fails. ``arguments``: (positional, keyword) arguments of forward."""
         self.before.restore()
-        own = vars(twin.module).get("forward")
-        self.tracer.prepare(twin, {})
-        result = try_forward(twin, *arguments, constants=True)
-        vars(twin.module).pop("forward")
+        own = vars(fake_copy.module).get("forward")
+        self.tracer.prepare(fake_copy, {})
+        result = try_forward(fake_copy, *arguments, constants=True)
+        vars(fake_copy.module).pop("forward")
         if own is not None:
-            vars(twin.module)["forward"] = own
+            vars(fake_copy.module)["forward"] = own
         if isinstance(result, Exception):
             raise _ForwardFailed from result
 
-    def _trace_if_possible(self, twin: ParameterlessCopy, arguments: Bound) -> Trace | None:
-        """Trace ``twin``, a copy of the model with fake tensors, and return the result; ``None`` if it cannot be
+    def _trace_if_possible(self, fake_copy: ParameterlessCopy, arguments: Bound) -> Trace | None:
+        """Trace ``fake_copy``, a copy of the model with fake tensors, and return the result; ``None`` if it cannot be
         traced. ``arguments``: (positional arguments, keyword arguments) of forward."""
         try:
-            return self.tracer.trace(twin, arguments, self.first.uses)
+            return self.tracer.trace(fake_copy, arguments, self.first.uses)
         except (PartitionError, NotLiftable, _ForwardFailed):
             return None
 
@@ -623,7 +647,7 @@ def _format_unused_note(changes: Sequence[StateChange]) -> str:
 
 
 def _format_changed_names(changes: Sequence[StateChange]) -> str:
-    names = list(dict.fromkeys(c.what for c in changes))
+    names = list(dict.fromkeys(c.description for c in changes))
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -687,22 +711,22 @@ def _expand_shared_layers(
     return sort_states(expand_layer_operators(captured, states), canonical.values())
 
 
-def _list_removed_states(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
+def _list_removed_states(parked: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
     """Return, for each module whose parameters were removed for the trace, its states in order: number of the module ->
     a list with a :class:`ModelState` for each removed parameter, and ``None`` in place of a state that was not removed.
 
-    ``away``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for it.
+    ``parked``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for it.
     """
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)
 
     def state(alias: str) -> ModelState:
-        name, parameter = canonical[alias], away.parameters[alias]
+        name, parameter = canonical[alias], parked.parameters[alias]
         others = tuple(n for n in names[name] if n != name)
         return ModelState(name, TensorSpec.from_tensor(parameter), "parameter", parameter.requires_grad, others)
 
     return {
         number: [state(name) if name is not None else None for name in of_module]
-        for number, of_module in away.list_names_by_number().items()
+        for number, of_module in parked.list_names_by_number().items()
     }

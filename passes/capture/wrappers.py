@@ -198,7 +198,7 @@ def refuse_sharded(model: nn.Module) -> None:
     is TorchScript, which cannot be traced.
     """
     for path, module in model.named_modules():
-        kind = next((said for of, said in _SHARDED.items() if _is_instance_of(module, of)), None)
+        kind = next((said for wrapper_class, said in _SHARDED.items() if _is_instance_of(module, wrapper_class)), None)
         if kind is None and any(_is_instance_of(p, _DTENSOR) for p in module.parameters(recurse=False)):
             kind = "DTensors (parallelize_module or distribute_tensor)"
         if kind is not None:
@@ -221,14 +221,14 @@ def _iterate_wrapper_notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: 
     """
     if compiled:
         yield COMPILED_NOTE.format(where=_format_module_names(compiled))
-    for of, note in (
+    for wrapper_class, note in (
         (_REPLICATED, _REPLICATED_NOTE),
         (_THREADS, _REPLICATED_NOTE),
         (_CHECKPOINTED, CHECKPOINT_NOTE),
         (_OFFLOADED, OFFLOAD_NOTE),
     ):
-        if places := [path for path, module in wrappers if _is_instance_of(module, of)]:
-            yield note.format(kind=of[1], where=_format_module_names(places))
+        if places := [path for path, module in wrappers if _is_instance_of(module, wrapper_class)]:
+            yield note.format(kind=wrapper_class[1], where=_format_module_names(places))
 
 
 def _format_module_names(paths: Sequence[str]) -> str:
@@ -253,18 +253,18 @@ def _strip_wrapper_path(model: nn.Module, path: str) -> str:
 
 def _find_wrapped_module(module: nn.Module) -> nn.Module | None:
     """Return the module inside of a wrapper module; ``None`` if ``module`` is no wrapper."""
-    attribute = next((name for of, name in _INSIDE.items() if _is_instance_of(module, of)), None)
+    attribute = next((name for wrapper_class, name in _INSIDE.items() if _is_instance_of(module, wrapper_class)), None)
     return None if attribute is None else module._modules[attribute]
 
 
-def _is_instance_of(value: Any, of: _Class) -> bool:
+def _is_instance_of(value: Any, wrapper_class: _Class) -> bool:
     """Return whether ``value`` is an instance of a class that is given by name; false if the class's module is not
     imported.
 
     Args:
         of: (name of the Python module, name of the class).
     """
-    kind = getattr(sys.modules.get(of[0]), of[1], None)
+    kind = getattr(sys.modules.get(wrapper_class[0]), wrapper_class[1], None)
     return kind is not None and isinstance(value, kind)
 
 

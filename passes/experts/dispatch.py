@@ -41,7 +41,7 @@ def distribute_experts(
     axis: str,
     size: int,
     merged: str | None = None,
-    apart: Collection[str] = (),
+    expert_axes: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
     """Return two values: a copy of ``block`` (the graph of a piece of the model on one rank) in which each rank of a
     mesh axis has only some of the experts, and a dict from the name of each parameter of the experts to the layout that
@@ -49,7 +49,7 @@ def distribute_experts(
 
     Before each part that computes by expert, rows (tokens) are sent to the ranks of their experts. After it, they are
     sent back. Raises :class:`UnsupportedError` if the number of experts is not divisible by ``size``, or if an operator
-    of the experts works only on a fixed number of rows or communicates over a mesh axis in ``apart``.
+    of the experts works only on a fixed number of rows or communicates over a mesh axis in ``expert_axes``.
 
     Args:
         regions: the parts of the block that compute by expert.
@@ -61,7 +61,7 @@ def distribute_experts(
         apart: names of all mesh axes, such as ``dp``, along which ranks hold different experts afterwards, ``merged``
             included; no operator of the experts may communicate over them.
     """
-    rewriter = _ExpertDistributor(axis, size, merged, apart)
+    rewriter = _ExpertDistributor(axis, size, merged, expert_axes)
     for region in regions:
         rewriter.add_region(region)
     for node in block.graph.nodes:
@@ -83,9 +83,9 @@ class _ExpertDistributor:
     three nodes: the order of the rows by expert, the counts of rows per rank, and the experts of the received rows.
     """
 
-    def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
+    def __init__(self, axis: str, size: int, merged: str | None, expert_axes: Collection[str]) -> None:
         self.graph = fx.Graph()
-        self.axis, self.size, self.merged, self.apart = axis, size, merged, apart
+        self.axis, self.size, self.merged, self.apart = axis, size, merged, expert_axes
         self.env: dict[fx.Node, fx.Node] = {}
         self.inside: dict[fx.Node, fx.Node] = {}
         self.tables: dict[fx.Node, int] = {}

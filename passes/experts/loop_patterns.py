@@ -48,23 +48,23 @@ _LEAST = 2  # experts in a loop
 @dataclass(frozen=True)
 class ExpertLoop:
     """A loop over the experts of a mixture, as it is found in a graph. Each expert computes all rows (tokens). A sum or
-    several ``where`` operators then combine the experts' outputs, so that each output counts only in the rows that
-    chose its expert. ``chain``: the nodes of the sum or of the ``where`` operators.
+    several ``mask_shape`` operators then combine the experts' outputs, so that each output counts only in the rows that
+    chose its expert. ``chain``: the nodes of the sum or of the ``mask_shape`` operators.
 
-    ``parts[i]`` is the output of expert ``first + i``. The expert's rows are those where ``of``, the tensor with the
-    expert numbers that rows chose, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of ``of``.
-    ``others``: operands of the chain that are no expert's output. ``adds``: whether the chain is a sum. ``where``: the
-    shape of the masks by which ``where`` operators select; empty for a sum.
-    """
+    ``outputs[i]`` is the output of expert ``first + i``. The expert's rows are those where ``chosen``, the tensor with
+    the expert numbers that rows chose, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of
+    ``chosen``.
+    ``others``: operands of the chain that are no expert's output. ``adds``: whether the chain is a sum. ``mask_shape``:
+    the shape of the masks by which ``mask_shape`` operators select; empty for a sum."""
 
-    parts: tuple[fx.Node, ...]
-    of: fx.Node
+    outputs: tuple[fx.Node, ...]
+    chosen: fx.Node
     dims: tuple[int, ...]
     first: int
     others: tuple[fx.Node, ...]
     chain: frozenset[fx.Node]
     adds: bool
-    where: tuple[int, ...] = ()  # shape of the masks that select; empty for a sum
+    mask_shape: tuple[int, ...] = ()  # shape of the masks that select; empty for a sum
 
 
 def find_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertLoop]:
@@ -124,7 +124,7 @@ def _find_choice_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertL
         choice, negated = _find_mask_choice(node.args[0])
         if choice is None or negated or list_node_sizes(node.args[1]) != list_node_sizes(head) or node.args[1] in found:
             break
-        if _find_condition_shape(node) != where or math.prod(where) != get_node_tensor(choice.of).numel():
+        if _find_condition_shape(node) != where or math.prod(where) != get_node_tensor(choice.chosen).numel():
             break
         found[node.args[1]] = choice
         chain.add(node)
@@ -133,7 +133,7 @@ def _find_choice_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertL
         for loop in _group_into_loops(
             found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False
         ):
-            yield replace(loop, where=where)
+            yield replace(loop, mask_shape=where)
 
 
 def _find_condition_shape(node: fx.Node) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ def _group_into_loops(
     """
     by_source: dict[Any, dict[int, list[fx.Node]]] = {}
     for node, choice in found.items():
-        by_source.setdefault((numbers(choice.of), choice.dims), {}).setdefault(choice.number, []).append(node)
+        by_source.setdefault((numbers(choice.chosen), choice.dims), {}).setdefault(choice.number, []).append(node)
     for parts in by_source.values():
         order = sorted(parts)
         if len(order) < _LEAST or order != list(range(order[0], order[0] + len(order))):
@@ -182,7 +182,7 @@ def _group_into_loops(
             rest = others(mine)
             if adds or rest:
                 choice = found[mine[0]]
-                yield ExpertLoop(mine, choice.of, choice.dims, order[0], tuple(rest), frozenset(chain), adds)
+                yield ExpertLoop(mine, choice.chosen, choice.dims, order[0], tuple(rest), frozenset(chain), adds)
 
 
 def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
@@ -255,8 +255,10 @@ class ExpertColumnBuilder:
         the chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is that of
         the expert.
         """
-        numbers = self.loop.of
-        every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
+        numbers = self.loop.chosen
+        every = self.build(
+            aten.arange.default, len(self.loop.outputs), dtype=get_node_tensor(numbers).dtype, device=META
+        )
         if self.loop.first:
             every = self.build(aten.add.Tensor, every, self.loop.first)
         apart = self.build(aten.unsqueeze.default, numbers, len(list_node_sizes(numbers)))
@@ -275,7 +277,7 @@ class ExpertColumnBuilder:
             kwargs: the operator's keyword arguments.
         """
         assert isinstance(node.target, torch._ops.OpOverload)
-        value, rest, many = args[0], list(args[1:]), len(self.loop.parts)
+        value, rest, many = args[0], list(args[1:]), len(self.loop.outputs)
         if node.target in _SIZED:
             operands = [value.node, [*list_node_sizes(node), many]]
         elif node.target in _ONE_DIM:

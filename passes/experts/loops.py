@@ -98,12 +98,12 @@ class _LoopMerger:
         self.columns = ExpertColumnBuilder(self.build, loop, numbers)
         self.weights = LoopWeights(self.packing, self.build, loop)
         self.head, self.loop, self.numbers = head, loop, numbers
-        self.num_rows = get_node_tensor(loop.of).numel()
+        self.num_rows = get_node_tensor(loop.chosen).numel()
         self.known: dict[tuple[fx.Node, ...], Any] = {}
         self.inner: set[fx.Node] = set()  # what is done to rows, and to parameters
         self.keys: fx.Node | None = None
-        covers = get_num_choices(loop.of)
-        self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
+        covers = get_num_choices(loop.chosen)
+        self.covers = loop.first == 0 and covers == len(loop.outputs)  # whether every row is an expert's
 
     def merge_loop(self) -> bool:
         """Rewrite the loop over experts, which this object merges, so that one operator computes the rows (tokens) of
@@ -114,7 +114,7 @@ class _LoopMerger:
         graph = self.build.graph
         with graph.inserting_before(self.head):
             try:
-                total = self._build_loop_total(self.merge_nodes(self.loop.parts))
+                total = self._build_loop_total(self.merge_nodes(self.loop.outputs))
                 apart = self._is_self_contained() and _has_same_specs(total, self.head)
             except NotMergeable:
                 apart = False
@@ -143,7 +143,7 @@ class _LoopMerger:
         if not isinstance(made, ExpertRows | PlacedRows):
             raise NotMergeable
         where = made.where if isinstance(made, PlacedRows) else _keep_only_dim(made.node, made.dim)
-        if where != self.loop.where:  # what is chosen in one dim is of the rows in another
+        if where != self.loop.mask_shape:  # what is chosen in one dim is of the rows in another
             raise NotMergeable
         if self.covers:
             return made.node
@@ -181,9 +181,9 @@ class _LoopMerger:
         if first.op == "placeholder":
             self.packing.check_parameters(nodes)
             return ExpertParameter(nodes)
-        made = self._merge_choices(nodes) or self._merge_slices(nodes) or self.columns.match_slices(nodes)
-        if made is not None:
-            return made
+        new_node = self._merge_choices(nodes) or self._merge_slices(nodes) or self.columns.match_slices(nodes)
+        if new_node is not None:
+            return new_node
         if all(n.target is operator.getitem and n.args[1:] == first.args[1:] for n in nodes):
             return self._merge_getitem(nodes)
         if any(n.target != first.target for n in nodes) or not isinstance(first.target, torch._ops.OpOverload):
@@ -210,9 +210,9 @@ class _LoopMerger:
         return self._merge_row_operator(first, args, kwargs)
 
     def _merge_slices(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
-        made = self.weights.match_packed(nodes)
-        self.inner.update(nodes if made is not None else ())
-        return made
+        new_node = self.weights.match_packed(nodes)
+        self.inner.update(nodes if new_node is not None else ())
+        return new_node
 
     def _merge_arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
         """Return (list of positional arguments, dict of keyword arguments) of the one operator that replaces ``nodes``,
@@ -241,10 +241,10 @@ class _LoopMerger:
         if isinstance(given[0], list | tuple) and all(type(g) is type(given[0]) for g in given):
             if any(len(g) != len(given[0]) for g in given):
                 raise NotMergeable
-            made = [self._merge_one_argument([g[i] for g in given]) for i in range(len(given[0]))]
-            if any(isinstance(m, Merged) for m in made):
+            new_node = [self._merge_one_argument([g[i] for g in given]) for i in range(len(given[0]))]
+            if any(isinstance(m, Merged) for m in new_node):
                 raise NotMergeable
-            return made
+            return new_node
         if any(isinstance(g, fx.Node) or type(g) is not type(given[0]) or g != given[0] for g in given):
             raise NotMergeable
         return given[0]
@@ -255,10 +255,10 @@ class _LoopMerger:
         """Return one description of the row masks of all experts in the loop if ``nodes`` are these masks, in the order
         of the experts; else ``None``. The mask of an expert is true in the rows (tokens) that chose it.
         """
-        loop, of = self.loop, self.numbers(self.loop.of)
+        loop, of = self.loop, self.numbers(self.loop.chosen)
         for number, node in enumerate(nodes, loop.first):
             choice = match_equality(node)
-            if choice is None or (choice.number, choice.dims, self.numbers(choice.of)) != (number, loop.dims, of):
+            if choice is None or (choice.number, choice.dims, self.numbers(choice.chosen)) != (number, loop.dims, of):
                 return None
         return ExpertMask(
             0 if get_node_tensor(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims)))
@@ -314,7 +314,7 @@ class _LoopMerger:
         chose some expert of the loop.
         """
         keys = self._find_chosen_expert_indices()
-        above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
+        above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.outputs))
         return self.build(aten.logical_and.default, above, below)
 
     def _find_chosen_expert_indices(self) -> fx.Node:
@@ -322,7 +322,7 @@ class _LoopMerger:
 
         It is out of range for a row (token) that chose none of the loop's experts.
         """
-        loop, numbers = self.loop, self.loop.of
+        loop, numbers = self.loop, self.loop.chosen
         if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
             numbers = self.build(aten.to.dtype, numbers, torch.int64)
         if loop.dims != tuple(range(len(loop.dims))):
@@ -337,7 +337,7 @@ class _LoopMerger:
         """
         if self.keys is None:
             keys = self._find_chosen_expert_indices()
-            self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
+            self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.outputs) - 1)
         return self.keys
 
     # -- rows -------------------------------------------------------------------------------------------------------
@@ -358,9 +358,9 @@ class _LoopMerger:
         rows = x.node if len(sizes) == 2 else self.build(aten.reshape.default, x.node, [self.num_rows, sizes[-1]])
         if _PRODUCTS[node.target]:
             weight = self.build(aten.transpose.int, weight, 1, 2)
-        made = self.build(experts.ops.expert_mm.default, rows, weight, self._find_row_experts())
-        made = made if len(sizes) == 2 else self.build(aten.reshape.default, made, list_node_sizes(node))
-        return ExpertRows(made, x.dim, x.zeroed)
+        new_node = self.build(experts.ops.expert_mm.default, rows, weight, self._find_row_experts())
+        new_node = new_node if len(sizes) == 2 else self.build(aten.reshape.default, new_node, list_node_sizes(node))
+        return ExpertRows(new_node, x.dim, x.zeroed)
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
         """Append the operator of ``node``, which the model applies to the output of each expert, on the sum of all
@@ -394,41 +394,41 @@ class _LoopMerger:
         for i, argument in enumerate(args):
             if isinstance(argument, ExpertParameter | PackedParameter):
                 operands[i] = self.weights.gather_for_rows(node, argument, rows[0], self._find_row_experts)
-        made = self.build(node.target, *operands, **kwargs)
-        if not _has_same_specs(made, node):
+        new_node = self.build(node.target, *operands, **kwargs)
+        if not _has_same_specs(new_node, node):
             raise NotMergeable
         scaled = node.target in LINEAR and any(a.zeroed for a in rows)
-        dims = self._find_row_dims(made, {r.node: r.dim for r in rows})
-        if isinstance(made.meta["val"], tuple | list):
+        dims = self._find_row_dims(new_node, {r.node: r.dim for r in rows})
+        if isinstance(new_node.meta["val"], tuple | list):
             if dims is None:
                 raise NotMergeable
-            return MultiResultRows(made, dims)
+            return MultiResultRows(new_node, dims)
         if dims is not None:
             return ExpertRows(
-                made, dims[0], scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed))
+                new_node, dims[0], scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed))
             )
         if node.target is aten.reshape.default and not scaled:
-            return PlacedRows(made, _find_split_shape(rows[0], made))
+            return PlacedRows(new_node, _find_split_shape(rows[0], new_node))
         if scaled and all(r.zeroed for r in rows):
             return self._apply_to_sum(
                 node, [ExpertSum(a.node) if isinstance(a, ExpertRows) else a for a in args], kwargs
             )
         raise NotMergeable
 
-    def _find_row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
-        """Return the index of the dim that indexes rows in each result of the operator ``made``. Return ``None`` unless
-        each row of a result depends only on the same row of the operands.
+    def _find_row_dims(self, new_node: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
+        """Return the index of the dim that indexes rows in each result of the operator ``new_node``. Return ``None``
+        unless each row of a result depends only on the same row of the operands.
 
         Args:
             rows: for each operand that has rows, the index of the dim that indexes them.
         """
         try:
-            rule = factors_of(made)
+            rule = factors_of(new_node)
         except PartitionError:
             rule = None
         if rule is None:
             return None
-        names = {rule.operands[i][rows[o]] for i, o in enumerate(operands_of(made)) if o in rows}
+        names = {rule.operands[i][rows[o]] for i, o in enumerate(operands_of(new_node)) if o in rows}
         if len(names) != 1 or len(next(iter(names))) != 1:
             return None
         ((name,),) = names
@@ -459,25 +459,27 @@ def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
     return tuple(size if d == dim else 1 for d, size in enumerate(list_node_sizes(node)))
 
 
-def _find_split_shape(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
-    """Return the shape of ``made``, a reshape of ``rows``, with the size 1 in every dim except those into which the row
-    dim of ``rows`` is split. ``rows``: a value with its row dim.
+def _find_split_shape(rows: ExpertRows, new_node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of ``new_node``, a reshape of ``rows``, with the size 1 in every dim except those into which the
+    row dim of ``rows`` is split. ``rows``: a value with its row dim.
 
     Raises :class:`NotMergeable` if the reshape changes other dims.
     """
-    sizes, end = list_node_sizes(made), len(list_node_sizes(made)) - (len(list_node_sizes(rows.node)) - 1 - rows.dim)
+    sizes, end = (
+        list_node_sizes(new_node),
+        len(list_node_sizes(new_node)) - (len(list_node_sizes(rows.node)) - 1 - rows.dim),
+    )
     before, after = list_node_sizes(rows.node)[: rows.dim], list_node_sizes(rows.node)[rows.dim + 1 :]
     if sizes[: len(before)] != before or sizes[end:] != after or end < len(before):
         raise NotMergeable
     return (*[1] * len(before), *sizes[len(before) : end], *[1] * len(after))
 
 
-def _has_same_specs(made: fx.Node, node: fx.Node) -> bool:
-    """Return whether the results of ``made`` have the shapes and dtypes of those of ``node``, so that it can replace
-    ``node``.
-    """
+def _has_same_specs(new_node: fx.Node, node: fx.Node) -> bool:
+    """Return whether the results of ``new_node`` have the shapes and dtypes of those of ``node``, so that it can
+    replace ``node``."""
     forms = [
         [(v.shape, v.dtype) for v in (held if isinstance(held, tuple | list) else (held,))]
-        for held in (made.meta["val"], node.meta["val"])
+        for held in (new_node.meta["val"], node.meta["val"])
     ]
     return forms[0] == forms[1]

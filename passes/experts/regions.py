@@ -76,7 +76,7 @@ class ExpertRegion:
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
 
-def find_expert_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion]:
+def find_expert_regions(block: Block, expert_axes: Collection[str] = ()) -> list[ExpertRegion]:
     """Return the parts of ``block`` that compute by expert (expert regions). A block is the graph of a piece of the
     model.
 
@@ -94,7 +94,7 @@ def find_expert_regions(block: Block, apart: Collection[str] = ()) -> list[Exper
         if node.target in list_row_products():
             products.setdefault(list_row_products()[node.target](node)[2], []).append(node)
     for keys, nodes in products.items():
-        region = _RegionFinder(block, keys, nodes, apart).find_region()
+        region = _RegionFinder(block, keys, nodes, expert_axes).find_region()
         if region is not None:
             found.append(region)
     dense: dict[int, list[fx.Node]] = {}
@@ -102,7 +102,7 @@ def find_expert_regions(block: Block, apart: Collection[str] = ()) -> list[Exper
         if node.target == aten.bmm.default:
             dense.setdefault(get_meta_shape(node)[0], []).append(node)
     for nodes in dense.values():
-        region = _RegionFinder(block, None, nodes, apart).find_region()
+        region = _RegionFinder(block, None, nodes, expert_axes).find_region()
         if region is not None:
             found.append(region)
     return found
@@ -120,10 +120,10 @@ class _RegionFinder:
     """
 
     def __init__(
-        self, block: Block, keys: fx.Node | None, products: list[fx.Node], apart: Collection[str] = ()
+        self, block: Block, keys: fx.Node | None, products: list[fx.Node], expert_axes: Collection[str] = ()
     ) -> None:
         self.block = block
-        self.apart = apart
+        self.apart = expert_axes
         self.keys = keys
         self.products = products
         self.states = set(block.states)

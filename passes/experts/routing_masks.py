@@ -43,26 +43,26 @@ _PLACES = (aten.argsort.default, aten.argsort.stable)
 
 @dataclass(frozen=True)
 class RoutingChoice:
-    """A mask of the rows (tokens) that chose one expert: it is true where the integer tensor ``of`` equals ``number``.
+    """A mask of the rows (tokens) that chose one expert: it is true where the integer tensor ``chosen`` equals
+    ``number``.
 
-    Dim ``j`` of the mask is dim ``dims[j]`` of ``of``.
+    Dim ``j`` of the mask is dim ``dims[j]`` of ``chosen``.
     """
 
-    of: fx.Node
+    chosen: fx.Node
     dims: tuple[int, ...]
     number: int
 
 
 @dataclass(frozen=True)
 class _ClassMasks:
-    """A stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where the integer tensor ``of``
-    equals ``n``.
+    """A stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where the integer tensor
+    ``chosen`` equals ``n``.
 
-    ``dims[j]``: the dim of ``of`` that corresponds to the ``j``-th dim of a single mask (a dim of the stack other than
-    ``dim``).
-    """
+    ``dims[j]``: the dim of ``chosen`` that corresponds to the ``j``-th dim of a single mask (a dim of the stack other
+    than ``dim``)."""
 
-    of: fx.Node
+    chosen: fx.Node
     dim: int
     dims: tuple[int, ...]
 
@@ -109,10 +109,14 @@ def match_any_equality(node: Any) -> tuple[fx.Node, int] | None:
             left = [d for d in dims if d != over]
             if left[dim] == classes.dim and isinstance(number, int) and number >= 0:  # type: ignore[index]
                 others = [d for d in dims if d != classes.dim]
-                found, along = RoutingChoice(classes.of, classes.dims, number), [others.index(over)]
-    if found is None or along != [_get_node_rank(found.of) - 1] or found.dims != tuple(range(_get_node_rank(found.of))):
+                found, along = RoutingChoice(classes.chosen, classes.dims, number), [others.index(over)]
+    if (
+        found is None
+        or along != [_get_node_rank(found.chosen) - 1]
+        or found.dims != tuple(range(_get_node_rank(found.chosen)))
+    ):
         return None
-    return (found.of, found.number) if is_distinct_along(found.of, -1) else None
+    return (found.chosen, found.number) if is_distinct_along(found.chosen, -1) else None
 
 
 def skip_inverse_squeezes(node: Any) -> Any:
@@ -161,13 +165,14 @@ def find_integer_source(node: fx.Node) -> fx.Node:
             return node
 
 
-def is_distinct_along(of: fx.Node, dim: int) -> bool:
-    """Return whether the numbers of the tensor ``of`` along its dim ``dim`` are known to be distinct, because they are
-    the indices that a ``topk``, ``sort`` or ``argsort`` returns.
-    """
-    node: Any = skip_integer_casts(of)
-    while node.target in RESHAPES and dim % _get_node_rank(of) == _get_node_rank(of) - 1 and _keeps_last_dim(node):
-        of, dim, node = node.args[0], -1, skip_integer_casts(node.args[0])
+def is_distinct_along(chosen: fx.Node, dim: int) -> bool:
+    """Return whether the numbers of the tensor ``chosen`` along its dim ``dim`` are known to be distinct, because they
+    are the indices that a ``topk``, ``sort`` or ``argsort`` returns."""
+    node: Any = skip_integer_casts(chosen)
+    while (
+        node.target in RESHAPES and dim % _get_node_rank(chosen) == _get_node_rank(chosen) - 1 and _keeps_last_dim(node)
+    ):
+        chosen, dim, node = node.args[0], -1, skip_integer_casts(node.args[0])
     if node.target is operator.getitem and _RANKED.get(node.args[0].target) == node.args[1]:
         along = get_node_argument(node.args[0], "dim", -1)
     elif node.target in _PLACES:
@@ -177,13 +182,13 @@ def is_distinct_along(of: fx.Node, dim: int) -> bool:
     return bool((along - dim) % _get_node_rank(node) == 0)
 
 
-def get_num_choices(of: fx.Node) -> int | None:
-    """Return the number of elements among which the indices in ``of`` were chosen: the size of the dim over which a
+def get_num_choices(chosen: fx.Node) -> int | None:
+    """Return the number of elements among which the indices in ``chosen`` were chosen: the size of the dim over which a
     ``topk``, ``sort``, ``max`` or ``argmax`` ran. For a router this is the number of experts.
 
-    Return ``None`` if ``of`` is no result of such an operator.
+    Return ``None`` if ``chosen`` is no result of such an operator.
     """
-    node: Any = skip_integer_casts(of)
+    node: Any = skip_integer_casts(chosen)
     while node.target in (*RESHAPES, aten.permute.default):
         node = skip_integer_casts(node.args[0])
     if node.target is operator.getitem and {**_RANKED, **_BEST}.get(node.args[0].target) == node.args[1]:
@@ -202,7 +207,7 @@ def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice |
     classes = match_class_masks(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None
-    return RoutingChoice(classes.of, classes.dims, index)
+    return RoutingChoice(classes.chosen, classes.dims, index)
 
 
 def match_class_masks(node: Any) -> _ClassMasks | None:
@@ -232,7 +237,7 @@ def match_class_masks(node: Any) -> _ClassMasks | None:
         order = [d % rank for d in args[1]] if node.target is aten.permute.default else _swap_two_dims(rank, *args[1:])
         others = [d for d in range(rank) if d != inner.dim]
         return _ClassMasks(
-            inner.of, order.index(inner.dim), tuple(inner.dims[others.index(d)] for d in order if d in others)
+            inner.chosen, order.index(inner.dim), tuple(inner.dims[others.index(d)] for d in order if d in others)
         )
     return None
 

@@ -57,13 +57,13 @@ class TracedBranches:
 
     A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered from 1, and
     ``num_listings`` is their number. ``leaves_out``: branches are decided as if experts with even (0) or odd (1)
-    numbers had no rows; ``None``: as if all experts had rows. ``seen``: the number of branches. ``decided``:
+    numbers had no rows; ``None``: as if all experts had rows. ``num_branches``: the number of branches. ``decided``:
     the listings on which a branch depended. ``changed``: whether a mask on which a branch depended was later written in
     place. ``marked``: pairs of a node and the marker operator through which the trace reads it. ``counted``: symbol of
     a number of rows -> (the number, its listing, its expert)."""
 
     leaves_out: int | None = None
-    seen: int = 0
+    num_branches: int = 0
     changed: bool = False  # whether a marked mask was written in place afterwards
     marked: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # pairs of a marked node and its mark
     counted: dict[Any, tuple[SymInt, int, int]] = field(default_factory=dict)  # symbol -> (rows, listing, expert)
@@ -80,7 +80,7 @@ class TracedBranches:
 
         ``listing``: the number of the place in the trace where the expert's rows (tokens) were listed.
         """
-        self.seen += 1
+        self.num_branches += 1
         self.decided.add(listing)
         return number % 2 != self.leaves_out
 
@@ -116,14 +116,14 @@ class TracedBranches:
     def drop_overwritten_masks(self) -> None:
         """Set ``changed`` of this record if a mask that decided a branch was written in place afterwards, and forget
         these masks; called at the end of a trace."""
-        self.changed |= any(is_written(mark, {find_allocating_node(of), mark}) for of, mark in self.marked)
+        self.changed |= any(is_written(mark, {find_allocating_node(chosen), mark}) for chosen, mark in self.marked)
         self.marked = []
 
 
 @contextmanager
-def trace_expert_branches(guards: TracedBranches) -> Iterator[None]:
+def trace_expert_branches(branches: TracedBranches) -> Iterator[None]:
     """Return a context in which branches of forward on whether an expert has rows (tokens that chose it) can be traced.
-    ``guards``: decides the branches, by default as if the expert had rows, and records them.
+    ``branches``: decides the branches, by default as if the expert had rows, and records them.
     """
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
@@ -134,13 +134,13 @@ def trace_expert_branches(guards: TracedBranches) -> Iterator[None]:
         try:
             return plain(self)
         except GuardOnDataDependentSymNode:
-            if not guards.decide(self.node.expr):
+            if not branches.decide(self.node.expr):
                 raise
             return plain(self)
 
-    with mock.patch.object(SymBool, "__bool__", decide_condition), _BranchMode(guards):
+    with mock.patch.object(SymBool, "__bool__", decide_condition), _BranchMode(branches):
         yield
-    guards.drop_overwritten_masks()
+    branches.drop_overwritten_masks()
 
 
 class _BranchMode(TorchFunctionMode):
@@ -149,9 +149,9 @@ class _BranchMode(TorchFunctionMode):
     branches.
     """
 
-    def __init__(self, guards: TracedBranches) -> None:
+    def __init__(self, branches: TracedBranches) -> None:
         super().__init__()
-        self.guards = guards
+        self.guards = branches
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -172,13 +172,13 @@ class _BranchMode(TorchFunctionMode):
             made = _count_with_fixed_size(*args, **kwargs)
             return func(*args, **kwargs) if made is None else made
         if func in _ASKING or (func is Tensor.item and args[0].dtype == torch.bool):
-            asked = _find_rows_query(get_fx_node(args[0]))
-            if asked is not None:
-                return asked.some == self.guards.has_rows(asked.number, self._mark_queried_rows(asked))
+            query = _find_rows_query(get_fx_node(args[0]))
+            if query is not None:
+                return query.if_any == self.guards.has_rows(query.number, self._mark_queried_rows(query))
         made = func(*args, **kwargs)
-        asked = _find_rows_query(get_fx_node(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
-        if asked is not None and asked.some:
-            self.guards.register_count(made, self._mark_queried_rows(asked), asked.number)
+        query = _find_rows_query(get_fx_node(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
+        if query is not None and query.if_any:
+            self.guards.register_count(made, self._mark_queried_rows(query), query.number)
         return made
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -196,7 +196,7 @@ class _BranchMode(TorchFunctionMode):
         self.guards.register_count((made[0] if isinstance(made, tuple) else made).shape[0], listing, number)
         return made
 
-    def _mark_queried_rows(self, asked: _ExpertRowsQuery) -> int:
+    def _mark_queried_rows(self, query: _ExpertRowsQuery) -> int:
         """Insert marker operators, which return their operand unchanged, after a mask and after chosen expert numbers,
         so that the rest of the trace reads them through markers. Return the number of this listing, the place in the
         trace.
@@ -210,9 +210,9 @@ class _BranchMode(TorchFunctionMode):
         tracker, listing = mode.tracer.tensor_tracker, self.guards.listing()
         for tensor, held in list(tracker.items()):
             node = held.proxy.node
-            numbers = asked.of is not None and _is_same_node(node, asked.of)
-            if numbers or node in asked.masks:
-                mark = get_proxy_slot(HIT(tensor, asked.number, listing, numbers), mode.tracer)
+            numbers = query.chosen is not None and _is_same_node(node, query.chosen)
+            if numbers or node in query.masks:
+                mark = get_proxy_slot(HIT(tensor, query.number, listing, numbers), mode.tracer)
                 self.guards.marked.append((node, mark.proxy.node))
                 tracker[tensor] = mark
         return listing
@@ -222,15 +222,14 @@ class _BranchMode(TorchFunctionMode):
 class _ExpertRowsQuery:
     """What forward asks about the rows (tokens) that chose the expert ``number``: whether there are any, or how many.
 
-    ``some``: whether a true (or non-zero) answer means that there are rows; false if it means that there are none.
-    ``masks``: the nodes of one mask, in several dtypes, that is true in these rows; may be empty. ``of``: the node with
-    the chosen numbers, or ``None``. At least one of ``masks`` and ``of`` is given.
-    """
+    ``if_any``: whether a true (or non-zero) answer means that there are rows; false if it means that there are none.
+    ``masks``: the nodes of one mask, in several dtypes, that is true in these rows; may be empty. ``chosen``: the node
+    with the chosen numbers, or ``None``. At least one of ``masks`` and ``chosen`` is given."""
 
     number: int
-    some: bool
+    if_any: bool
     masks: tuple[fx.Node, ...]
-    of: fx.Node | None
+    chosen: fx.Node | None
 
 
 def get_fx_node(value: Any) -> Any:
@@ -255,7 +254,7 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
     """Return the question that the value of ``node`` answers about the rows (tokens) that chose an expert: whether
     there are any, or how many. Return ``None`` if the value answers no such question.
     """
-    some = True
+    if_any = True
     while isinstance(node, fx.Node):
         args: Any = node.args
         if node.target in _COUNTS:
@@ -266,21 +265,21 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
             return (
                 None
                 if number is None
-                else _ExpertRowsQuery(number, some, tuple(masks), chosen and find_integer_source(chosen[0]))
+                else _ExpertRowsQuery(number, if_any, tuple(masks), chosen and find_integer_source(chosen[0]))
             )
         if node.target is aten.select.int:
-            return _match_table_entry(args[0], args[1], args[2], some)
+            return _match_table_entry(args[0], args[1], args[2], if_any)
         if node.target is operator.getitem and args[0].target is aten.unbind.int:
-            return _match_table_entry(args[0].args[0], get_node_argument(args[0], "dim", 0), args[1], some)
+            return _match_table_entry(args[0].args[0], get_node_argument(args[0], "dim", 0), args[1], if_any)
         if node.target is aten.logical_not.default or (node.target in _NONE and args[1] == 0):
-            some = not some
+            if_any = not if_any
         elif node.target not in _SAME and not (node.target in SOME and args[1] == 0):
             return None
         node = args[0]
     return None
 
 
-def _match_table_entry(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
+def _match_table_entry(node: Any, dim: int, index: Any, if_any: bool) -> _ExpertRowsQuery | None:
     """Return the question about an expert's rows (tokens) that the element ``index`` of ``node`` along ``dim`` answers:
     whether the expert with this number has any. Return ``None`` unless ``node`` has the row counts of all experts,
     computed as a sum of masks, and ``index`` is an integer.
@@ -300,7 +299,7 @@ def _match_table_entry(node: Any, dim: int, index: Any, some: bool) -> _ExpertRo
     left = [d for d in range(table.meta["val"].dim()) if d not in over]
     if classes is None or left != [classes.dim] or dim % len(left) or index < 0:
         return None
-    return _ExpertRowsQuery(index, some, (), find_integer_source(classes.of))
+    return _ExpertRowsQuery(index, if_any, (), find_integer_source(classes.chosen))
 
 
 def _find_expert_number(node: Any) -> int | None:
@@ -323,12 +322,12 @@ def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
     such mask.
     """
     choice = match_equality(node)
-    return match_any_equality(node) if choice is None else (choice.of, choice.number)
+    return match_any_equality(node) if choice is None else (choice.chosen, choice.number)
 
 
-def _is_same_node(node: fx.Node, of: fx.Node) -> bool:
-    """Return whether ``node`` is the node ``of`` or a marker operator of it, which has the same value."""
-    return skip_operators(node, (HIT,)) is of
+def _is_same_node(node: fx.Node, chosen: fx.Node) -> bool:
+    """Return whether ``node`` is the node ``chosen`` or a marker operator of it, which has the same value."""
+    return skip_operators(node, (HIT,)) is chosen
 
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
@@ -346,17 +345,17 @@ def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Coll
         return frozenset()
     same = ValueNumbers()
 
-    def key(of: fx.Node, number: int) -> tuple[int, int]:
-        return same(find_integer_source(of)), number
+    def key(chosen: fx.Node, number: int) -> tuple[int, int]:
+        return same(find_integer_source(chosen)), number
 
     found = [(mark.args[0], mark.args[1]) if mark.args[3] else _find_mask_choice(mark.args[0]) for mark in marks]
-    asked = {key(*pair) for pair in found if pair is not None}
+    query = {key(*pair) for pair in found if pair is not None}
     masks = {mark for mark in marks if not mark.args[3] and mark.args[1] % 2 == parity}
     tell, first = set[Any](), set[fx.Node]()
     for node in nodes:
         if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
             pair = _find_mask_choice(node)
-            if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in asked:
+            if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in query:
                 tell.add(node)
                 first |= {node} if node.args[0] not in tell else set()  # else it derives from a mask found before
     return frozenset(first)

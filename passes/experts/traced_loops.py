@@ -45,37 +45,37 @@ class TracedLoops:
     """Record of the loops of forward, in one trace, over the experts that some row (token) chose.
 
     ``leaves_out``: 0 or 1 if the trace skips the iterations of experts with even or odd numbers; ``None`` if it skips
-    none. ``seen`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
-    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``turns``: by
-    the ``id`` of each tensor that forward got as a loop index, (the tensor, its expert number). ``guards`` records
+    none. ``num_loops`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
+    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``iterations``: by
+    the ``id`` of each tensor that forward got as a loop index, (the tensor, its expert number). ``branches`` records
     branches on whether an expert has rows; ``None`` if these are not traced."""
 
     leaves_out: int | None = None
-    seen: int = 0
+    num_loops: int = 0
     left_early: bool = False
     changed: bool = False  # masks, since it was asked which of them are true anywhere
-    turns: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
-    guards: TracedBranches | None = None  # where decisions are traced as well
+    iterations: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
+    branches: TracedBranches | None = None  # where decisions are traced as well
 
     @property
     def found(self) -> bool:
         """Return whether the trace has a loop over the experts with rows (tokens), or a branch on whether an expert has
         rows. The graph must then be proven equal to the model.
         """
-        return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
+        return self.num_loops > 0 or (self.branches is not None and self.branches.num_branches > 0)
 
     def with_branches(self) -> TracedLoops:
         """Return an empty record, with :class:`TracedBranches`, for another trace in which forward may also branch on
         whether an expert has rows (tokens).
         """
-        return TracedLoops(self.leaves_out, guards=TracedBranches(self.leaves_out))
+        return TracedLoops(self.leaves_out, branches=TracedBranches(self.leaves_out))
 
     def without_parity(self, parity: int | None) -> TracedLoops:
         """Return an empty record for another trace without the iterations of even (``parity`` 0) or odd (1) experts.
 
         ``None`` stands for a trace with all iterations.
         """
-        return TracedLoops(parity, guards=self.guards and TracedBranches(parity))
+        return TracedLoops(parity, branches=self.branches and TracedBranches(parity))
 
     def get_loop_index(self, number: int, *, listed: bool = False) -> Tensor:
         """Return the tensor that forward gets as loop index in the iteration for the expert ``number``, and record it.
@@ -84,14 +84,14 @@ class TracedLoops:
             listed: whether the tensor has a dim of size 1 instead of no dim.
         """
         made = torch.tensor([number] if listed else number)
-        self.turns[id(made)] = made, number
+        self.iterations[id(made)] = made, number
         return made
 
     def check_complete(self) -> None:
         """Raise :class:`UnsupportedError` if forward left a traced loop over experts before its end, or if the masks
         that decide which experts have rows (tokens) were changed in place after the loop had read them.
         """
-        if self.changed or (self.guards is not None and self.guards.changed):
+        if self.changed or (self.branches is not None and self.branches.changed):
             raise UnsupportedError(
                 "the masks of the chosen experts are changed in place after they were read: change a copy of them, "
                 "or loop over all experts (for i in range(num_experts))"
@@ -104,32 +104,32 @@ class TracedLoops:
 
 
 @contextmanager
-def trace_expert_loops(hits: TracedLoops) -> Iterator[None]:
+def trace_expert_loops(loops: TracedLoops) -> Iterator[None]:
     """Return a context in which loops of forward over the experts that have rows (that some token chose) can be traced.
-    They are traced as loops over all experts, and ``hits`` records them.
+    They are traced as loops over all experts, and ``loops`` records them.
     """
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
     def iterate_experts(self: Tensor) -> Iterator[Any]:
         found = _find_listed_masks(self)
-        return plain(self) if found is None else _iterate_marked_experts(hits, self.dim(), *found)
+        return plain(self) if found is None else _iterate_marked_experts(loops, self.dim(), *found)
 
-    guarded = nullcontext() if hits.guards is None else trace_expert_branches(hits.guards)
-    with mock.patch.object(Tensor, "__iter__", iterate_experts), _LoopIndexMode(hits), guarded:
+    guarded = nullcontext() if loops.branches is None else trace_expert_branches(loops.branches)
+    with mock.patch.object(Tensor, "__iter__", iterate_experts), _LoopIndexMode(loops), guarded:
         yield
 
 
 def _iterate_marked_experts(
-    hits: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node
+    loops: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node
 ) -> Iterator[Tensor]:
     """Yield the loop index for each expert, in a loop over the experts that have rows (tokens). Meanwhile the trace
     reads the masks through marker operators, which return their operand unchanged and show in the graph which operators
     are in the loop.
 
-    ``hits``: the record of loops. ``rank``: the rank of the tensor over which forward loops; an index has no dims for
+    ``loops``: the record of loops. ``rank``: the rank of the tensor over which forward loops; an index has no dims for
     1, one dim for 2. ``masks``: the masks that decide which experts have rows, one for each dtype. ``dim``: their dim
     of experts. ``first``: the first node that reduces the masks; a later write in place to a mask is recorded in
-    ``hits``, because the loop would not have seen it.
+    ``loops``, because the loop would not have seen it.
     """
     mode = get_proxy_mode()
     assert mode is not None
@@ -138,18 +138,18 @@ def _iterate_marked_experts(
     for mask in masks:  # from here on the trace reads it by way of a mark
         tracker[mask] = get_proxy_slot(HITS(mask, dim), mode.tracer)
     marks = [tracker[mask] for mask in masks]
-    hits.seen += 1
+    loops.num_loops += 1
     done = False
     try:
         for number in range(masks[0].shape[dim]):
-            if number % 2 == hits.leaves_out:
+            if number % 2 == loops.leaves_out:
                 continue
-            yield hits.get_loop_index(number, listed=rank == 2)
+            yield loops.get_loop_index(number, listed=rank == 2)
         done = True
     finally:
-        hits.left_early |= not done
+        loops.left_early |= not done
     held = [slot.proxy.node for slot in (*slots.values(), *marks)]
-    hits.changed |= is_written(first, {find_allocating_node(node) for node in held})
+    loops.changed |= is_written(first, {find_allocating_node(node) for node in held})
     for mask, slot in slots.items():
         tracker[mask] = slot
 
@@ -159,9 +159,9 @@ class _LoopIndexMode(TorchFunctionMode):
     tensor, it indexes by the expert's number as a Python int. ``hits``: the record of loops, which knows the number of
     each index tensor."""
 
-    def __init__(self, hits: TracedLoops) -> None:
+    def __init__(self, loops: TracedLoops) -> None:
         super().__init__()
-        self.hits = hits
+        self.hits = loops
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -169,7 +169,7 @@ class _LoopIndexMode(TorchFunctionMode):
         """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. An index by a tensor
         that forward got as loop index becomes an index by the number of its expert. ``types``: unused.
         """
-        if func is Tensor.__getitem__ and self.hits.turns:
+        if func is Tensor.__getitem__ and self.hits.iterations:
             of, index = args
             turn, number = self._find_expert_number(of), self._find_expert_number(index)
             if turn is not None and of.dim() == 1 and isinstance(index, int) and index in (0, -1):
@@ -183,7 +183,7 @@ class _LoopIndexMode(TorchFunctionMode):
                 ]
                 args = of, tuple(i if n is None else n for i, n in zip(index, numbers, strict=True))
         made = func(*args, **kwargs or {})
-        if func in LISTING and self.hits.turns and len(args) == 1 and _is_iteration_mask(args[0]):
+        if func in LISTING and self.hits.iterations and len(args) == 1 and _is_iteration_mask(args[0]):
             rows = (made[0] if isinstance(made, tuple) else made).shape[0]
             torch._check(rows != 0)  # the turn is of an expert that some row has chosen
         return made
@@ -191,7 +191,7 @@ class _LoopIndexMode(TorchFunctionMode):
     def _find_expert_number(self, value: Any) -> int | None:
         """Return the number of the expert for which ``value`` is the loop index; ``None`` if ``value`` is no loop
         index."""
-        held = self.hits.turns.get(id(value)) if isinstance(value, Tensor) else None
+        held = self.hits.iterations.get(id(value)) if isinstance(value, Tensor) else None
         return None if held is None else held[1]
 
 

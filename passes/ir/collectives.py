@@ -127,15 +127,15 @@ def _create_attention_gradients(
 
 def create_scored_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None,
-    *how: Any,
+    *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return empty gradients of queries, keys, values and slopes of an attention with changed scores, for shape
-    inference of its backward. The gradient of the slopes has no elements unless the last argument of ``how`` says that
-    they are trained. ``q``, ``k``, ``v``, ``slopes``: those of one rank. The operator's other arguments are not read.
-    """
+    inference of its backward. The gradient of the slopes has no elements unless the last argument of ``options`` says
+    that they are trained. ``q``, ``k``, ``v``, ``slopes``: those of one rank. The operator's other arguments are not
+    read."""
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     like = q.new_empty(0, dtype=sums) if slopes is None else slopes
-    return *_create_attention_gradients(grad, q, k, v), like.new_empty(q.shape[1] if how[-1] is True else 0)
+    return *_create_attention_gradients(grad, q, k, v), like.new_empty(q.shape[1] if options[-1] is True else 0)
 
 
 def _make_position_major(like: Tensor, width: int) -> Tensor:

@@ -471,7 +471,7 @@ def _make_tensor(value: Any, real: bool) -> Tensor:
 _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands that torch does not promote
 
 
-def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
+def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], same_dtype: bool = False) -> Tensor:
     """Return the tensor of ``number``, a lifted number (a Python number that is traced as a tensor), cast so that torch
     promotes dtypes as for a Python number.
 
@@ -481,13 +481,13 @@ def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_t
     """
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]
-    if tensor.dtype == torch.int64 and not of_one_type:
+    if tensor.dtype == torch.int64 and not same_dtype:
         whole = [t for t in others if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool]
         small = whole and not real and all(t.dim() == 0 for t in whole)
         return tensor.to(_promote_tensor_dtypes(whole)) if small else tensor
     if not real:
         return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
-    if any(t.dim() for t in real) and not of_one_type:
+    if any(t.dim() for t in real) and not same_dtype:
         return tensor
     dtype = _promote_tensor_dtypes(real)
     return tensor.to(dtype.to_real() if dtype.is_complex else dtype)

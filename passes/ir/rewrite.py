@@ -57,19 +57,19 @@ class Builder:
         if name not in self.constants:
             self.constants[name] = value
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
-                made = self.graph.placeholder(get_placeholder_name(name))
-            made.meta["val"] = value.to("meta")
-            self._placeholders[name] = made
+                result = self.graph.placeholder(get_placeholder_name(name))
+            result.meta["val"] = value.to("meta")
+            self._placeholders[name] = result
         return self._placeholders[name]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append the operator ``target`` with the arguments ``args`` and ``kwargs`` to the graph and return its node,
         with its meta tensor."""
-        made = self.graph.call_function(target, args, kwargs)
+        result = self.graph.call_function(target, args, kwargs)
         if self.node is not None:
-            made.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
-        made.meta["val"] = infer_meta_value(target, resolve_meta_values(args), resolve_meta_values(kwargs))
-        return made
+            result.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
+        result.meta["val"] = infer_meta_value(target, resolve_meta_values(args), resolve_meta_values(kwargs))
+        return result
 
     @property
     def location(self) -> str:
@@ -137,22 +137,22 @@ def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], 
     if rule is not None:
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
-        made = rule(build, *args, **kwargs)
-        if made is not KEEP and not _is_result_missing(made, node):
-            return made
+        result = rule(build, *args, **kwargs)
+        if result is not KEEP and not _is_result_missing(result, node):
+            return result
     copied = build.graph.node_copy(node, env.__getitem__)
     copied.meta = dict(node.meta)
     return copied
 
 
-def _is_result_missing(made: Any, node: fx.Node) -> bool:
+def _is_result_missing(result: Any, node: fx.Node) -> bool:
     """Return whether a rewrite rule returned ``None`` in place of one of the results of ``node``, although some
     operator reads this result.
 
-    ``made``: what the rule returned in place of the node.
+    ``result``: what the rule returned in place of the node.
     """
-    read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(made, tuple) else []
-    return any(made[i] is None for i in read)
+    read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(result, tuple) else []
+    return any(result[i] is None for i in read)
 
 
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -24,8 +24,8 @@ class ValueNumbers:
             be compared; inputs then match by name, and random operators by their order. ``None``: a table of its own.
     """
 
-    def __init__(self, alike: dict[tuple[str, str, str], int] | None = None) -> None:
-        self._alike = {} if alike is None else alike
+    def __init__(self, shared_numbers: dict[tuple[str, str, str], int] | None = None) -> None:
+        self._alike = {} if shared_numbers is None else shared_numbers
         self._known: dict[fx.Node, int] = {}
         self._draws = 0
 

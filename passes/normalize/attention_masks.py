@@ -206,19 +206,19 @@ def _classify_terms(terms: Sequence[Comparison], queries: int, keys: int) -> Ban
     return _intersect_bands([_term_to_band(*s) for s in known], queries, keys)
 
 
-def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
+def _term_to_band(strict: bool, by_key: Tensor, by_query: Tensor) -> Band | None:
     """Return the range of key positions, relative to its own, that a query sees if query ``i`` sees key ``j`` where
-    ``over_keys[j] <= over_queries[i]`` (``<`` if ``strict``).
+    ``by_key[j] <= over_queries[i]`` (``<`` if ``strict``).
 
-    ``over_keys`` ``[keys]``, ``over_queries`` ``[queries]``: one number for each key and for each query. Return
+    ``by_key`` ``[keys]``, ``by_query`` ``[queries]``: one number for each key and for each query. Return
     ``None`` unless both vectors count up by ones, or both count down by ones.
     """
-    if over_keys.numel() < 2 or over_queries.numel() < 2:
+    if by_key.numel() < 2 or by_query.numel() < 2:
         return None
-    step = int(over_keys[1] - over_keys[0])
-    if step not in (1, -1) or any(bool((x.diff() != step).any()) for x in (over_keys, over_queries)):
+    step = int(by_key[1] - by_key[0])
+    if step not in (1, -1) or any(bool((x.diff() != step).any()) for x in (by_key, by_query)):
         return None
-    between = float(over_queries[0] - over_keys[0])  # step * (key - query) is at most, or less than, this
+    between = float(by_query[0] - by_key[0])  # step * (key - query) is at most, or less than, this
     limit = math.ceil(between) - 1 if strict else math.floor(between)
     return Band(None, limit) if step == 1 else Band(limit, None)
 
@@ -310,30 +310,30 @@ def _select_comparison(strict: bool) -> Callable[[Tensor, Tensor], Tensor]:
     return operator.lt if strict else operator.le
 
 
-def _sees_every_key(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Return whether every query sees every key. Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or
-    if ``over_keys[j] < over_queries[i]`` where ``strict`` is true.
+def _sees_every_key(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
+    """Return whether every query sees every key. Query ``i`` sees key ``j`` if ``by_key[j] <= over_queries[i]``, or
+    if ``by_key[j] < over_queries[i]`` where ``strict`` is true.
     """
-    return bool(_select_comparison(strict)(over_keys.max(), over_queries.min()))
+    return bool(_select_comparison(strict)(by_key.max(), by_query.min()))
 
 
-def _sees_earlier_keys(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+def _sees_earlier_keys(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
     """Return whether every query sees all keys up to its own position.
 
-    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or if ``over_keys[j] < over_queries[i]`` where
+    Query ``i`` sees key ``j`` if ``by_key[j] <= over_queries[i]``, or if ``by_key[j] < over_queries[i]`` where
     ``strict`` is true.
     """
-    return bool(_select_comparison(strict)(over_keys.cummax(0).values, over_queries).all())
+    return bool(_select_comparison(strict)(by_key.cummax(0).values, by_query).all())
 
 
-def _hides_later_keys(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+def _hides_later_keys(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
     """Return whether no query sees a key after its own position.
 
-    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or if ``over_keys[j] < over_queries[i]`` where
+    Query ``i`` sees key ``j`` if ``by_key[j] <= over_queries[i]``, or if ``by_key[j] < over_queries[i]`` where
     ``strict`` is true.
     """
-    smallest_after = over_keys.flip(0).cummin(0).values.flip(0)[1:]
-    return not bool(_select_comparison(strict)(smallest_after, over_queries[:-1]).any())
+    smallest_after = by_key.flip(0).cummin(0).values.flip(0)[1:]
+    return not bool(_select_comparison(strict)(smallest_after, by_query[:-1]).any())
 
 
 # --- flex_attention, while the model is traced ------------------------------------------------------------------------

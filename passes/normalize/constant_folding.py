@@ -55,18 +55,18 @@ class GatheredValue:
     constant. The numbers themselves depend on data and are not known.
 
     ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
-    element along this dim. It has size 1 in every dim along which the index is constant. ``added``: the constant.
+    element along this dim. It has size 1 in every dim along which the index is constant. ``offset``: the constant.
     """
 
     source: fx.Node
     places: tuple[Tensor, ...]
-    added: int = 0
+    offset: int = 0
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> GatheredValue:
         """Return this description of an integer tensor, which says that its elements are certain elements of another
         tensor, after a rearrangement of the dims of the described tensor. ``move``: the function that rearranges the
         dims of a tensor, such as a transpose; it is applied to the index tensors."""
-        return GatheredValue(self.source, tuple(move(p) for p in self.places), self.added)
+        return GatheredValue(self.source, tuple(move(p) for p in self.places), self.offset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +301,7 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> GatheredValue:
         raise UnknownValueError
     rank = get_node_tensor(node).dim()
     moved: GatheredValue = one.map_tensors(lambda t: _align_rank(t, rank))
-    return GatheredValue(moved.source, moved.places, moved.added + (other if kind is add else -other))
+    return GatheredValue(moved.source, moved.places, moved.offset + (other if kind is add else -other))
 
 
 def preserves_integers(cast: fx.Node) -> bool:

@@ -75,7 +75,7 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
     which is also that of keys.
     """
     data = [t for t in terms if isinstance(t, DataComparison)]
-    same = [t for t in data if t.compare == "eq" and t.a.added == t.b.added]
+    same = [t for t in data if t.compare == "eq" and t.a.offset == t.b.offset]
     found = {(t.a.source, _find_pair_dims(t, length)) for t in same}
     if len(found) != 1:
         return None
@@ -89,7 +89,7 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
         of = _find_pair_dims(term, length)
         if of is None or not _positions_increase_within(term.a.source, of[0], ids, dims[0]):
             return None
-        rest.append(Comparison(term.compare, *(side.places[of[0]] + side.added for side in (term.a, term.b))))
+        rest.append(Comparison(term.compare, *(side.places[of[0]] + side.offset for side in (term.a, term.b))))
     return DocumentTerms(ids, *dims, tuple(rest))
 
 

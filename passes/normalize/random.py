@@ -66,14 +66,14 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
     if formula is None:
         return KEEP
     value = build.node.meta["val"]
-    made = value[0] if isinstance(value, tuple | list) else value
-    return formula(_create_sampler(build, bind_arguments(build.node.target, args, kwargs), made))  # type: ignore[arg-type]
+    result = value[0] if isinstance(value, tuple | list) else value
+    return formula(_create_sampler(build, bind_arguments(build.node.target, args, kwargs), result))  # type: ignore[arg-type]
 
 
-def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
+def _create_sampler(build: Builder, given: Mapping[str, Any], result: Tensor) -> Sampler:
     """Return the object through which a function that imitates one of torch's random operators works on a graph: it
     appends operators and draws of random numbers. ``build``: appends operators to this graph. ``given``: the arguments
-    of torch's random operator by name. ``made``: a meta tensor with the shape and dtype of its result."""
+    of torch's random operator by name. ``result``: a meta tensor with the shape and dtype of its result."""
 
     def numbers(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: fx.Node) -> fx.Node:
         return _draw_random_numbers(build, list(sizes), distribution, *parameters)
@@ -82,7 +82,7 @@ def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> S
         new = target in (aten.zeros_like.default, aten.ones_like.default)
         return build(target, *args, **kwargs, **({"device": META} if new else {}))
 
-    return Sampler(run, numbers, given, made)
+    return Sampler(run, numbers, given, result)
 
 
 def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
@@ -277,15 +277,15 @@ def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -
     if p == 1:
         return build(aten.zeros_like.default, x, device=META)
     return build(
-        aten.mul.Tensor, x, build(aten.mul.Tensor, _draw_kept_mask(build, x, p, of_channels=True), 1 / (1 - p))
+        aten.mul.Tensor, x, build(aten.mul.Tensor, _draw_kept_mask(build, x, p, whole_channels=True), 1 / (1 - p))
     )
 
 
-def make_alpha_dropout_rule(of_channels: bool) -> Rule:
+def make_alpha_dropout_rule(whole_channels: bool) -> Rule:
     """Return the function that rewrites alpha dropout, which keeps the mean and variance of its input (Klambauer et al.
     2017), as elementary operators.
 
-    ``of_channels``: whether whole channels (dim 1) of a sample are dropped, instead of single elements.
+    ``whole_channels``: whether whole channels (dim 1) of a sample are dropped, instead of single elements.
     """
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
@@ -296,7 +296,7 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
             return x
         if p == 1:
             return build(aten.zeros_like.default, x, device=META)
-        kept = _draw_kept_mask(build, x, p, of_channels)
+        kept = _draw_kept_mask(build, x, p, whole_channels)
         scale = 1 / math.sqrt((_SATURATED * _SATURATED * p + 1) * (1 - p))
         instead = build(aten.mul.Tensor, build(aten.sub.Tensor, kept, 1.0), _SATURATED * scale)
         instead = build(aten.add.Tensor, instead, _SATURATED * scale * p)
@@ -308,13 +308,13 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
 _SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 
 
-def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
+def _draw_kept_mask(build: Builder, x: fx.Node, p: float, whole_channels: bool) -> fx.Node:
     """Append a random mask for dropout of ``x`` to the graph: 1 with probability ``1 - p``, otherwise 0. Return its
-    node. ``build``: appends operators to the graph. ``p``: the probability of zeroing. ``of_channels``: whether one
+    node. ``build``: appends operators to the graph. ``p``: the probability of zeroing. ``whole_channels``: whether one
     number is drawn for each channel (dim 1) of a sample; the mask then has size 1 in every dim behind dim 1. Otherwise
     it has the shape of ``x``."""
     sizes = list_node_sizes(x)
-    sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
+    sizes = sizes[:2] + [1] * (len(sizes) - 2) if whole_channels else sizes
     kept: fx.Node = random.sample_bernoulli(_create_sampler(build, {"p": 1 - p}, get_node_tensor(x).new_empty(sizes)))
     return kept
 
@@ -325,8 +325,8 @@ RANDOM: dict[Any, Rule] = {
     aten._sample_dirichlet.default: rewrite_dirichlet,
     aten.rrelu.default: rewrite_rrelu,
     aten.feature_dropout.default: rewrite_channel_dropout,
-    aten.alpha_dropout.default: make_alpha_dropout_rule(of_channels=False),
-    aten.feature_alpha_dropout.default: make_alpha_dropout_rule(of_channels=True),
+    aten.alpha_dropout.default: make_alpha_dropout_rule(whole_channels=False),
+    aten.feature_alpha_dropout.default: make_alpha_dropout_rule(whole_channels=True),
     aten.dropout.default: rewrite_dropout,
     aten.native_dropout.default: rewrite_native_dropout,
     aten.scaled_dot_product_attention.default: rewrite_attention_dropout,

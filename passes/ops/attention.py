@@ -437,9 +437,9 @@ class AttentionGradients:
     another.
 
     ``grad``: the gradient of the result. ``q``: the queries ``[..., heads, queries, d]``. ``out`` and ``lse``: the
-    result, and the logsumexp ``[..., heads, queries]`` of the scores over all keys. ``of_q``: the gradient of the
+    result, and the logsumexp ``[..., heads, queries]`` of the scores over all keys. ``grad_q``: the gradient of the
     queries so far. ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores;
-    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``of_slopes``: the
+    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``grad_slopes``: the
     gradient of its slopes so far, ``[heads]``; without elements unless they are trained.
     """
 
@@ -450,18 +450,18 @@ class AttentionGradients:
     band: Band
     scale: float | None
     change: ScoreChange = UNCHANGED
-    of_q: Tensor = field(init=False)
-    of_slopes: Tensor = field(init=False)
+    grad_q: Tensor = field(init=False)
+    grad_slopes: Tensor = field(init=False)
     _masks: _Masks = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         wide = find_accumulation_dtype(self.q)
-        self.of_q = torch.zeros_like(self.q, dtype=wide)
-        self.of_slopes = self.q.new_zeros(self.q.shape[-3] if self.change.trained else 0, dtype=wide)
+        self.grad_q = torch.zeros_like(self.q, dtype=wide)
+        self.grad_slopes = self.q.new_zeros(self.q.shape[-3] if self.change.trained else 0, dtype=wide)
 
-    def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-        """Add the gradients through one tile of an attention to three tensors in place: ``self.of_q``, ``of_k`` and
-        ``of_v``, the gradients of all local queries, keys and values.
+    def add(self, tile: Tile, k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Add the gradients through one tile of an attention to three tensors in place: ``self.grad_q``, ``grad_k`` and
+        ``grad_v``, the gradients of all local queries, keys and values.
 
         ``tile``: the rectangle of queries and keys to process. ``k`` and ``v`` ``[..., kv heads, keys, d]``: all local
         keys and values, of which the tile is a part.
@@ -478,19 +478,19 @@ class AttentionGradients:
                 self.lse[..., rows],
                 TileScoring(part.kind == "diagonal", mask, self.scale, self.change, part.offset),
             )
-            self.of_q[..., rows, :] += found[0]
-            of_k[..., keys, :] += found[1]
-            of_v[..., keys, :] += found[2]
+            self.grad_q[..., rows, :] += found[0]
+            grad_k[..., keys, :] += found[1]
+            grad_v[..., keys, :] += found[2]
             if found[3] is not None:
-                self.of_slopes += found[3]
+                self.grad_slopes += found[3]
 
 
-def _make_tile_mask(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
+def _make_tile_mask(tile: Tile, band: Band, q: Tensor, cache: _Masks) -> Tensor | None:
     """Return the mask ``[queries, keys]`` to add to the scores of ``tile``, a rectangle of queries and keys: 0 where a
     query sees a key, minus infinity elsewhere. Return ``None`` if no mask is needed, because the queries see all keys
     of the tile, or because query ``i`` of the tile sees its keys 0 to ``i``.
 
-    ``q``: a tensor of the mask's type and device. ``made``: a cache of masks: (number of queries, number of keys,
+    ``q``: a tensor of the mask's type and device. ``cache``: a cache of masks: (number of queries, number of keys,
     position of the first query minus that of the first key, visible positions around the query's own) -> mask.
     ``band``: the positions around its own that a query sees in a tile of the kind "band" without limits of its own.
     """
@@ -498,9 +498,9 @@ def _make_tile_mask(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor |
         return None
     limits = tile.limits or band
     sizes = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.offset)
-    if (*sizes, limits) not in made:
-        made[*sizes, limits] = make_band_mask(*sizes, limits, q)
-    return made[*sizes, limits]
+    if (*sizes, limits) not in cache:
+        cache[*sizes, limits] = make_band_mask(*sizes, limits, q)
+    return cache[*sizes, limits]
 
 
 def find_accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -591,13 +591,13 @@ def attend_backward(
         return attend_block_backward(grad, q, k, v, (out, lse), scoring.for_block(q, k))
     diagonal, mask, scale, *_ = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-        of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=mask, scale=scale
         )
     elif has_flash(q, v, mask):
         keys, values = _prepare_for_flash(k, q), _prepare_for_flash(v, q)
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_backward(
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
             grad, q, keys, values, out, lse.contiguous(), None, None, q.shape[-2], k.shape[-2], 0.0, diagonal, state,
             state[:0], scale=scale,
         )  # fmt: skip
@@ -605,11 +605,11 @@ def attend_backward(
         keys, values = _repeat_key_heads(k, q), _repeat_key_heads(v, q)
         factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
         weights = (_compute_masked_scores(q, keys, scoring) - lse.unsqueeze(-1)).exp_()
-        of_v = weights.transpose(-2, -1).to(grad.dtype) @ grad
+        grad_v = weights.transpose(-2, -1).to(grad.dtype) @ grad
         inner = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
         of_scores = (weights * (grad @ values.transpose(-2, -1) - inner) * factor).to(q.dtype)
-        of_q, of_k = of_scores @ keys, of_scores.transpose(-2, -1) @ q
-    return of_q, _sum_repeated_heads(of_k, k), _sum_repeated_heads(of_v, v), None
+        grad_q, grad_k = of_scores @ keys, of_scores.transpose(-2, -1) @ q
+    return grad_q, _sum_repeated_heads(grad_k, k), _sum_repeated_heads(grad_v, v), None
 
 
 def has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -695,13 +695,13 @@ def band_attention_backward(
     scores; ``None`` means ``1 / sqrt(d)``.
     """
     found = AttentionGradients(grad, q, out, lse, make_band(before, after), scale)
-    of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
+    grad_k, grad_v = (torch.zeros_like(x, dtype=found.grad_q.dtype) for x in (k, v))
     for tile in list_tiles((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), found.band):
-        found.add(tile, k, v, of_k, of_v)
+        found.add(tile, k, v, grad_k, grad_v)
     return (
-        copy_position_major(found.of_q.to(q.dtype)),
-        copy_position_major(of_k.to(k.dtype)),
-        copy_position_major(of_v.to(v.dtype)),
+        copy_position_major(found.grad_q.to(q.dtype)),
+        copy_position_major(grad_k.to(k.dtype)),
+        copy_position_major(grad_v.to(v.dtype)),
     )
 
 

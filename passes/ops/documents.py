@@ -98,17 +98,18 @@ def list_document_tiles(
     band: Band,
     prefixes: Iterable[Runs] | None = None,
     in_order: bool = False,
-    reach: Band = EVERYWHERE,
+    prefix_band: Band = EVERYWHERE,
 ) -> list[Tiles]:
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention within
     documents has to compute.
 
     ``queries`` and ``keys``: for each row, a dict from document id to its runs (ranges of consecutive positions).
     ``band``: the positions around its own that a query sees. ``prefixes``: for each row, a dict from document id to
-    runs of keys that the queries of the document see within ``reach``, besides the keys in ``band``; ``None`` for none.
-    ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence. ``reach``: the
-    positions around a query's own within which it sees keys of a prefix; they include those in ``band``.
-    """
+    runs of keys that the queries of the document see within ``prefix_band``, besides the keys in ``band``; ``None`` for
+    none.
+    ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence.
+    ``prefix_band``: the positions around a query's own within which it sees keys of a prefix; they include those in
+    ``band``."""
     found = [
         tuple(tile for d, runs in own.items() if d in theirs for tile in list_tiles(runs, theirs[d], band, in_order))
         for own, theirs in zip(queries, keys, strict=True)
@@ -122,7 +123,7 @@ def list_document_tiles(
                 tile
                 for d, runs in own.items()
                 if d in shown
-                for tile in list_tiles_between(runs, shown[d], band, reach)
+                for tile in list_tiles_between(runs, shown[d], band, prefix_band)
             ),
         )
         for tiles, own, shown in zip(found, queries, prefixes, strict=True)
@@ -194,9 +195,8 @@ class DocumentGradients:
     ``grad``: the gradient of the result. ``q``: the queries. ``out`` and ``lse``: result, and logsumexp of the scores
     over all keys. ``groups``: slices of the batch dim with the rows that are computed together. ``band``: the positions
     around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``change``:
-    how the scores are changed before the softmax. ``of_q``: the gradient of the queries so far. ``of_slopes``: that of
-    the slopes that change the scores ``[heads]``; without elements unless they are trained.
-    """
+    how the scores are changed before the softmax. ``grad_q``: the gradient of the queries so far. ``grad_slopes``: that
+    of the slopes that change the scores ``[heads]``; without elements unless they are trained."""
 
     grad: Tensor
     q: Tensor
@@ -206,31 +206,31 @@ class DocumentGradients:
     band: Band
     scale: float | None
     change: ScoreChange = UNCHANGED
-    of_q: Tensor = field(init=False)
-    of_slopes: Tensor = field(init=False)
+    grad_q: Tensor = field(init=False)
+    grad_slopes: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.of_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
-        self.of_slopes = self.q.new_zeros(self.q.shape[1] if self.change.trained else 0, dtype=self.of_q.dtype)
+        self.grad_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
+        self.grad_slopes = self.q.new_zeros(self.q.shape[1] if self.change.trained else 0, dtype=self.grad_q.dtype)
         masks: dict[tuple[int, int, int, Band], Tensor] = {}
         self._rows = []
         for g in self.groups:
             found = AttentionGradients(
                 self.grad[g], self.q[g], self.out[g], self.lse[g], self.band, self.scale, self.change, _masks=masks
             )
-            found.of_q, found.of_slopes = self.of_q[g], self.of_slopes
+            found.grad_q, found.grad_slopes = self.grad_q[g], self.grad_slopes
             self._rows.append(found)
 
-    def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
+    def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add the gradients through ``tiles`` of an attention within documents to three tensors in place:
-        ``self.of_q``, ``of_k`` and ``of_v``, the gradients of queries, keys and values.
+        ``self.grad_q``, ``grad_k`` and ``grad_v``, the gradients of queries, keys and values.
 
         ``tiles``: for each row of the batch, a tuple of rectangles of queries and keys. ``k`` and ``v``: all local keys
         and values ``[b, kv heads, keys, d]``.
         """
         for group, found in zip(self.groups, self._rows, strict=True):
             for tile in tiles[group.start]:
-                found.add(tile, k[group], v[group], of_k[group], of_v[group])
+                found.add(tile, k[group], v[group], grad_k[group], grad_v[group])
 
 
 @lru_cache(maxsize=1024)
@@ -340,12 +340,12 @@ def document_attention_backward(
     if has_flash(q, v, None) and _is_contiguous(runs):
         return _flash_backward(grad, (q, k, v), (out, lse), _cumulate_lengths(runs, q.device), band, scale)
     found = DocumentGradients(grad, q, out, lse, group_rows(ids), band, scale)
-    of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
-    found.add(list_document_tiles(runs, runs, band), k, v, of_k, of_v)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=found.grad_q.dtype) for x in (k, v))
+    found.add(list_document_tiles(runs, runs, band), k, v, grad_k, grad_v)
     return (
-        copy_position_major(found.of_q.to(q.dtype)),
-        copy_position_major(of_k.to(k.dtype)),
-        copy_position_major(of_v.to(v.dtype)),
+        copy_position_major(found.grad_q.to(q.dtype)),
+        copy_position_major(grad_k.to(k.dtype)),
+        copy_position_major(grad_v.to(v.dtype)),
     )
 
 

@@ -385,26 +385,26 @@ class Sampler:
     """The interface through which a function that imitates one of torch's random operators draws its numbers, on
     tensors or on graph nodes. ``run(operator, *arguments)`` executes an operator or appends it to a graph.
     ``numbers(distribution, sizes, *parameters)`` draws numbers that no other draw uses. ``given``: the arguments of
-    torch's operator by name. ``made``: the first tensor that torch's operator returns, a meta or real tensor, for its
+    torch's operator by name. ``result``: the first tensor that torch's operator returns, a meta or real tensor, for its
     sizes and type.
     """
 
     run: Run
     numbers: Numbers
     given: Mapping[str, Any]
-    made: Tensor
+    result: Tensor
 
     @property
     def sizes(self) -> list[int]:
-        return list(self.made.shape)
+        return list(self.result.shape)
 
-    def parameter(self, name: str, otherwise: Any = None) -> Any:
-        """Return the random operator's argument ``name``, detached if it is a tensor; ``otherwise`` if it has none."""
-        value = self.given.get(name, otherwise)
+    def parameter(self, name: str, default: Any = None) -> Any:
+        """Return the random operator's argument ``name``, detached if it is a tensor; ``default`` if it has none."""
+        value = self.given.get(name, default)
         return self.run(aten.detach.default, value) if isinstance(value, Tensor | fx.Node) else value
 
     def cast_to_result(self, value: Any) -> Any:
-        return self.run(aten.to.dtype, value, self.made.dtype)
+        return self.run(aten.to.dtype, value, self.result.dtype)
 
     def shift_and_scale(self, numbers: Any, shift: Any, scale: Any) -> Any:
         """Return random numbers of a standard distribution, moved and scaled: ``numbers * scale + shift`` in the type

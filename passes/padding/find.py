@@ -173,12 +173,12 @@ def _propagate_through_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.
     found = propagate_padding(node, operands, list_result_shapes(partner), sizes)
     if not has_own_number(node, partner):
         return found
-    why = (
+    reason = (
         f"{get_operator_name(node)} at {format_node_location(node)} reads a number that follows from the batch size, "
         "as a "
         "mean over all places does"
     )
-    return tuple(v.with_fault(why) for v in found)
+    return tuple(v.with_fault(reason) for v in found)
 
 
 def _describe_input(node: fx.Node, path: str, axis: _PaddingAxis) -> PaddedValue:

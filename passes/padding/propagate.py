@@ -66,10 +66,10 @@ def propagate_padding(
     )
 
 
-def _format_reason(node: fx.Node, what: str) -> str:
+def _format_reason(node: fx.Node, problem: str) -> str:
     """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: the name and the location
-    of the operator ``node``, and ``what``, words for what it does."""
-    return f"{get_operator_name(node)} at {format_node_location(node)} {what}"
+    of the operator ``node``, and ``problem``, words for what it does."""
+    return f"{get_operator_name(node)} at {format_node_location(node)} {problem}"
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
@@ -137,21 +137,22 @@ def _describe_results_by_factors(
     rule = factors_of(node)
     if rule is None:
         return tuple(make_fixed_value(s, fault or _format_reason(node, "has no rule")) for s in shapes)
-    held: list[dict[str, Parts]] = []
+    operand_parts: list[dict[str, Parts]] = []
     for value, dims in zip(operands, rule.operands, strict=True):
         mapped = _map_factors(value, dims, rule.sizes)
         if mapped is None:
             fault = fault or _format_reason(node, "takes apart or combines what is padded")
-        held.append(mapped or {})
+        operand_parts.append(mapped or {})
     kinds: dict[str, list[tuple[int, bool, int]]] = {}
-    for of in held:
+    for of in operand_parts:
         for factor, parts in of.items():
             grown = [p.kind for p in parts if p.grows]
             if kinds.setdefault(factor, grown) != grown:
                 fault = fault or _format_reason(node, "brings together tensors of which one is padded")
-    fault = fault or _check_entrywise(node, rule, held, operands)
+    fault = fault or _check_entrywise(node, rule, operand_parts, operands)
     return tuple(
-        _build_result(node, rule, k, held, operands, others[k], sizes).with_fault(fault) for k in range(len(shapes))
+        _build_result(node, rule, k, operand_parts, operands, others[k], sizes).with_fault(fault)
+        for k in range(len(shapes))
     )
 
 
@@ -192,23 +193,22 @@ def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor
 
 
 def _check_entrywise(
-    node: fx.Node, rule: OpFactors, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
+    node: fx.Node, rule: OpFactors, operand_parts: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> str:
     """Return a text that says why the operator ``node`` mixes padded elements with others. It is empty if it does not
     mix them, because it works element by element along the dims that grow, or the padded elements that it sums are
     zero.
 
-    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``held``: for each operand, a dict
-    from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the descriptions
-    of the operands under padding.
-    """
+    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
+    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the
+    descriptions of the operands under padding."""
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
-    for factor in {f for of in held for f, parts in of.items() if any(p.grows for p in parts)}:
+    for factor in {f for of in operand_parts for f, parts in of.items() if any(p.grows for p in parts)}:
         if factor in made and factor not in coupled:
             continue
         adds = factor not in made and factor not in rule.whole and bool(rule.linear)
-        zeros = [all(p.fill == 0 for p in of[factor] if p.grows) for of in held if factor in of]
+        zeros = [all(p.fill == 0 for p in of[factor] if p.grows) for of in operand_parts if factor in of]
         if adds and (any(zeros) or any(_has_no_later_keys(v, rule, i, factor) for i, v in enumerate(operands))):
             continue
         return _format_reason(node, "adds up padded numbers" if adds else "combines real places with padded ones")
@@ -219,7 +219,7 @@ def _build_result(
     node: fx.Node,
     rule: OpFactors,
     index: int,
-    held: Sequence[Mapping[str, Parts]],
+    operand_parts: Sequence[Mapping[str, Parts]],
     operands: Sequence[PaddedValue],
     other: Sequence[int],
     sizes: Sizes,
@@ -227,13 +227,12 @@ def _build_result(
     """Return the description, under padding, of one result of the operator ``node``: which dims grow with the batch,
     and which numbers padded elements have. ``index``: the index of the result, from 0.
 
-    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``held``: for each operand, a dict
-    from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the descriptions
-    of the operands. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch
-    sizes, in elements along the padded axis.
-    """
+    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
+    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the
+    descriptions of the operands. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the
+    two batch sizes, in elements along the padded axis."""
     known: dict[str, Parts] = {}
-    for of in held:
+    for of in operand_parts:
         known |= {f: parts for f, parts in of.items() if f not in known or any(p.grows for p in parts)}
     dims: list[Parts] = []
     shape = list_result_shapes(node)[index]
@@ -246,7 +245,7 @@ def _build_result(
         for factor in factors or ("",):
             if factor in known:
                 fills = [
-                    _find_fill_value(node, factor, i, held, operands) if p.grows else None
+                    _find_fill_value(node, factor, i, operand_parts, operands) if p.grows else None
                     for i, p in enumerate(known[factor])
                 ]
                 parts += [replace(p, fill=fill) for p, fill in zip(known[factor], fills, strict=True)]
@@ -275,19 +274,22 @@ def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Di
 
 
 def _find_fill_value(
-    node: fx.Node, factor: str, index: int, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
+    node: fx.Node,
+    factor: str,
+    index: int,
+    operand_parts: Sequence[Mapping[str, Parts]],
+    operands: Sequence[PaddedValue],
 ) -> float | None:
     """Return the number in the padded elements of a result of the operator ``node`` along one part of one dim (a
     flattened dim has several parts); ``None`` if it is not known or they differ.
 
     ``factor``: the loop dimension of the operator over which the dim runs. ``index``: the index of the part, from 0.
-    ``held``: for each operand, a dict from factor to the parts of its dims. ``operands``: the descriptions of the
-    operands under padding.
-    """
+    ``operand_parts``: for each operand, a dict from factor to the parts of its dims. ``operands``: the descriptions of
+    the operands under padding."""
     name = get_operator_name(node)
     numbers = [
         of[factor][index].fill if index < len(of.get(factor, ())) else value.uniform
-        for of, value in zip(held, operands, strict=True)
+        for of, value in zip(operand_parts, operands, strict=True)
     ]
     if name in VIEWS:
         return numbers[0]

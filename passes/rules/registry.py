@@ -137,8 +137,8 @@ class TextRule:
             pending = rest
         return sizes
 
-    def _create_rule_error(self, where: str, what: str) -> RuleError:
-        return RuleError(f"rule for {self.name}, {self.text!r}, does not fit the call {where!r}: {what}")
+    def _create_rule_error(self, where: str, problem: str) -> RuleError:
+        return RuleError(f"rule for {self.name}, {self.text!r}, does not fit the call {where!r}: {problem}")
 
 
 class _Parser:
@@ -149,8 +149,8 @@ class _Parser:
         self.text, self.name = text, name
         self.whole: set[str] = set()
 
-    def create_error(self, what: str) -> RuleError:
-        return RuleError(f"rule for {self.name}, {self.text!r}: {what}; {_HELP}")
+    def create_error(self, problem: str) -> RuleError:
+        return RuleError(f"rule for {self.name}, {self.text!r}: {problem}; {_HELP}")
 
     def parse_rule(self, linear: tuple[frozenset[int], ...]) -> TextRule:
         """Return the sharding rule that the parser's text states. Raise :class:`RuleError` if the text is malformed.

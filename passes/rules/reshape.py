@@ -46,15 +46,14 @@ def find_shared_factors(
     sizes: dict[str, int] = {}
     whole: set[str] = set()
 
-    def add_factor(size: int, on: Sequence[_SplitShape]) -> str:
+    def add_factor(size: int, shapes: Sequence[_SplitShape]) -> str:
         """Create a factor of a reshape: a named size into which dims of both shapes are divided. Return its name.
 
-        ``size``: its size. ``on``: the shapes before and after the reshape (one or both) from whose current dim it is
-        split off.
-        """
+        ``size``: its size. ``shapes``: the shapes before and after the reshape (one or both) from whose current dim it
+        is split off."""
         name = NAMES[len(sizes)] if len(sizes) < len(NAMES) else f"d{len(sizes)}"
         sizes[name] = size
-        for side in on:
+        for side in shapes:
             side.take_factor(name, size)
         return name
 

@@ -79,11 +79,11 @@ def _append_one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.
     size, bound = _get_fixed_size(node), find_upper_bound(node.args[0])
     if size is None and bound is None:
         raise Unselectable(_INSTEAD[ONE_HOT])
-    made: fx.Node = build.apply_operator(aten.one_hot.default, numbers, bound if size is None else size)
+    result: fx.Node = build.apply_operator(aten.one_hot.default, numbers, bound if size is None else size)
     return (
-        made
+        result
         if size is not None
-        else _record_class_mask(build, made, _append_present_class_mask(build, numbers, bound, 0))
+        else _record_class_mask(build, result, _append_present_class_mask(build, numbers, bound, 0))
     )
 
 
@@ -99,12 +99,12 @@ def _count_occurrences(
     class; ``None`` means 1. ``minlength``: the smallest number of counts that ``bincount`` returns. Raise
     :class:`Unselectable` if no upper bound of the class numbers is known.
     """
-    least = minlength if isinstance(minlength, int) else 0
+    minimum = minlength if isinstance(minlength, int) else 0
     size, bound = _get_fixed_size(node), find_upper_bound(node.args[0])
-    if size is None and bound is not None and bound <= least:
-        size = least
-    if size is None and least and all(_reads_first_counts(user, least) for user in node.users):
-        size = least
+    if size is None and bound is not None and bound <= minimum:
+        size = minimum
+    if size is None and minimum and all(_reads_first_counts(user, minimum) for user in node.users):
+        size = minimum
     if size is None and bound is None:
         raise Unselectable(_INSTEAD[aten.bincount.default])
     counted = bound if size is None else size
@@ -115,18 +115,18 @@ def _count_occurrences(
         weights = build.apply_operator(aten.detach.default, weights)
         weights = build.apply_operator(aten.to.dtype, weights, torch.float32 if narrow else torch.float64)
         hits = build.apply_operator(aten.mul.Tensor, build.apply_operator(aten.unsqueeze.default, weights, -1), hits)
-    made: fx.Node = build.apply_operator(aten.sum.dim_IntList, hits, [0])
+    result: fx.Node = build.apply_operator(aten.sum.dim_IntList, hits, [0])
     return (
-        made
+        result
         if size is not None
-        else _record_class_mask(build, made, _append_present_class_mask(build, numbers, bound, least))
+        else _record_class_mask(build, result, _append_present_class_mask(build, numbers, bound, minimum))
     )
 
 
-def _append_present_class_mask(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
+def _append_present_class_mask(build: SelectedRows, numbers: fx.Node, bound: int | None, minimum: int) -> fx.Node:
     """Append a boolean mask ``[bound]`` to the new graph, which is true for the classes that ``bincount`` or
     ``one_hot`` returns in the original model, and return its node. The model's operator returns the classes from 0 to
-    the largest class in its input, and at least the first ``least`` ones.
+    the largest class in its input, and at least the first ``minimum`` ones.
 
     Args:
         build: the rewriter, which appends operators to the new graph.
@@ -137,22 +137,22 @@ def _append_present_class_mask(build: SelectedRows, numbers: fx.Node, bound: int
     """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
     largest = build.apply_operator(aten.max.default, numbers)
-    if least:
-        largest = build.insert_call(aten.clamp_min.default, largest, least - 1)
+    if minimum:
+        largest = build.insert_call(aten.clamp_min.default, largest, minimum - 1)
     return build.insert_call(aten.le.Tensor, every, largest)
 
 
-def _record_class_mask(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
-    """Record in ``build.rows`` that the last dim of ``made`` has, in the original model, only the classes for which
-    ``mask`` is true, and return ``made``. Raise :class:`Unselectable` if another mask is already recorded for ``made``.
+def _record_class_mask(build: SelectedRows, node: fx.Node, mask: fx.Node) -> fx.Node:
+    """Record in ``build.rows`` that the last dim of ``node`` has, in the original model, only the classes for which
+    ``mask`` is true, and return ``node``. Raise :class:`Unselectable` if another mask is already recorded for ``node``.
 
-    ``build``: the rewriter. ``made``: the node of counts or of one-hot vectors, with all classes that there can be.
+    ``build``: the rewriter. ``node``: the node of counts or of one-hot vectors, with all classes that there can be.
     ``mask``: a boolean node with an element for each of these classes.
     """
-    if made in build.rows:  # rows that a mask selects, of classes of which another tells how many
+    if node in build.rows:  # rows that a mask selects, of classes of which another tells how many
         raise Unselectable
-    build.rows[made] = MaskedRows(mask, made.meta["val"].dim() - 1)
-    return made
+    build.rows[node] = MaskedRows(mask, node.meta["val"].dim() - 1)
+    return node
 
 
 def _get_fixed_size(node: fx.Node) -> int | None:
@@ -164,11 +164,10 @@ def _get_fixed_size(node: fx.Node) -> int | None:
     return known
 
 
-def _reads_first_counts(user: fx.Node, most: int) -> bool:
-    """Return whether the operator ``user``, which reads the counts of a ``bincount``, needs at most the first ``most``
-    of them. This is so if it is a slice of at most the first ``most`` counts, or if it only serves to assert how many
-    counts there are.
-    """
+def _reads_first_counts(user: fx.Node, maximum: int) -> bool:
+    """Return whether the operator ``user``, which reads the counts of a ``bincount``, needs at most the first
+    ``maximum`` of them. This is so if it is a slice of at most the first ``maximum`` counts, or if it only serves to
+    assert how many counts there are."""
     if user.target is not aten.slice.Tensor:
         return _is_only_for_assertions(user)
     end = get_node_argument(user, "end")
@@ -177,7 +176,7 @@ def _reads_first_counts(user: fx.Node, most: int) -> bool:
         and get_node_argument(user, "start") in (0, None)
         and get_node_argument(user, "step") == 1
     )
-    return plain and isinstance(end, int) and 0 <= end <= most
+    return plain and isinstance(end, int) and 0 <= end <= maximum
 
 
 def _is_only_for_assertions(node: fx.Node) -> bool:
@@ -248,12 +247,14 @@ def _bound_by_smaller_operand(node: fx.Node) -> int | None:
 
 def _bound_clamped_numbers(node: fx.Node) -> int | None:
     """Return an integer that is greater than all results of the clamp ``node``; ``None`` if no such bound is known."""
-    most, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
-    own = most + 1 if isinstance(most, int) else None
+    maximum, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
+    own = maximum + 1 if isinstance(maximum, int) else None
     found = [b for b in (own, inner) if b is not None]
-    least = get_node_argument(node, "min")
+    minimum = get_node_argument(node, "min")
     bound = min(found) if found else None
-    return bound if bound is None or least is None else (max(bound, least + 1) if isinstance(least, int) else None)
+    return (
+        bound if bound is None or minimum is None else (max(bound, minimum + 1) if isinstance(minimum, int) else None)
+    )
 
 
 def _bound_remainders(node: fx.Node) -> int | None:
@@ -327,9 +328,13 @@ def _bound_by_use(node: Any) -> int | None:
     key = ValueNumbers()
     wanted, found = key(_find_number_source(node)), []
     for reader in node.graph.nodes:
-        for numbers, most in _read_as_places(reader):
-            if isinstance(most, int) and isinstance(numbers, fx.Node) and key(_find_number_source(numbers)) == wanted:
-                found.append(most)
+        for numbers, maximum in _read_as_places(reader):
+            if (
+                isinstance(maximum, int)
+                and isinstance(numbers, fx.Node)
+                and key(_find_number_source(numbers)) == wanted
+            ):
+                found.append(maximum)
     return min(found) if found else None
 
 

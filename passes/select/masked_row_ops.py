@@ -153,7 +153,7 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
         along = list(range(condition.meta["val"].dim()))
     choice = match_equality(condition) if found is None and not build.in_order else None
     if choice is not None and choice.dims != tuple(sorted(choice.dims)):
-        found, along = (choice.of, choice.number), list(choice.dims)
+        found, along = (choice.chosen, choice.number), list(choice.dims)
     if found is None:
         return []
     key = build.key(condition)
@@ -542,7 +542,7 @@ def _selects_at_most_one(condition: fx.Node, dim: int) -> bool:
         return not condition.args[1]
     choice = match_equality(condition)
     if choice is not None:
-        return is_distinct_along(choice.of, choice.dims[dim])
+        return is_distinct_along(choice.chosen, choice.dims[dim])
     both = condition.all_input_nodes if condition.target in _BOTH else []
     shape = condition.meta["val"].shape
     return any(_selects_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)

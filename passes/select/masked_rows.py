@@ -176,13 +176,13 @@ def _concatenate_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
     if in_turn or build.unordered.intersection(masks):
         build.unordered.add(mask)
     if in_turn:
-        made = build.insert_call(aten.stack.default, parts, dim + 1)
+        result = build.insert_call(aten.stack.default, parts, dim + 1)
         shape = list(parts[0].meta["val"].shape)
-        made = build.insert_call(aten.reshape.default, made, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+        result = build.insert_call(aten.reshape.default, result, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
     else:
-        made = build.insert_call(aten.cat.default, parts, dim)
-    build.rows[made] = MaskedRows(mask, dim)
-    return made
+        result = build.insert_call(aten.cat.default, parts, dim)
+    build.rows[result] = MaskedRows(mask, dim)
+    return result
 
 
 def _get_row_mask(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
@@ -213,24 +213,24 @@ def _make_reshape_rule(target: Any) -> Callable[..., Any]:
         try:
             return build.apply_by_sharding_rule(target, (x, *args), {})
         except Unselectable:
-            made = build.apply_by_sharding_rule(
+            result = build.apply_by_sharding_rule(
                 target, (build.insert_call(aten.alias.default, x), *args), {}, plain=True
             )
-        rows, before, after = build.rows[x], tuple(x.meta["val"].shape), tuple(made.meta["val"].shape)
+        rows, before, after = build.rows[x], tuple(x.meta["val"].shape), tuple(result.meta["val"].shape)
         apart = build.flattened.get(rows.mask)
         for dim in range(len(after)):
             ahead = math.prod(after[:dim])
             if apart is not None and ahead == math.prod(before[: rows.dim]):
                 mask, sizes, at = apart
                 if after[dim : dim + len(sizes)] == sizes:
-                    build.rows[made] = MaskedRows(mask, dim + at)
-                    return made
+                    build.rows[result] = MaskedRows(mask, dim + at)
+                    return result
             for start in range(rows.dim + 1):
                 for end in range(rows.dim + 1, len(before) + 1):
                     sizes = before[start:end]
                     if math.prod(before[:start]) == ahead and math.prod(sizes) == after[dim] and len(sizes) > 1:
-                        build.rows[made] = MaskedRows(build.expand_row_mask(rows.mask, sizes, rows.dim - start), dim)
-                        return made
+                        build.rows[result] = MaskedRows(build.expand_row_mask(rows.mask, sizes, rows.dim - start), dim)
+                        return result
         raise Unselectable
 
     return rule
@@ -369,8 +369,8 @@ class SelectedRows:
         if not isinstance(node.target, torch._ops.OpOverload):
             return compute_number(self, node.target, args)  # type: ignore[arg-type]
         try:
-            made = append_with_tensors(self, node, args, kwargs)
-            return self.apply_operator(node.target, *args, **kwargs) if made is None else made
+            result = append_with_tensors(self, node, args, kwargs)
+            return self.apply_operator(node.target, *args, **kwargs) if result is None else result
         except Unselectable as raised:
             parts = None if str(raised) else trace_decomposition(node)
             if parts is None:
@@ -390,9 +390,9 @@ class SelectedRows:
         """
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
-            made = special(self, *args, **kwargs)
-            if made is not None:
-                return made
+            result = special(self, *args, **kwargs)
+            if result is not None:
+                return result
         return self.apply_by_sharding_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
@@ -406,8 +406,8 @@ class SelectedRows:
         inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
         for part in parts.nodes:
             if part.op == "output":
-                made = fx.node.map_arg(part.args[0], inner.__getitem__)
-                return tuple(made) if isinstance(made, list) else made
+                result = fx.node.map_arg(part.args[0], inner.__getitem__)
+                return tuple(result) if isinstance(result, list) else result
             if part.op == "call_function":
                 inner[part] = self.copy_node(part, inner, where)
         raise AssertionError("a graph ends in an output node")
@@ -439,15 +439,15 @@ class SelectedRows:
             if at < len(flat_args) and flat_args[at] in self.rows:
                 flat_args = (*flat_args[:at], self.fill_unselected_with(flat_args[at], number), *flat_args[at + 1 :])
         try:
-            made = self.insert_call(_STRIDE_FREE.get(target, target), *flat_args, **flat_kwargs)
+            result = self.insert_call(_STRIDE_FREE.get(target, target), *flat_args, **flat_kwargs)
         except Exception as error:  # what it makes depends on numbers
             raise Unselectable from error
         if plain:
-            return made
-        operands = operands_of(made)
+            return result
+        operands = operands_of(result)
         masks = {self.rows[o].mask for o in operands if o in self.rows} | {s.mask for s in sized}
-        if not masks and not _has_dynamic_size(made.meta["val"]):
-            return made  # rows that were put together again
+        if not masks and not _has_dynamic_size(result.meta["val"]):
+            return result  # rows that were put together again
         if len(masks) != 1:
             raise Unselectable
         (mask,) = masks
@@ -455,23 +455,23 @@ class SelectedRows:
             found = {
                 s for a in args if isinstance(a, list | tuple) for s, x in enumerate(a) if isinstance(x, MaskedRowCount)
             }
-            return self._mark_selected_rows(made, mask, found) if found else self._raise_unselectable()
-        dims = self._find_row_dims(target, made, operands)
+            return self._mark_selected_rows(result, mask, found) if found else self._raise_unselectable()
+        dims = self._find_row_dims(target, result, operands)
         if dims is None:
             zeroed = [self.zero_unselected(o) if o in self.rows else o for o in operands]
-            return self.insert_call(made.target, *_replace_operands(flat_args, operands, zeroed), **flat_kwargs)
-        if target in _KEEPS_PLACES and operands[0] in self.places and made.meta["val"].dim() == 1:
-            self.places[made] = self.places[operands[0]]
-        return self._mark_selected_rows(made, mask, dims)
+            return self.insert_call(result.target, *_replace_operands(flat_args, operands, zeroed), **flat_kwargs)
+        if target in _KEEPS_PLACES and operands[0] in self.places and result.meta["val"].dim() == 1:
+            self.places[result] = self.places[operands[0]]
+        return self._mark_selected_rows(result, mask, dims)
 
-    def _find_row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
+    def _find_row_dims(self, target: Any, result: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
         """Return a set with one element: the dim of rows in the results of the operator ``target``; ``None`` if the
         operator sums over the rows. Raise :class:`Unselectable` if it combines rows in another way.
 
-        ``made``: a node of the operator on tensors that keep all rows, of which a mask selects some in the original
-        model. ``operands``: the operands of ``made``.
+        ``result``: a node of the operator on tensors that keep all rows, of which a mask selects some in the original
+        model. ``operands``: the operands of ``result``.
         """
-        factors = factors_of(made)
+        factors = factors_of(result)
         if factors is None:
             raise Unselectable
         names = set()
@@ -494,19 +494,19 @@ class SelectedRows:
             return None
         raise Unselectable
 
-    def _mark_selected_rows(self, made: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
-        """Record that the original model has, along the dim in ``dims``, only those rows of ``made`` for which
-        ``mask`` is true. Return ``made``, or a tuple of its results if it has several. Raise :class:`Unselectable`
+    def _mark_selected_rows(self, result: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
+        """Record that the original model has, along the dim in ``dims``, only those rows of ``result`` for which
+        ``mask`` is true. Return ``result``, or a tuple of its results if it has several. Raise :class:`Unselectable`
         unless ``dims`` has exactly one element."""
         if len(dims) != 1:
             raise Unselectable
         (dim,) = dims
-        if isinstance(made.meta["val"], tuple):
-            parts = tuple(self.insert_call(operator.getitem, made, i) for i in range(len(made.meta["val"])))
+        if isinstance(result.meta["val"], tuple):
+            parts = tuple(self.insert_call(operator.getitem, result, i) for i in range(len(result.meta["val"])))
             self.rows.update(dict.fromkeys(parts, MaskedRows(mask, dim)))
             return parts
-        self.rows[made] = MaskedRows(mask, dim)
-        return made
+        self.rows[result] = MaskedRows(mask, dim)
+        return result
 
     def _raise_unselectable(self) -> Any:
         """Raise :class:`Unselectable`, which says that an operator cannot be rewritten. It is a method so that an
@@ -518,9 +518,9 @@ class SelectedRows:
     def insert_call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append the operator ``target`` with ``args`` and ``kwargs`` to the new graph, infer its meta value, and
         return its node."""
-        made = insert_operator_node(self.graph, target, args, kwargs)
-        made.meta.update(self._where)
-        return made
+        result = insert_operator_node(self.graph, target, args, kwargs)
+        result.meta.update(self._where)
+        return result
 
     def flatten_condition(self, condition: fx.Node) -> fx.Node:
         """Return a vector node with the elements of the boolean node ``condition``, flattened. Calls with conditions
@@ -580,10 +580,10 @@ class SelectedRows:
 
         def spread() -> fx.Node:
             apart = [size if i == at else 1 for i, size in enumerate(sizes)]
-            made = self.insert_call(
+            result = self.insert_call(
                 aten.expand.default, self.insert_call(aten.reshape.default, mask, apart), list(sizes)
             )
-            return self.insert_call(aten.reshape.default, made, [math.prod(sizes)])
+            return self.insert_call(aten.reshape.default, result, [math.prod(sizes)])
 
         found = self.get_or_make(mask, ("flat", sizes, at), spread)
         self.flattened[found] = mask, sizes, at

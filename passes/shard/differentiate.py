@@ -183,11 +183,11 @@ class JointGraph:
     needs: tuple[bool, ...]
     with_grad: tuple[int, ...]
 
-    def cut(self, again: Collection[str] = ()) -> BlockDerivatives:
+    def cut(self, recomputed: Collection[str] = ()) -> BlockDerivatives:
         """Return the forward and backward functions of the block (a piece of the model), cut out of this joint
-        graph. ``again``: names of forward nodes whose results backward computes again (activation recomputation)
+        graph. ``recomputed``: names of forward nodes whose results backward computes again (activation recomputation)
         instead of reading saved ones."""
-        return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
+        return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(recomputed))
 
 
 def differentiate(
@@ -196,7 +196,7 @@ def differentiate(
     needs_input_grad: Sequence[bool],
     needs_state_grad: Sequence[bool],
     output_grads: Sequence[bool],
-    again: Collection[str] = (),
+    recomputed: Collection[str] = (),
     *,
     fused: bool = False,
 ) -> BlockDerivatives:
@@ -204,12 +204,14 @@ def differentiate(
     on one rank.
 
     ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each
-    input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``again``: names of
+    input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``recomputed``: names of
     forward nodes whose results backward computes again instead of reading saved ones. ``fused``: whether the fused
     kernels of accelerators are used on any device; the result is then for analysis only. Raise
     :class:`UnsupportedError` if an operator has no derivative.
     """
-    return build_joint_graph(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
+    return build_joint_graph(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(
+        recomputed
+    )
 
 
 def build_joint_graph(
@@ -473,13 +475,13 @@ def _assign_source_locations(graph: fx.Graph) -> None:
 
 
 def _cut_joint_graph(
-    graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
+    graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], recomputed: frozenset[str]
 ) -> BlockDerivatives:
     """Return the forward and backward functions of ``block``, copied out of ``graph``, the joint graph of forward and
     backward, which stays unchanged.
 
     ``needs``: for each state (parameter, buffer, constant), then each input, whether it gets a gradient.
-    ``with_grad``: the indices of the outputs that have a gradient. ``again``: names of forward nodes whose results
+    ``with_grad``: the indices of the outputs that have a gradient. ``recomputed``: names of forward nodes whose results
     backward computes again.
     """
     nodes = list(graph.nodes)
@@ -494,7 +496,7 @@ def _cut_joint_graph(
     backward = [n for n in nodes if n.op == "call_function" and n not in forward]
     read_later = {o for n in backward for o in n.all_input_nodes} | {g for g in gradients if g is not None}
     saved = [n for n in nodes if n in forward and n in read_later]
-    unkept = {n for n in forward if n.meta.get(MADE_BY) in again}
+    unkept = {n for n in forward if n.meta.get(MADE_BY) in recomputed}
     saved, remade = choose_saved_nodes(saved, unkept, [n for n in nodes if n in forward], gradients)
     seeds = [tangents[i] for i in with_grad]
 

@@ -127,14 +127,13 @@ _DOMINANT = 0.5  # share of a module's work that repeated children must do to co
 class OperatorGroup:
     """A group of consecutive operators that becomes one call of the model, such as the run of one layer.
 
-    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: whether they lie
-    between the modules that become calls of their own, and read no parameter; such operators are later added to a
-    neighbouring unit. ``leaf``: whether they are the call of one module without submodules that have parameters.
-    """
+    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``connects_modules``: whether they
+    lie between the modules that become calls of their own, and read no parameter; such operators are later added to a
+    neighbouring unit. ``leaf``: whether they are the call of one module without submodules that have parameters."""
 
     path: str
     nodes: list[fx.Node]
-    glue: bool = False
+    connects_modules: bool = False
     leaf: bool = False
 
 
@@ -189,9 +188,9 @@ def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> l
     units: list[OperatorGroup] = []
     for unit in _group_nodes_by_call(nodes, owner):
         work = sum(map(_estimate_operator_work, unit.nodes))
-        whole = unit.glue or work < _DOMINANT * root.work
+        whole = unit.connects_modules or work < _DOMINANT * root.work
         pieces = [unit.nodes] if whole else split_by_period(unit.nodes)
-        units += [OperatorGroup(unit.path, piece, unit.glue, unit.leaf) for piece in pieces]
+        units += [OperatorGroup(unit.path, piece, unit.connects_modules, unit.leaf) for piece in pieces]
     return _merge_connecting_operators(units)
 
 
@@ -322,11 +321,15 @@ def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _Modu
         call = owner.get(node)
         if not units or call is not current:
             path = call.name if call is not None else _get_innermost_path(node)
-            units.append(OperatorGroup(path, [], glue=call is None, leaf=call is not None and not call.parts))
+            units.append(
+                OperatorGroup(path, [], connects_modules=call is None, leaf=call is not None and not call.parts)
+            )
             current = call
         units[-1].nodes.append(node)
     for unit in units:
-        unit.glue = unit.glue and not any(_is_parameter(o) for n in unit.nodes for o in n.all_input_nodes)
+        unit.connects_modules = unit.connects_modules and not any(
+            _is_parameter(o) for n in unit.nodes for o in n.all_input_nodes
+        )
     return units
 
 
@@ -344,14 +347,16 @@ def _merge_connecting_operators(units: list[OperatorGroup]) -> list[OperatorGrou
     the group behind them if that group has no equal. Otherwise they become a group of their own. ``units``: consecutive
     groups of operators, such as layers."""
     keys = [hash(compute_signature(u.nodes).key) for u in units]
-    counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
-    repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
-    following = Counter((keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].glue)
+    counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.connects_modules)
+    repeated = [not u.connects_modules and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
+    following = Counter(
+        (keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].connects_modules
+    )
     merged: list[OperatorGroup] = []
     before: list[fx.Node] = []  # glue that waits for the next unit
     last: int | None = None  # the unit that merged[-1] started from
     for i, unit in enumerate(units):
-        if not unit.glue:
+        if not unit.connects_modules:
             merged.append(OperatorGroup(unit.path, [*before, *unit.nodes]))
             before, last = [], i
             continue

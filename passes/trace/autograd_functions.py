@@ -480,12 +480,12 @@ def list_forward_hooks(model: nn.Module) -> list[Any]:
     return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
 
 
-def _check_hook_effects(hook: Any, given: Sequence[HookValue], what: str) -> None:
+def _check_hook_effects(hook: Any, given: Sequence[HookValue], registration: str) -> None:
     """Raise :class:`UnsupportedError` if ``hook`` may do more than observe its arguments. ``given``: the kind of each
-    argument, that is, whether it is a module or a value. ``what``: the start of the error message."""
+    argument, that is, whether it is a module or a value. ``registration``: the start of the error message."""
     reason = describe_hook_effect(hook, given)
     if reason is not None:
-        raise UnsupportedError(f"{what}, {_ADVICE}. The hook is {_format_hook_location(hook)}; it {reason}")
+        raise UnsupportedError(f"{registration}, {_ADVICE}. The hook is {_format_hook_location(hook)}; it {reason}")
 
 
 def _format_hook_note(hook: Any, of: str, at: str) -> str:
@@ -536,10 +536,10 @@ def refuse_gradient_hooks(notes: list[str]) -> Iterator[None]:
     ``save_on_cpu`` in forward.
     """
 
-    def check_hook(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
+    def check_hook(given: Sequence[HookValue], registration: str) -> Callable[..., RemovableHandle]:
         """Return a replacement for a torch function that registers a hook. It ignores a hook that only observes, and
         raises :class:`UnsupportedError` for any other. ``given``: the kinds of the hook's arguments: module or value.
-        ``what``: the word for what the hook is registered on, such as "tensor", for messages."""
+        ``registration``: the word for what the hook is registered on, such as "tensor", for messages."""
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
             """Ignore the hook ``hook``, which a model's forward wants to register on ``owner``, if it only observes
@@ -548,17 +548,18 @@ def refuse_gradient_hooks(notes: list[str]) -> Iterator[None]:
             reason = describe_hook_effect(hook, given)
             if reason is not None:
                 raise UnsupportedError(
-                    f"forward gives a {what} a hook on its gradient{_format_user_location()}, {_ADVICE}. The hook is "
+                    f"forward gives a {registration} a hook on its gradient{_format_user_location()}, {_ADVICE}. The "
+                    "hook is "
                     f"{_format_hook_location(hook)}; it {reason}"
                 )
-            notes.append(_format_hook_note(hook, f"that forward gives a {what}", "gradients"))
+            notes.append(_format_hook_note(hook, f"that forward gives a {registration}", "gradients"))
             return RemovableHandle(collections.OrderedDict())
 
         return register
 
-    def make_refusal(what: str) -> Callable[..., Any]:
+    def make_refusal(registration: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise UnsupportedError(f"forward gives {what} a hook{_format_user_location()}, {_ADVICE}")
+            raise UnsupportedError(f"forward gives {registration} a hook{_format_user_location()}, {_ADVICE}")
 
         return refuse
 

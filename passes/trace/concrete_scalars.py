@@ -42,7 +42,10 @@ _MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
 
 @contextmanager
 def trace_concrete_scalars(
-    model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
+    model: nn.Module,
+    buffer_values: Mapping[str, Tensor],
+    read_buffers: set[str],
+    random_operators: list[str] | None = None,
 ) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward may read tensors as numbers (``item``, ``bool``)
     if these depend on no input, parameter or random number, such as a counter in a buffer.
@@ -54,7 +57,10 @@ def trace_concrete_scalars(
         drawn: a list that receives the names of random operators, if forward tried to read a number that depends on
             them; ``None`` if the names are not needed.
     """
-    known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
+    known, forward = (
+        _ConcreteScalarMode(buffer_values, read_buffers, [] if random_operators is None else random_operators),
+        model.forward,
+    )
 
     @functools.wraps(forward)
     def enter(*args: Any, **kwargs: Any) -> Any:
@@ -74,9 +80,11 @@ class _ConcreteScalarMode(TorchFunctionMode):
     operators, if forward tried to read a number that depends on them.
     """
 
-    def __init__(self, held: Mapping[str, Tensor], asked: set[str], drawn: list[str]) -> None:
+    def __init__(
+        self, buffer_values: Mapping[str, Tensor], read_buffers: set[str], random_operators: list[str]
+    ) -> None:
         super().__init__()
-        self.held, self.asked, self.drawn = held, asked, drawn
+        self.held, self.asked, self.drawn = buffer_values, read_buffers, random_operators
         self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
 
     def enter(self, model: nn.Module) -> None:
@@ -242,7 +250,7 @@ def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Nod
 
 
 @contextmanager
-def trace_module_conversions(model: nn.Module, *, double: bool) -> Iterator[None]:
+def trace_module_conversions(model: nn.Module, *, in_float64: bool) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward can call ``module.to``, ``module.float`` and
     similar methods if they change neither dtype nor device. A call that would change the dtype or device of a parameter
     or buffer raises :class:`UnsupportedError`.
@@ -259,13 +267,13 @@ def trace_module_conversions(model: nn.Module, *, double: bool) -> Iterator[None
         or its submodules. ``recurse`` is not used."""
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), _disable_current_modes():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                made = function(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
-                if (made.dtype, made.device) == (tensor.dtype, tensor.device) or (
-                    double and _is_float_conversion(made, tensor)
+                result = function(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
+                if (result.dtype, result.device) == (tensor.dtype, tensor.device) or (
+                    in_float64 and _is_float_conversion(result, tensor)
                 ):
                     continue
                 path = next((path for path, part in model.named_modules() if part is module), type(module).__name__)
-                before, after = (f"{t.dtype} on {t.device}".replace("torch.", "") for t in (tensor, made))
+                before, after = (f"{t.dtype} on {t.device}".replace("torch.", "") for t in (tensor, result))
                 raise UnsupportedError(
                     f"forward converts the module {path!r} ({name}: {before}, to {after}), which changes the model's "
                     "own weights at its first call; expected a module that already has this dtype: convert it before "
@@ -277,7 +285,7 @@ def trace_module_conversions(model: nn.Module, *, double: bool) -> Iterator[None
         yield
 
 
-def _is_float_conversion(made: Any, tensor: Tensor) -> bool:
-    """Return whether a conversion of ``tensor`` to ``made`` may be ignored in a model in float64: ``tensor`` is in
-    float64, and ``made`` is floating-point and on the same device."""
-    return bool(made.dtype.is_floating_point and tensor.dtype == torch.float64 and made.device == tensor.device)
+def _is_float_conversion(result: Any, tensor: Tensor) -> bool:
+    """Return whether a conversion of ``tensor`` to ``result`` may be ignored in a model in float64: ``tensor`` is in
+    float64, and ``result`` is floating-point and on the same device."""
+    return bool(result.dtype.is_floating_point and tensor.dtype == torch.float64 and result.device == tensor.device)

@@ -191,8 +191,8 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
     function, first, more = _unwrap_callable(called)
     args, named = [*first, *args], {**more, **named}
     values = [*args, *named.values()]
-    touched = [v for v in values if v.kind in ("given", "model", "unknown") or any(map(_is_state, v.objects))]
-    name, home = getattr(function, "__name__", type(function).__name__), _find_home_module(function)
+    protected = [v for v in values if v.kind in ("given", "model", "unknown") or any(map(_is_state, v.objects))]
+    name, module_name = getattr(function, "__name__", type(function).__name__), _find_home_module(function)
     if _set_contains_hashable(function, _ASKING):
         return NONE if function is print else FRESH
     if name in _HIDING:
@@ -204,17 +204,21 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
     owner = getattr(function, "__self__", None)
     if isinstance(owner, _CONTAINERS):
         return NONE if name in _FILLING else _join_object_elements(owner)
-    if isinstance(owner, Tensor | nn.Module) or home == "torch" or home.startswith("torch."):
-        return _call_torch(name, home, owner, values, touched)
-    if home in ("logging", "warnings", "_warnings"):
+    if isinstance(owner, Tensor | nn.Module) or module_name == "torch" or module_name.startswith("torch."):
+        return _call_torch(name, module_name, owner, values, protected)
+    if module_name in ("logging", "warnings", "_warnings"):
         return NONE
-    if home.startswith("numpy") and not _is_inplace_name(name) and len(args) <= getattr(function, "nin", len(args)):
-        return GIVEN if touched else FRESH
+    if (
+        module_name.startswith("numpy")
+        and not _is_inplace_name(name)
+        and len(args) <= getattr(function, "nin", len(args))
+    ):
+        return GIVEN if protected else FRESH
     if isinstance(function, types.FunctionType) and _is_user_code(function):
         if depth == _MOST_DEPTH:
             raise _SideEffect(f"calls {name}, which is too deep to be read")
         return _HookReader(function, depth).find_returned_value(args, named)
-    if not touched and not _is_state(owner):
+    if not protected and not _is_state(owner):
         return FRESH
     if isinstance(function, type) and issubclass(function, tuple | BaseException):
         return GIVEN
@@ -233,8 +237,8 @@ def _find_home_module(function: Any) -> str:
     """Return the name of the Python module in which ``function`` is defined, or, for a method without one, the module
     of its object's class."""
     owner = getattr(function, "__self__", None)
-    home = getattr(function, "__module__", None) or type(owner if owner is not None else function).__module__
-    return str(home)
+    module_name = getattr(function, "__module__", None) or type(owner if owner is not None else function).__module__
+    return str(module_name)
 
 
 def _is_user_code(function: types.FunctionType) -> bool:
@@ -247,16 +251,17 @@ def _is_user_code(function: types.FunctionType) -> bool:
 _PYTHON = str(Path(logging.__file__).parent.parent)
 
 
-def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touched: list[HookValue]) -> HookValue:
+def _call_torch(
+    name: str, module_name: str, owner: Any, values: list[HookValue], protected: list[HookValue]
+) -> HookValue:
     """Return the origin of the result of a call of a torch function, or of a method of a tensor or module, in a hook's
     source. Raise :class:`_SideEffect` if the call may change something. The origin of a value says whether it is an
     argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown.
 
-    ``name``: the function's name. ``home``: the name of its Python module. ``owner``: the object of a method, else
-    ``None``. ``values``: the origin of each argument. ``touched``: those of ``values`` that the call must not
-    change.
-    """
-    if home.startswith(_TORCHS_LOOKING):
+    ``name``: the function's name. ``module_name``: the name of its Python module. ``owner``: the object of a method,
+    else ``None``. ``values``: the origin of each argument. ``protected``: those of ``values`` that the call must not
+    change."""
+    if module_name.startswith(_TORCHS_LOOKING):
         return FRESH
     if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
         if name not in _MODEL_READS:
@@ -264,11 +269,11 @@ def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touch
         return MODEL
     if (
         _is_inplace_name(name)
-        or home.startswith(_TORCHS_ACTING)
+        or module_name.startswith(_TORCHS_ACTING)
         or (_is_state(owner) and not isinstance(owner, Tensor))
     ):
         raise _SideEffect(f"calls {name}, which may change what it is given")
-    return FRESH if name in _MEASURING or not touched else GIVEN
+    return FRESH if name in _MEASURING or not protected else GIVEN
 
 
 def _join_value_elements(value: HookValue) -> HookValue:
@@ -350,10 +355,10 @@ class _HookReader:
             if extra is not None:
                 self.names[extra.arg] = functools.reduce(HookValue.join, rest, FRESH)
 
-    def create_side_effect(self, what: str, node: ast.AST) -> _SideEffect:
-        """Return the exception that says that the analysed function may change something. ``what``: words for what it
+    def create_side_effect(self, effect: str, node: ast.AST) -> _SideEffect:
+        """Return the exception that says that the analysed function may change something. ``effect``: words for what it
         may do. ``node``: the part of the syntax tree that does it, for its line."""
-        return _SideEffect(f"{what} (line {getattr(node, 'lineno', '?')})")
+        return _SideEffect(f"{effect} (line {getattr(node, 'lineno', '?')})")
 
     # statements
 

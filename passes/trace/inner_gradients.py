@@ -103,28 +103,27 @@ def trace_inner_gradients(line: Callable[[], str]) -> Iterator[None]:
 class _InnerGradients:
     """Replacements of torch's gradient functions during one trace of a model's forward.
 
-    ``line``: returns the line of forward that is running, as text for error messages. ``begun``: for each node whose
-    tensor forward has set to require a gradient, the number of nodes that the graph had at that time. Operators before
-    this point that read the tensor pass no gradient to it, as in autograd.
-    """
+    ``line``: returns the line of forward that is running, as text for error messages. ``node_counts``: for each node
+    whose tensor forward has set to require a gradient, the number of nodes that the graph had at that time. Operators
+    before this point that read the tensor pass no gradient to it, as in autograd."""
 
     line: Callable[[], str]
-    begun: dict[fx.Node, int] = field(default_factory=dict)
+    node_counts: dict[fx.Node, int] = field(default_factory=dict)
 
     def request_gradient(self, tensor: Tensor, flag: bool = True) -> Tensor:
         """Set whether ``tensor`` requires a gradient to ``flag``, in place of ``tensor.requires_grad_(flag)``, and
         return ``tensor``. If it begins to require one, the present number of nodes of the traced graph is stored in
-        :attr:`begun`, because earlier operators that read the tensor must pass no gradient to it."""
+        :attr:`node_counts`, because earlier operators that read the tensor must pass no gradient to it."""
         tracer = _find_active_tracer()
         node = _get_node(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
-            self.begun[node] = len(node.graph.nodes)
+            self.node_counts[node] = len(node.graph.nodes)
         return _plain_requires_grad_(tensor, flag)
 
     def assign_requires_grad(self, tensor: Tensor, flag: bool) -> None:
         """Set whether ``tensor`` requires a gradient to ``flag``, in place of the assignment ``tensor.requires_grad =
-        flag``. If it begins to require one, the present number of nodes of the traced graph is stored in :attr:`begun`,
-        because earlier operators that read the tensor must pass no gradient to it."""
+        flag``. If it begins to require one, the present number of nodes of the traced graph is stored in
+        :attr:`node_counts`, because earlier operators that read the tensor must pass no gradient to it."""
         self.request_gradient(tensor, flag)
 
     def run_engine(
@@ -183,10 +182,10 @@ class _InnerGradients:
                 "is not supported there; expected one gradient of the sum over the samples, or a loop over them",
             )
 
-    def create_error(self, does: str, why: str) -> UnsupportedError:
-        """Return the error that says that the model's forward cannot be traced. ``does``: words for what forward does
-        at the line that is running. ``why``: words for the reason."""
-        return UnsupportedError(f"forward {does}{self.line()}, which {why}")
+    def create_error(self, action: str, reason: str) -> UnsupportedError:
+        """Return the error that says that the model's forward cannot be traced. ``action``: words for what forward does
+        at the line that is running. ``reason``: words for the reason."""
+        return UnsupportedError(f"forward {action}{self.line()}, which {reason}")
 
 
 @dataclass(frozen=True)
@@ -195,14 +194,14 @@ class _GradientBody:
 
     ``outputs``, ``inputs``: the nodes of the tensors whose gradient is taken, and of those with respect to which it is
     taken; ``None`` for a tensor that is not in the trace. ``body``: the operators between them, in graph order.
-    ``given``: the nodes that ``body`` reads from outside, and the inputs that do not depend on another input.
+    ``external_nodes``: the nodes that ``body`` reads from outside, and the inputs that do not depend on another input.
     ``tensors``: the outputs as tensors.
     """
 
     outputs: list[fx.Node | None]
     inputs: list[fx.Node | None]
     body: list[fx.Node]
-    given: list[fx.Node]
+    external_nodes: list[fx.Node]
     tensors: list[Tensor]  # the outputs themselves
 
     @classmethod
@@ -225,7 +224,7 @@ class _GradientBody:
                 enabled = bool(node.args[0])
             if node in reached or not enabled or node.op != "call_function":
                 continue
-            before = [n for n in node.all_input_nodes if n in reached and gradients.begun.get(n, 0) <= index]
+            before = [n for n in node.all_input_nodes if n in reached and gradients.node_counts.get(n, 0) <= index]
             if before and not _is_gradient_stopped(node):
                 _check_recomputable(node, reached, gradients)
                 reached.add(node)
@@ -236,8 +235,8 @@ class _GradientBody:
         heads = {n for n in starts if n is not None and not any(m in wanted for m in n.all_input_nodes)}
         body = [n for n in nodes if n in wanted and n not in heads]
         read = {n for node in body for n in node.all_input_nodes} | {n for n in ends if n is not None}
-        given = sorted((read | heads) - set(body), key=place.__getitem__)
-        return cls(ends, starts, body, given, outputs)
+        external_nodes = sorted((read | heads) - set(body), key=place.__getitem__)
+        return cls(ends, starts, body, external_nodes, outputs)
 
     def differentiate(
         self, tracer: Any, gradients: _InnerGradients, grad_outputs: list[Any], create_graph: bool
@@ -251,7 +250,7 @@ class _GradientBody:
             grad_outputs: the gradient of each output.
             create_graph: whether the gradients can be differentiated again.
         """
-        values = [n.meta["val"] for n in self.given]
+        values = [n.meta["val"] for n in self.external_nodes]
         seeds = [g for g in grad_outputs if g is not None]
         reached: list[bool] = []
 
@@ -259,11 +258,11 @@ class _GradientBody:
             """Compute the operators between inputs and outputs again, and the gradients of the inputs. Return a list of
             the gradients of those inputs that have one, followed by the outputs. ``flat``: the values of the nodes that
             these operators read from outside, followed by the gradients of the outputs."""
-            env: dict[fx.Node, Any] = dict(zip(self.given, flat, strict=False))
+            env: dict[fx.Node, Any] = dict(zip(self.external_nodes, flat, strict=False))
             for node in self.inputs:
                 if node in env:
                     env[node] = env[node].detach().requires_grad_()
-            tangents = list(flat[len(self.given) :])
+            tangents = list(flat[len(self.external_nodes) :])
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 for node in self.body:
                     _replay_without_writes(node, env)
@@ -287,11 +286,14 @@ class _GradientBody:
             _take_out_detached(traced)
             _check_derivable(traced, examples, gradients)
             operands = [
-                _make_tracked_tensor(tracer, node, value) for node, value in zip(self.given, values, strict=True)
+                _make_tracked_tensor(tracer, node, value)
+                for node, value in zip(self.external_nodes, values, strict=True)
             ]
         results = iter(traced(*operands, *seeds))
         found = iter(reached)
-        grads = [next(results) if n in (*self.given, *self.body) and next(found) else None for n in self.inputs]
+        grads = [
+            next(results) if n in (*self.external_nodes, *self.body) and next(found) else None for n in self.inputs
+        ]
         for tensor, node in zip(self.tensors, self.outputs, strict=True):
             if node in self.body:
                 self._redirect_reads(tracer, tensor, next(results))
@@ -358,26 +360,26 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
     """
     if node.target is operator.getitem:
         return
-    does = "takes a gradient"
+    action = "takes a gradient"
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         raise gradients.create_error(
-            does, f"leads through {node.target}, which is not a differentiable operator of torch"
+            action, f"leads through {node.target}, which is not a differentiable operator of torch"
         )
     if _is_random_operator(node):
         raise gradients.create_error(
-            does,
+            action,
             f"leads through {node.target}, which draws random numbers: draw them outside of the gradient, or "
             "switch it off (eval())",
         )
     if node.target is aten.rms_norm.default and len(node.args) <= _EPS_OF_RMS:
         raise gradients.create_error(
-            does, "leads through an RMS norm whose eps depends on the dtype: set it, for example eps=1e-6"
+            action, "leads through an RMS norm whose eps depends on the dtype: set it, for example eps=1e-6"
         )
     if node.target._schema.is_mutable:
         *_, base = _find_written_values(node)
         if find_functional_operator(node.target) is None or base not in reached or is_view(base):
             raise gradients.create_error(
-                does, f"leads through {node.target}, which writes in place: write to a copy instead"
+                action, f"leads through {node.target}, which writes in place: write to a copy instead"
             )
 
 
@@ -473,16 +475,15 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
 
 
 def _decompose_convolution_backward(
-    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *how: Any
+    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *options: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | Any:
     """Decompose ``convolution_backward`` into a transposed convolution if only the gradient of the input is wanted.
     Return (gradient of the input, ``None``, ``None``), or ``NotImplemented`` if other gradients are wanted too.
 
     ``grad``: the gradient of the convolution's result. ``input``, ``weight``: its operands. ``bias_sizes``: the shape
-    of its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
-    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted.
-    """
-    stride, padding, dilation, transposed, _, groups, wanted = how
+    of its bias, or ``None``. ``options``: stride, padding, dilation, whether the convolution is transposed, output
+    padding, number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
+    stride, padding, dilation, transposed, _, groups, wanted = options
     if list(wanted) != [True, False, False]:
         return NotImplemented
     kernel, dims = weight.shape[2:], range(weight.dim() - 2)
@@ -606,7 +607,7 @@ def _make_separate_tensor(value: Any) -> Any:
     return aten.alias.default(value) if value.requires_grad else value.detach().requires_grad_()
 
 
-def _replace_none_by_zeros(grads: Sequence[Tensor | None], of: Sequence[Tensor]) -> list[Tensor]:
+def _replace_none_by_zeros(grads: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return ``grads`` with each ``None`` replaced by zeros in the shape of the tensor at the same position of
-    ``of``."""
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, of, strict=True)]
+    ``tensors``."""
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, tensors, strict=True)]

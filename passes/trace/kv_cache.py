@@ -64,11 +64,11 @@ def do_caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[A
     for groups in (find_equal_layers(model, _LEAST), []):
         without, last = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
         with _enable_caches(configs):
-            made, also = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
-        if isinstance(without, dict) and isinstance(made, dict):
-            return any(made.get(path) != name for path, name in without.items())
-        if isinstance(without, Exception) and isinstance(made, Exception):
-            return type(without) is type(made) and last != also
+            result, also = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
+        if isinstance(without, dict) and isinstance(result, dict):
+            return any(result.get(path) != name for path, name in without.items())
+        if isinstance(without, Exception) and isinstance(result, Exception):
+            return type(without) is type(result) and last != also
         # one alone: who reads what another layer keeps does not find it where that one is not run
     return isinstance(without, Exception)
 
@@ -263,12 +263,12 @@ class _TensorNamingMode(TorchFunctionMode):
             self._written[memory] = self._assign_key_number((self._written.get(memory), asked))
         return fake
 
-    def _record_same_numbers(self, made: Tensor, source: Tensor) -> None:
-        """Give the tensor ``made`` the integer identifier of the tensor ``source``, because the two have equal
+    def _record_same_numbers(self, result: Tensor, source: Tensor) -> None:
+        """Give the tensor ``result`` the integer identifier of the tensor ``source``, because the two have equal
         values."""
-        if id(made) not in self._by_id:
-            self._held.append(made)
-            self._by_id[id(made)] = self.get_id(source)
+        if id(result) not in self._by_id:
+            self._held.append(result)
+            self._by_id[id(result)] = self.get_id(source)
 
     def _build_argument_key(self, value: Any) -> Any:
         """Return a hashable key of ``value``, an argument of a torch function, that is equal for equal arguments in

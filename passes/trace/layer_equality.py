@@ -71,18 +71,18 @@ class UnreadableAttribute:
 class ModuleGroup:
     """Modules of a model that compute the same with different weights, such as the decoder layers.
 
-    ``members``: the modules. ``names``: the path of each of them in the model. ``own``: the attributes whose values
-    differ between the members, such as a layer's index, as (path of a submodule in the member, attribute name).
+    ``members``: the modules. ``names``: the path of each of them in the model. ``own_attributes``: the attributes whose
+    values differ between the members, such as a layer's index, as (path of a submodule in the member, attribute name).
     """
 
     members: tuple[nn.Module, ...]
     names: tuple[str, ...]
-    own: tuple[tuple[str, str], ...] = ()
+    own_attributes: tuple[tuple[str, str], ...] = ()
 
 
-def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
-    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``. ``least``:
-    the smallest number of modules of a group.
+def find_equal_layers(model: nn.Module, minimum: int) -> list[ModuleGroup]:
+    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``.
+    ``minimum``: the smallest number of modules of a group.
 
     Modules are equal if they have the same class, submodules, attributes, and shapes of parameters and buffers. An
     integer or text attribute, such as an index, may differ between all modules of a group.
@@ -104,18 +104,18 @@ def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
         found.setdefault(described.key, []).append((name, module, described.texts))
     groups: list[ModuleGroup] = []
     for members in found.values():
-        groups += _split_by_own_attributes(members, least)
+        groups += _split_by_own_attributes(members, minimum)
     return groups
 
 
-def _split_by_own_attributes(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
+def _split_by_own_attributes(members: Sequence[_Member], minimum: int) -> Iterable[ModuleGroup]:
     """Split ``members``, modules that are equal except for integer and text attributes, into groups, and yield each
-    group of at least ``least`` modules. An attribute whose value is different in each member, such as a layer's index,
-    may differ within a group. All other attributes are equal in a group.
+    group of at least ``minimum`` modules. An attribute whose value is different in each member, such as a layer's
+    index, may differ within a group. All other attributes are equal in a group.
 
     ``members``: each as (name, module, values of its integer and text attributes by (submodule path, attribute name)).
     """
-    if len(members) < least:
+    if len(members) < minimum:
         return
     own = []
     for place in members[0][2]:
@@ -127,7 +127,7 @@ def _split_by_own_attributes(members: Sequence[_Member], least: int) -> Iterable
         key = tuple((type(v), v) for place, v in texts.items() if place not in own)
         rest.setdefault(key, []).append((name, module))
     for found in rest.values():
-        if len(found) >= least:
+        if len(found) >= minimum:
             yield ModuleGroup(tuple([m for _, m in found]), tuple([n for n, _ in found]), tuple(own))
 
 
@@ -218,19 +218,19 @@ def is_simple(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+def build_value_key(value: Any, key_of_tensor: Callable[[Tensor], Any]) -> Any:
     """Return a hashable key of ``value``, an argument of a function, that is equal for equal arguments in two runs. An
-    object that cannot be compared is identified by its ``id``. ``of_tensor``: returns the key of a tensor."""
+    object that cannot be compared is identified by its ``id``. ``key_of_tensor``: returns the key of a tensor."""
     if isinstance(value, Tensor):
-        return of_tensor(value)
+        return key_of_tensor(value)
     if is_simple(value):
         return type(value), repr(value)
     if isinstance(value, tuple | list):
-        return type(value), tuple([build_value_key(item, of_tensor) for item in value])
+        return type(value), tuple([build_value_key(item, key_of_tensor) for item in value])
     if isinstance(value, dict):
-        return dict, tuple([(key, build_value_key(item, of_tensor)) for key, item in value.items()])
+        return dict, tuple([(key, build_value_key(item, key_of_tensor)) for key, item in value.items()])
     if isinstance(value, slice):
-        return slice, build_value_key((value.start, value.stop, value.step), of_tensor)
+        return slice, build_value_key((value.start, value.stop, value.step), key_of_tensor)
     return type(value), id(value)
 
 
@@ -417,8 +417,8 @@ class ParkedParameters:
     def take_back(self, lent: list[tuple[nn.Module, Any]]) -> None:
         """Undo :meth:`lend`: take the lent parameters out of the module again. ``lent``: what :meth:`lend` returned, a
         list of (submodule, its parameter table before)."""
-        for part, away in lent:
-            part.__dict__["_parameters"] = away
+        for part, parked in lent:
+            part.__dict__["_parameters"] = parked
 
     def guard_reads(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward``, the model's forward, wrapped so that reading removed parameters while it runs raises

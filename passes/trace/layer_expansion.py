@@ -50,18 +50,18 @@ class _Body:
 
 
 def expand_layer_operators(
-    captured: Captured, away: Mapping[int, Sequence[ModelState | None]] | None = None
+    captured: Captured, parked: Mapping[int, Sequence[ModelState | None]] | None = None
 ) -> Captured:
     """Replace each ``partition::layer`` operator in the graph of ``captured``, a model as one graph, by copies of the
     operators of an equal layer, in place. Such an operator stands for a call of a layer that was not traced. Return
     ``captured`` with the node names, states (parameters and buffers) and placeholders of the new graph. Raise
     :class:`NotRepeatable` if it cannot be shown that the calls are equal.
 
-    ``away``: number of each module whose parameters were removed during the trace -> its parameters and buffers in
+    ``parked``: number of each module whose parameters were removed during the trace -> its parameters and buffers in
     order, with ``None`` for those that were not removed, such as buffers.
     """
     graph = captured.graph
-    restored = _PlaceholderRestorer(captured, away or {})
+    restored = _PlaceholderRestorer(captured, parked or {})
     found = [n for n in graph.nodes if n.target is LAYER]
     if not found:
         return captured
@@ -138,12 +138,12 @@ class _PlaceholderRestorer:
     -> name of its parameter. ``nodes``: the new placeholders.
     """
 
-    def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
-        """Start without placeholders. ``captured``: the model whose graph gets them. ``away``: number of each module
+    def __init__(self, captured: Captured, parked: Mapping[int, Sequence[ModelState | None]]) -> None:
+        """Start without placeholders. ``captured``: the model whose graph gets them. ``parked``: number of each module
         whose parameters were removed during the trace -> its parameters and buffers in order, with ``None`` for those
         that were not removed, such as buffers."""
-        self.graph, self.away = captured.graph, away
-        self.states = {state.name: state for of_module in away.values() for state in of_module if state is not None}
+        self.graph, self.away = captured.graph, parked
+        self.states = {state.name: state for of_module in parked.values() for state in of_module if state is not None}
         self.placeholders: dict[str, str] = {}
         self.nodes: list[fx.Node] = []
         self._nodes: dict[str, fx.Node] = {}

@@ -44,13 +44,13 @@ class TransposedBackward:
     results to gradients of its inputs; ``B`` is a matrix, and ``c`` does not depend on ``g``. The transpose multiplies
     changes (tangents) of the inputs by the transpose of ``B``, which gives changes of the results.
 
-    ``graph``: takes a change of each input, then the tensors ``held``, which ``backward`` reads. It returns
+    ``graph``: takes a change of each input, then the tensors ``captured_tensors``, which ``backward`` reads. It returns
     ``num_results`` changes of the results, then the parts ``c`` for the inputs with the indices ``constant`` (from
     0). ``complete``: whether every change of a result depends on the change of every input, and there is no ``c``.
     """
 
     graph: fx.GraphModule
-    held: Sequence[Tensor]
+    captured_tensors: Sequence[Tensor]
     num_results: int
     constant: tuple[int, ...]
     complete: bool
@@ -59,7 +59,7 @@ class TransposedBackward:
         """Apply the transpose of ``backward(g) = B g + c`` to ``changes``, one tensor for each input of the function
         that ``backward`` belongs to. Return a sequence of the changes of the function's results, and a dict from the
         index of an input to its part ``c``, for the inputs that have one."""
-        found: Any = self.graph(*changes, *self.held)
+        found: Any = self.graph(*changes, *self.captured_tensors)
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
 
 
@@ -78,14 +78,14 @@ def transpose_backward(
     traced = _TracedBackward.trace(backward, seeds)
     if some:
         _check_none_is_zero(backward, seeds, traced)
-    made, held = _trace_functional_graph(
+    graph_module, captured_tensors = _trace_functional_graph(
         lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes
     )
-    _drop_seeds(made, len(seeds))
-    output: Any = made.graph.output_node().args[0]
-    given = [n for n in made.graph.nodes if n.op == "placeholder"][: len(changes)]
+    _drop_seeds(graph_module, len(seeds))
+    output: Any = graph_module.graph.output_node().args[0]
+    given = [n for n in graph_module.graph.nodes if n.op == "placeholder"][: len(changes)]
     complete = not traced.constant_results and all(_collect_read_nodes(node).issuperset(given) for node in output)
-    return TransposedBackward(made, held, len(seeds), traced.constant_results, complete)
+    return TransposedBackward(graph_module, captured_tensors, len(seeds), traced.constant_results, complete)
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,13 @@ class _TracedBackward:
     """The graph, without in-place operators, of a ``backward`` function, which maps gradients of results to gradients
     of inputs.
 
-    ``seeds``: the placeholders of the incoming gradients. ``held``: placeholder -> tensor, for the other tensors that
-    it reads. ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: for each node,
-    whether its value depends on the incoming gradients, and whether it is zero if they are.
-    """
+    ``seeds``: the placeholders of the incoming gradients. ``captured_tensors``: placeholder -> tensor, for the other
+    tensors that it reads. ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: for
+    each node, whether its value depends on the incoming gradients, and whether it is zero if they are."""
 
     graph: fx.Graph
     seeds: list[fx.Node]
-    held: Mapping[fx.Node, Tensor]
+    captured_tensors: Mapping[fx.Node, Tensor]
     results: Sequence[fx.Node | None]
     parts: Mapping[fx.Node, AffinePart]
 
@@ -116,16 +115,16 @@ class _TracedBackward:
         graph = module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         given, read = placeholders[: len(seeds)], placeholders[len(seeds) :]
-        held = dict(zip(read, tensors, strict=True))
+        captured_tensors = dict(zip(read, tensors, strict=True))
         _check_effects(graph, given)
         for node in graph.nodes:
             if node.target is aten.detach.default:  # a first derivative goes through it
                 node.replace_all_uses_with(node.args[0])
         replace_shape_reads(graph)
         drop_unused(graph)
-        zeros = [n for n, tensor in held.items() if _is_zero(tensor)]
+        zeros = [n for n, tensor in captured_tensors.items() if _is_zero(tensor)]
         results: Any = graph.output_node().args[0]
-        return cls(graph, given, held, results, find_affine_parts(graph, given, zeros))
+        return cls(graph, given, captured_tensors, results, find_affine_parts(graph, given, zeros))
 
     @property
     def constant_results(self) -> tuple[int, ...]:
@@ -141,7 +140,7 @@ class _TracedBackward:
         ``seeds``: tensors of the shapes and dtypes of the incoming gradients ``g``.
         """
         grads = [g.detach().requires_grad_() for g in seeds]
-        env: dict[fx.Node, Any] = {**self.held, **dict(zip(self.seeds, grads, strict=True))}
+        env: dict[fx.Node, Any] = {**self.captured_tensors, **dict(zip(self.seeds, grads, strict=True))}
         for node in self.graph.nodes:
             if node.op == "call_function":
                 with torch.set_grad_enabled(self.parts[node].depends):
@@ -201,9 +200,9 @@ class _ExpressionNumbers:
         ``names``: an integer for each incoming gradient, in order, that identifies it. ``zeros``: placeholders of
         incoming gradients that are assumed to be zero.
         """
-        held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
+        held_zero = [n for n, tensor in traced.captured_tensors.items() if _is_zero(tensor)]
         parts = find_affine_parts(traced.graph, zeros, held_zero)
-        env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.held.items()}
+        env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.captured_tensors.items()}
         env |= {n: ("gradient", name) for n, name in zip(traced.seeds, names, strict=True)}
         for node in traced.graph.nodes:
             if node.op == "output":
@@ -326,9 +325,9 @@ def _trace_functional_graph(
     tensors = {name: tensor for name, tensor in read.items() if name not in numbers}
 
     def run(*given: Tensor) -> Any:
-        held = dict(zip(tensors, given[len(arguments) :], strict=True))
-        held |= {name: torch.full((), value, dtype=dtype) for name, (value, dtype) in numbers.items()}
-        return _ConstantInterpreter(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
+        captured_tensors = dict(zip(tensors, given[len(arguments) :], strict=True))
+        captured_tensors |= {name: torch.full((), value, dtype=dtype) for name, (value, dtype) in numbers.items()}
+        return _ConstantInterpreter(raw, captured_tensors).run(*given[: len(arguments)], enable_io_processing=False)
 
     functional = torch.func.functionalize(run, remove="mutations")
     return make_fx(functional, _list_backward_decompositions(), tracing_mode="real")(*arguments, *tensors.values()), [
@@ -358,16 +357,15 @@ class ConvolutionGeometry(NamedTuple):
     groups: int
 
 
-def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *how: Any) -> Any:
+def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any) -> Any:
     """Decompose ``convolution_backward`` into a convolution that does not read the input, if only the gradient of the
     input is wanted. Return (gradient of the input, ``None``, ``None``), or ``NotImplemented`` if other gradients are
     wanted too.
 
     ``grad``: the gradient of the convolution's result. ``x``, ``weight``: its operands. ``bias_sizes``: the shape of
-    its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
-    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted.
-    """
-    *geometry, output_mask = how
+    its bias, or ``None``. ``options``: stride, padding, dilation, whether the convolution is transposed, output
+    padding, number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
+    *geometry, output_mask = options
     if list(output_mask) != [True, False, False]:
         return NotImplemented
     stride, padding, dilation, transposed, _, groups = ConvolutionGeometry(*geometry)
@@ -383,9 +381,9 @@ class _ConstantInterpreter(fx.Interpreter):
     """Runs a graph, ``module``, in which constants (``get_attr`` nodes) are read from the dict ``held``, name ->
     tensor, instead of from the module."""
 
-    def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: fx.GraphModule, captured_tensors: Mapping[str, Tensor]) -> None:
         super().__init__(module)
-        self.held = held
+        self.held = captured_tensors
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.held[target]
@@ -424,12 +422,12 @@ _SHAPE_ALONE = frozenset(
 )
 
 
-def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
-    """Remove the first ``num_seeds`` placeholders from ``made``, in place; they are the incoming gradients of a
-    ``backward`` function whose transpose is ``made``. The transpose does not read their values if the function is
-    linear in them. Raise :class:`NotAffine` if it does. Operators that read only their shape are changed to read zeros.
-    """
-    graph = made.graph
+def _drop_seeds(graph_module: fx.GraphModule, num_seeds: int) -> None:
+    """Remove the first ``num_seeds`` placeholders from ``graph_module``, in place; they are the incoming gradients of a
+    ``backward`` function whose transpose is ``graph_module``. The transpose does not read their values if the function
+    is linear in them. Raise :class:`NotAffine` if it does. Operators that read only their shape are changed to read
+    zeros."""
+    graph = graph_module.graph
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SHAPE_ALONE:
             value = node.args[1].meta["val"]
@@ -442,7 +440,7 @@ def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
             raise NotAffine(NOT_LINEAR.format(f"the derivative of {user.target}"))
         graph.erase_node(seed)
     graph.set_codegen(fx.graph.CodeGen())
-    made.recompile()
+    graph_module.recompile()
 
 
 def _collect_read_nodes(node: fx.Node) -> set[fx.Node]:

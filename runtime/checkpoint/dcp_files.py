@@ -189,9 +189,9 @@ _PLAIN_CLASSES = {
 }
 
 
-def load_plain_pickle(content: bytes, what: str) -> Any:
-    """Return the descriptions of tensors that are pickled in ``content``. ``what``: a name of ``content`` for the error
-    message.
+def load_plain_pickle(content: bytes, label: str) -> Any:
+    """Return the descriptions of tensors that are pickled in ``content``. ``label``: a name of ``content`` for the
+    error message.
 
     Raise :class:`DamagedCheckpointError` if ``content`` is damaged, or has a class or function that does not belong to
     descriptions of tensors; such a function is not called.
@@ -200,7 +200,7 @@ def load_plain_pickle(content: bytes, what: str) -> Any:
         return _PlainUnpickler(io.BytesIO(content)).load()
     except Exception as error:  # of damaged pickles any
         raise DamagedCheckpointError(
-            f"{what} cannot be read: {type(error).__name__}: {error}; load another checkpoint"
+            f"{label} cannot be read: {type(error).__name__}: {error}; load another checkpoint"
         ) from None
 
 

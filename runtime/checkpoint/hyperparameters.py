@@ -58,16 +58,15 @@ def _describe_optimizer(
     }
 
 
-def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
+def merge_rank_descriptions(rank_descriptions: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
     """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`, and return the
     combined description.
 
     A description of an optimizer is a dict with its class name, the names of its hyperparameters, and its parameter
-    groups with their hyperparameters. ``of_ranks``: for each rank, its list of descriptions (one for each optimizer) or
-    ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list of them
-    for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers.
-    """
-    found = [d for d in of_ranks if d is not None]
+    groups with their hyperparameters. ``rank_descriptions``: for each rank, its list of descriptions (one for each
+    optimizer) or ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a
+    list of them for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers."""
+    found = [d for d in rank_descriptions if d is not None]
     if len({len(d) for d in found}) > 1:
         raise CheckpointError(
             f"ranks have {' and '.join(sorted({str(len(d)) for d in found}))} optimizers: expected the same number on "
@@ -77,16 +76,16 @@ def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None
     return several if len(several) > 1 else (several or [None])[0]
 
 
-def _merge_descriptions(described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return one description of an optimizer, a dict like those in ``described`` but with the parameter groups of all
-    ranks; ``None`` if no rank has the optimizer.
+def _merge_descriptions(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return one description of an optimizer, a dict like those in ``descriptions`` but with the parameter groups of
+    all ranks; ``None`` if no rank has the optimizer.
 
-    ``described``: for each rank that has it, a dict with its class name, defaults and parameter groups.
+    ``descriptions``: for each rank that has it, a dict with its class name, defaults and parameter groups.
     """
-    if not described:
+    if not descriptions:
         return None
-    groups = {tuple(g["names"]): g for d in reversed(described) for g in reversed(d["groups"])}
-    return {**described[0], "groups": list(reversed(groups.values()))}
+    groups = {tuple(g["names"]): g for d in reversed(descriptions) for g in reversed(d["groups"])}
+    return {**descriptions[0], "groups": list(reversed(groups.values()))}
 
 
 def match_by_names(
@@ -215,11 +214,10 @@ def match_by_position(given: Optimizers, groups: Sequence[Any] | None) -> list[l
     return [list(kept or ()) for kept in groups]
 
 
-def set_hyperparameters(given: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Set the hyperparameters of the optimizers ``given`` (one, a list, or ``None``): ``values[i][k]`` (name -> value)
-    is for group ``k`` of optimizer ``i``.
-    """
-    for optimizer, of_groups in zip(list_optimizers(given), values, strict=True):
+def set_hyperparameters(optimizers: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Set the hyperparameters of the optimizers ``optimizers`` (one, a list, or ``None``): ``values[i][k]`` (name ->
+    value) is for group ``k`` of optimizer ``i``."""
+    for optimizer, of_groups in zip(list_optimizers(optimizers), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
             for key, value in saved.items():
                 if isinstance(group.get(key), Tensor):

@@ -270,16 +270,16 @@ def _warn_of_other_tensors(folder: Path, reader: ShardReader, rank: RankProgram)
 
 
 def _select_extra_states(
-    found: CheckpointMatch, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]
+    found: CheckpointMatch, training: Mapping[str, Any], rank: RankProgram, requested: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the saved state of each object named in ``asked``, such as a data loader, for this rank.
+    """Return the saved state of each object named in ``requested``, such as a data loader, for this rank.
 
     ``training``: the saved data other than tensors. If the ranks had different states, this rank gets its own. Raise
     :class:`CheckpointError` if a state is missing, or if states differ between ranks and the mesh is not the one of the
     checkpoint. ``found``: the checkpoint. ``rank``: the program of this rank, with its mesh.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
-    for name in asked:
+    for name in requested:
         if name not in held:
             have = ", ".join(held) or "nothing"
             raise CheckpointError(f"{found.folder} holds no state of {name!r}; beside the weights it has {have}")
@@ -288,7 +288,7 @@ def _select_extra_states(
                 f"the state of {name!r} in {found.folder} differed between ranks, so it cannot be restored under "
                 f"another mesh; resume under {found.manifest['mesh']}, or leave it out of extra="
             )
-    return {name: of_ranks[name][rank.rank] if name in of_ranks else held[name] for name in asked}
+    return {name: of_ranks[name][rank.rank] if name in of_ranks else held[name] for name in requested}
 
 
 def _read_group_hyperparameters(

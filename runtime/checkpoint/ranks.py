@@ -72,11 +72,11 @@ class Peers:
         found = self.sum_numbers(padded)
         return [found[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
-    def run_on_all_ranks(self, what: str, work: Callable[[], _T]) -> _T:
+    def run_on_all_ranks(self, action: str, work: Callable[[], _T]) -> _T:
         """Call ``work`` on every rank, and return this rank's result once it has succeeded on all ranks. All ranks call
         this.
 
-        If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``what``: start of the message, such as
+        If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``action``: start of the message, such as
         "the copy in memory was not made".
         """
         error: Exception | None = None
@@ -88,9 +88,9 @@ class Peers:
         if isinstance(error, CheckpointError):
             raise error
         if error is not None:
-            raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{action}: {type(error).__name__}: {error}") from error
         if any(failed):
-            raise CheckpointError.from_other_rank(f"{what}: rank {failed.index(1)} failed; its own error says why")
+            raise CheckpointError.from_other_rank(f"{action}: rank {failed.index(1)} failed; its own error says why")
         return result
 
     def send(self, content: Tensor, to: int) -> list[Any]:

@@ -66,8 +66,8 @@ class Staging:
 
     def start_copies(
         self,
-        moving: Sequence[ShardPiece],
-        still: Sequence[ShardPiece],
+        changing: Sequence[ShardPiece],
+        unchanging: Sequence[ShardPiece],
         optimizers: Sequence[torch.optim.Optimizer | None],
     ) -> list[ShardPiece]:
         """Start to copy the state for a save, and return pieces (rectangular parts of tensors) that refer to the
@@ -81,20 +81,20 @@ class Staging:
         Pieces on disk are not copied and are returned as they are. Call this only after the previous save has ended.
         """
         self._remove_hooks()
-        everything = [*moving, *still]
+        everything = [*changing, *unchanging]
         self._as_it_is = [(p, p.tensor._version) for p in everything if is_mapped(p.tensor)]
-        moving, still = ([p for p in given if not is_mapped(p.tensor)] for given in (moving, still))
+        changing, unchanging = ([p for p in given if not is_mapped(p.tensor)] for given in (changing, unchanging))
         used: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        for piece in (*moving, *still):
+        for piece in (*changing, *unchanging):
             key = piece.key, piece.offsets
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != piece.tensor.shape or buffer.dtype != piece.tensor.dtype:
                 buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
             used[key] = buffer
         self._buffers = used
-        for piece in moving:
+        for piece in changing:
             used[piece.key, piece.offsets].copy_(piece.tensor)
-        self._later = [(p, used[p.key, p.offsets], p.tensor._version) for p in still]
+        self._later = [(p, used[p.key, p.offsets], p.tensor._version) for p in unchanging]
         self.copied.clear()
         if self.device.type == "cuda":
             self._ready = torch.cuda.current_stream(self.device).record_event()
@@ -178,7 +178,7 @@ class CheckpointContent:
     """Everything that one rank has to save to a checkpoint.
 
     Args:
-        rank: the program of this rank. ``moving``: rectangular parts of tensors that may change before the optimizer
+        rank: the program of this rank. ``changing``: rectangular parts of tensors that may change before the optimizer
             steps.
         still: rectangular parts of tensors that change only when the optimizer steps.
         training: state that is equal on all ranks, such as step counters.
@@ -188,8 +188,8 @@ class CheckpointContent:
     """
 
     rank: RankProgram
-    moving: Sequence[ShardPiece]
-    still: Sequence[ShardPiece]
+    changing: Sequence[ShardPiece]
+    unchanging: Sequence[ShardPiece]
     training: Mapping[str, Any]
     random: Mapping[str, Any]
     own: Mapping[str, Any]
@@ -207,8 +207,8 @@ class Saving:
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, work: Callable[[], None], behind: bool) -> None:
-        """Call ``work``, which writes the checkpoint: in a new thread if ``behind`` is true, so that training
+    def run(self, work: Callable[[], None], in_background: bool) -> None:
+        """Call ``work``, which writes the checkpoint: in a new thread if ``in_background`` is true, so that training
         continues, else before this method returns. An exception of ``work`` is stored in :attr:`error`.
         """
 
@@ -223,7 +223,7 @@ class Saving:
                 if not threading.main_thread().is_alive():
                     raise  # nobody asks any more
 
-        if behind:
+        if in_background:
             thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
             thread.start()
             self._thread = thread
@@ -281,7 +281,7 @@ class Saver:
     def save(
         self,
         directory: Path,
-        made: Callable[[], CheckpointContent],
+        build_content: Callable[[], CheckpointContent],
         optimizer: Optimizers,
         *,
         wait: bool,
@@ -295,22 +295,21 @@ class Saver:
             wait: return only after the checkpoint is complete and ``then`` has returned, on all ranks.
             then: called with the folder on rank 0 once the checkpoint is complete.
 
-        Raise :class:`CheckpointError` on all ranks, before anything is written, if the previous save, or ``made``,
-        failed on any rank.
-        """
+        Raise :class:`CheckpointError` on all ranks, before anything is written, if the previous save, or
+        ``build_content``, failed on any rank."""
         contents: list[CheckpointContent] = []
 
         def ready() -> None:
             self.wait()
-            contents.append(made())
+            contents.append(build_content())
 
         target = agree_on_target(directory.resolve(), self.communicator, self.world_size, before=ready)
         [content] = contents
         self.saved_at = content.steps
         first = content.rank.rank == 0
-        held = [*content.moving, *content.still]
+        held = [*content.changing, *content.unchanging]
         if not wait:
-            held = self._staging.start_copies(content.moving, content.still, list_optimizers(optimizer))
+            held = self._staging.start_copies(content.changing, content.unchanging, list_optimizers(optimizer))
             content = replace(content, training=dict(content.training), own=copy.deepcopy(content.own))
         self.last = Saving(target.final, self._staging.copied)
 
@@ -319,7 +318,7 @@ class Saver:
             if first and then is not None:
                 then(target.final)
 
-        self.last.run(work, behind=not wait)
+        self.last.run(work, in_background=not wait)
         _SAVINGS.add(self.last)
         if wait:
             self.settle()
@@ -381,13 +380,12 @@ class Saver:
         self._staging.copied.wait()
 
 
-def _run_on_all_ranks(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
+def _run_on_all_ranks(work: Callable[[], None], communicator: Communicator, world_size: int, action: str) -> None:
     """Call ``work`` on every rank. If it fails on any rank, raise an error on all of them: the error of ``work`` where
     it failed, a :class:`CheckpointError` elsewhere. All ranks call this.
 
-    ``what``: start of the message of the :class:`CheckpointError`, such as what was not written. ``world_size``: number
-    of ranks. ``communicator``: connects this rank with the others.
-    """
+    ``action``: start of the message of the :class:`CheckpointError`, such as what was not written. ``world_size``:
+    number of ranks. ``communicator``: connects this rank with the others."""
     error: Exception | None = None
     try:
         work()
@@ -399,7 +397,7 @@ def _run_on_all_ranks(work: Callable[[], None], communicator: Communicator, worl
     if error is not None:
         raise error
     if any(failures):
-        raise CheckpointError.from_other_rank(f"{what}: rank {failures.index(1)} failed; its own error says why")
+        raise CheckpointError.from_other_rank(f"{action}: rank {failures.index(1)} failed; its own error says why")
 
 
 def agree_on_target(
@@ -453,16 +451,16 @@ def list_pieces(
     """
     saved = list_saved_states(rank.program)
     mine = list_written_states(rank, saved)
-    moving: list[ShardPiece] = []
-    still: list[ShardPiece] = []
+    changing: list[ShardPiece] = []
+    unchanging: list[ShardPiece] = []
     for name in saved:
         if name in mine:
-            to = still if optimizer is not None and optimizer.updates_parameter(name) else moving
+            to = unchanging if optimizer is not None and optimizer.updates_parameter(name) else changing
             own = find_rank_shard(rank.program, name, rank.rank)
             to += list_shard_pieces(MODEL, name, rank.program.states[name], own, states[name].detach())
             if optimizer is not None and name in optimizer.parameters:
                 to += optimizer.pieces(rank, name)
-    return moving, still
+    return changing, unchanging
 
 
 def list_saved_states(program: Program) -> list[str]:
@@ -483,16 +481,16 @@ def list_weight_states(program: Program) -> list[str]:
 def _write_rank_part(
     target: CheckpointTarget,
     content: CheckpointContent,
-    held: Sequence[ShardPiece],
+    pieces: Sequence[ShardPiece],
     timeout: float,
     staging: Staging | None,
 ) -> None:
     """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint. Other ranks wait until it is
     complete. On an error, report it to the other ranks and raise it.
 
-    ``target``: the paths of the checkpoint. ``content``: everything that this rank saves. ``held``: the rectangular
+    ``target``: the paths of the checkpoint. ``content``: everything that this rank saves. ``pieces``: the rectangular
     parts of tensors to write. ``timeout``: seconds to wait for other ranks. ``staging``: copies the tensors to host
-    memory; the copies, to which ``held`` refers, are finished first. ``None``: ``held`` refers to the tensors
+    memory; the copies, to which ``pieces`` refers, are finished first. ``None``: ``pieces`` refers to the tensors
     themselves.
     """
     from partitioner.runtime.checkpoint.dcp_files import pack_record, write_shards
@@ -503,7 +501,7 @@ def _write_rank_part(
             target.begin(rank)
             if staging is not None:
                 staging.finish_copies()
-            written = write_shards(target.partial, rank, held)
+            written = write_shards(target.partial, rank, pieces)
         finally:
             if staging is not None:
                 staging.release()

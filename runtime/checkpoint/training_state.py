@@ -45,14 +45,18 @@ class Stateful(Protocol):
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None
 
 
-def list_optimizers(given: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]:
-    """Return the optimizers in ``given`` (one, a list, or ``None``) as a tuple, which is empty for ``None``.
+def list_optimizers(optimizers: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]:
+    """Return the optimizers in ``optimizers`` (one, a list, or ``None``) as a tuple, which is empty for ``None``.
 
     Raise :class:`CheckpointError` for other objects.
     """
-    if given is None:
+    if optimizers is None:
         return ()
-    found = (given,) if hasattr(given, "param_groups") or not isinstance(given, Sequence) else tuple(given)
+    found = (
+        (optimizers,)
+        if hasattr(optimizers, "param_groups") or not isinstance(optimizers, Sequence)
+        else tuple(optimizers)
+    )
     for optimizer in found:
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise CheckpointError(
@@ -77,8 +81,8 @@ class OptimizerState:
     have the same parameter, or if there are several and a trained parameter is in none.
     """
 
-    def __init__(self, given: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.optimizers = list_optimizers(given)
+    def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.optimizers = list_optimizers(optimizers)
         self.parameters = parameters
         own = {id(p): name for name, p in parameters.items()}
         owners: dict[int, int] = {}

@@ -75,8 +75,10 @@ class LevelwiseReduction:
     length of a shard by ``codec.chunk``.
     """
 
-    def __init__(self, buffer: Tensor, groups: Sequence[RankGroup], rest: RankGroup, codec: Codec | None) -> None:
-        self.buffer, self.groups, self.rest, self.codec = buffer, groups, rest, codec
+    def __init__(
+        self, buffer: Tensor, groups: Sequence[RankGroup], all_reduce_group: RankGroup, codec: Codec | None
+    ) -> None:
+        self.buffer, self.groups, self.rest, self.codec = buffer, groups, all_reduce_group, codec
         self.senders: list[ErrorFeedbackEncoder] = []  # of the parts of the last level, and of this rank's sum of one
         if codec is not None:
             numel = buffer.numel()

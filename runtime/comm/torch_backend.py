@@ -66,15 +66,15 @@ class Transfer:
     def __init__(
         self,
         group: TorchGroup,
-        works: Sequence[TransferHandle],
+        handles: Sequence[TransferHandle],
         result: Tensor,
         finish: Callable[[Tensor, int], Tensor] | None = None,
         dim: int = 0,
-        sent: Tensor | None = None,
+        operand: Tensor | None = None,
         copied: bool = False,
     ) -> None:
-        self.group, self.works, self.result, self.finish, self.dim = group, works, result, finish, dim
-        self.sent, self.copied = sent, copied
+        self.group, self.works, self.result, self.finish, self.dim = group, handles, result, finish, dim
+        self.sent, self.copied = operand, copied
 
     def wait(self) -> Tensor:
         """Wait until the transfer ends, free the memory of a copied operand, and return the converted result."""
@@ -133,8 +133,8 @@ class TorchGroup:
         """
         parts = split_evenly(resolve_conjugation(x), dim, self.size)
         out = torch.empty_like(parts)
-        works = [self.backend.alltoall_base(view_as_real(out), view_as_real(parts), [], [])]
-        return Transfer(self, works, out, finish, finished_dim, parts, not share_memory(parts, x))
+        handles = [self.backend.alltoall_base(view_as_real(out), view_as_real(parts), [], [])]
+        return Transfer(self, handles, out, finish, finished_dim, parts, not share_memory(parts, x))
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         """Start to send rows of ``x``: the first ``sends[0]`` to rank 0 of the group, and so on. Return the collective
@@ -143,7 +143,10 @@ class TorchGroup:
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
         return Transfer(
-            self, [self.backend.alltoall_base(view_as_real(out), view_as_real(x), [*receives], [*sends])], out, sent=x
+            self,
+            [self.backend.alltoall_base(view_as_real(out), view_as_real(x), [*receives], [*sends])],
+            out,
+            operand=x,
         )
 
 
@@ -169,8 +172,10 @@ class GlooGroup(TorchGroup):
         out = x.new_empty((self.size, *x.shape))
         parts = list(out.unbind(0))
         parts[self.index].copy_(x)
-        works = [self.backend.broadcast([view_as_real(part)], how) for part, how in zip(parts, self._from, strict=True)]
-        return Transfer(self, works, out, join_parts, dim)
+        handles = [
+            self.backend.broadcast([view_as_real(part)], how) for part, how in zip(parts, self._from, strict=True)
+        ]
+        return Transfer(self, handles, out, join_parts, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         return self._exchange_parts(x, dim, sum_parts)
@@ -193,7 +198,7 @@ class NcclGroup(TorchGroup):
         parts = split_evenly(resolve_conjugation(x), dim, self.size)
         out = torch.empty_like(parts[0])
         return Transfer(
-            self, [self.backend._reduce_scatter_base(view_as_real(out), view_as_real(parts))], out, sent=parts
+            self, [self.backend._reduce_scatter_base(view_as_real(out), view_as_real(parts))], out, operand=parts
         )
 
 

@@ -170,8 +170,8 @@ class Engine:
         self._scale = create_loss_scale(program, loss_scale)
         self._gradients = RankGradients(self.rank_program, self._shards, channel, copier)
         self._agreement = ConsistencyChecks(mine, self._parameters, self._gradients.owned, communicator)
-        hosted = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
-        self._shards.update(hosted.whole)
+        host_parameters = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
+        self._shards.update(host_parameters.whole)
         self._loss: StepLoss | None = None
         self._executor = Executor(
             self.rank_program,
@@ -179,10 +179,10 @@ class Engine:
             self._gradients,
             channel,
             library or BlockLibrary(program, self.device, how.compile),
-            TransientParameters(sharded, hosted),
+            TransientParameters(sharded, host_parameters),
             ExecutorOptions(keep_outputs, tape=how.tape),
         )
-        state = EngineState(self._shards, self._gradients, sharded, hosted)
+        state = EngineState(self._shards, self._gradients, sharded, host_parameters)
         self._further = FurtherExecutors(family, channel, state, how, keep_outputs)
         self._latest = LatestRun(self._executor)
         self._generations = 0  # calls of :meth:`generate`

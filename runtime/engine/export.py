@@ -272,20 +272,20 @@ def export_weight_files(
     """
     for name in list_weight_states(rank.program):
         check_storable(name, dtype_of(rank.program.states[name].dtype))
-    place = directory.resolve()
-    target = agree_on_target(place, communicator, rank.program.world_size, lambda: _check_foreign_weights(place), OWN)
+    folder = directory.resolve()
+    target = agree_on_target(folder, communicator, rank.program.world_size, lambda: _check_foreign_weights(folder), OWN)
     target.partial.mkdir(exist_ok=True)
     chunks = assign_export_files(rank.program)
     for chunk in chunks:
-        mine = _is_chunk_writer(chunk, rank)
-        if mine is not None:
+        is_writer = _is_chunk_writer(chunk, rank)
+        if is_writer is not None:
             _write_chunk(
                 target.partial / chunk.format_file_name("model", len(chunks)),
                 chunk.states,
                 shards,
                 rank,
                 communicator,
-                mine,
+                is_writer,
             )
     communicator.barrier()
     if rank.rank == 0:
@@ -294,15 +294,15 @@ def export_weight_files(
     communicator.barrier()
 
 
-def _check_foreign_weights(place: Path) -> None:
-    """Raise :class:`CheckpointError` if the folder ``place`` has weights that tools would read instead of the exported
+def _check_foreign_weights(folder: Path) -> None:
+    """Raise :class:`CheckpointError` if the folder ``folder`` has weights that tools would read instead of the exported
     ones.
     """
-    names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     others = [name for name in names if re.fullmatch(_WEIGHTS, name) and not re.fullmatch(OWN, name)]
     if others:
         raise CheckpointError(
-            f"{place} holds other weights, {', '.join(others[:3])}, which tools would read instead of these: export "
+            f"{folder} holds other weights, {', '.join(others[:3])}, which tools would read instead of these: export "
             "into another folder, or move them away"
         )
 
@@ -384,21 +384,21 @@ def _write_chunk(
     shards: Mapping[str, Tensor],
     rank: RankProgram,
     communicator: Communicator,
-    mine: bool,
+    is_writer: bool,
 ) -> None:
-    """Gather the tensors ``names`` from the ranks that hold parts of them and, if ``mine`` is true on this rank, write
-    them to ``file``. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
+    """Gather the tensors ``names`` from the ranks that hold parts of them and, if ``is_writer`` is true on this rank,
+    write them to ``file``. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
 
     ``rank``: the program of this rank.
     """
     content: dict[str, Tensor] = {}
     for name in names:
         whole = _gather_weight(name, shards[name], rank, communicator)
-        if mine:
+        if is_writer:
             data, whole = rank.program.states[name], whole.detach().cpu()
             parts = map_model_names(name, data, whole) if data.parts else {name: whole}
             content |= {n: part.contiguous().clone() for n, part in parts.items()}
-    if mine:
+    if is_writer:
         save_file(content, file, metadata={"format": "pt"})
 
 

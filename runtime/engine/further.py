@@ -36,14 +36,13 @@ class EngineState:
     """The tensors of one rank that all programs of a plan (for training steps, and for evaluation) use together.
 
     ``shards``: name -> this rank's shard of a parameter or buffer. ``gradients``: holds the gradients of the
-    parameters. ``sharded``: manages the parameters that ZeRO divides. ``hosted``: manages the parameters in host
-    memory.
-    """
+    parameters. ``sharded``: manages the parameters that ZeRO divides. ``host_parameters``: manages the parameters in
+    host memory."""
 
     shards: Mapping[str, Tensor]
     gradients: RankGradients
     sharded: ShardedParameters
-    hosted: HostParameters
+    host_parameters: HostParameters
 
 
 class LatestRun(NamedTuple):
@@ -61,14 +60,14 @@ class LatestRun(NamedTuple):
 class FurtherExecutors:
     """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is created at
     its first use. ``family``: all programs of the plan. ``communicator``: connects this rank with the others.
-    ``state``: the tensors that all programs use together. ``how``: whether instructions run eagerly, compiled or
+    ``state``: the tensors that all programs use together. ``setup``: whether instructions run eagerly, compiled or
     replayed. ``keep_outputs``: whether they collect the model's results.
     """
 
     family: ProgramFamily
     communicator: Communicator
     state: EngineState
-    how: ExecutionSetup
+    setup: ExecutionSetup
     keep_outputs: bool = False
     _made: dict[tuple[str, bool], Executor] = field(default_factory=dict)
 
@@ -139,12 +138,12 @@ class FurtherExecutors:
             shards | sharded.whole,
             gradients,
             self.communicator,
-            BlockLibrary(program, device, self.how.compile),
-            TransientParameters(sharded, state.hosted),
+            BlockLibrary(program, device, self.setup.compile),
+            TransientParameters(sharded, state.host_parameters),
             ExecutorOptions(
                 keep_outputs or bool(further.caches),
                 frozenset(i.value for i in program.inputs if i.path in further.caches),
-                self.how.tape,
+                self.setup.tape,
             ),
         )
 

@@ -158,15 +158,14 @@ class TokenGenerator:
         """Return the token with which the decoder begins; ``None`` for a model without an encoder."""
         return self.decode.first_token
 
-    def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, filling: int) -> Prompt:
+    def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, pad_token: int) -> Prompt:
         """Return the prompts ``tokens`` ``[batch, positions]``, padded to the sizes that the plan's programs expect:
         samples are added, and tokens on the left if the prompts have fewer positions than prefill (the program that
         reads prompts) takes at a time.
 
         ``mask``: in the shape of ``tokens``, 0 at padding (on the left, or with an encoder anywhere), 1 elsewhere;
-        ``None``: no token is padding. ``new``: the number of tokens to generate. ``filling``: the token that stands for
-        padding. Raise :class:`BatchError` if the prompts do not fit the caches, or are malformed.
-        """
+        ``None``: no token is padding. ``new``: the number of tokens to generate. ``pad_token``: the token that stands
+        for padding. Raise :class:`BatchError` if the prompts do not fit the caches, or are malformed."""
         batch, read, length = self.shape
         self._check_prompt(tokens, mask, new)
         samples, given = tokens.shape
@@ -176,10 +175,10 @@ class TokenGenerator:
         rows = torch.arange(batch, device=device).clamp(max=samples - 1)  # new samples repeat the last one
         missing = max(0, read - given)
         if self.first_token is not None:
-            tokens = torch.nn.functional.pad(tokens, (0, missing), value=filling)[rows]
+            tokens = torch.nn.functional.pad(tokens, (0, missing), value=pad_token)[rows]
             mask = torch.nn.functional.pad(mask, (0, missing))[rows]
             return Prompt(tokens, mask, torch.zeros_like(mask), samples, 1)
-        tokens = torch.nn.functional.pad(tokens, (missing, 0), value=filling)
+        tokens = torch.nn.functional.pad(tokens, (missing, 0), value=pad_token)
         mask = torch.nn.functional.pad(
             torch.nn.functional.pad(mask, (missing, 0)), (0, length - missing - given), value=1
         )
@@ -249,7 +248,7 @@ class TokenGenerator:
         new: int,
         sampling: Sampling,
         ends: Sequence[int],
-        filling: int,
+        pad_token: int,
         generator: torch.Generator,
     ) -> Tensor:
         """Generate at most ``new`` tokens after each of the prompts ``prompt``. Return the new tokens on every rank,
@@ -257,7 +256,7 @@ class TokenGenerator:
         batch are left out.
 
         ``sampling``: how a token is chosen from the logits. ``ends``: tokens after which a sample has ended; it then
-        gets the token ``filling`` at each further position. ``generator``: draws random numbers, alike on all ranks.
+        gets the token ``pad_token`` at each further position. ``generator``: draws random numbers, alike on all ranks.
         The key/value caches are allocated here, and are released at the end.
         """
         self.caches = self._allocate_caches()
@@ -268,7 +267,7 @@ class TokenGenerator:
             last = torch.tensor(list(ends), device=self.communicator.device)
             while True:
                 chosen = self._agree_on_tokens(logits, prompt.samples, sampling, generator)
-                chosen = torch.where(running, chosen, filling)
+                chosen = torch.where(running, chosen, pad_token)
                 made.append(chosen)
                 running = running & ~torch.isin(chosen, last)
                 if len(made) == new or (ends and not running.any()):

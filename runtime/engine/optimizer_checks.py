@@ -162,14 +162,14 @@ class OptimizerCheck:
         sharded parameters, and what the user can do instead.
         """
         sample, held = found.sample, self.parameters.get(found.sample.name)
-        if found.what == "stages":
+        if found.unit == "stages":
             where = f"its parameters, of which ranks have different ones (pp={self.rank.program.size('pp')})"
             whole = "all of them"
         else:
             here = "another rank has" if held is None else f"this rank has {list(held.shape)} of it"
             where = f"parts of parameters: {sample.name}, of shape {list(sample.shape)}, is {sample.cut}, and {here}"
             whole = "the whole"
-        part = "some of them" if found.what == "stages" else "a part"
+        part = "some of them" if found.unit == "stages" else "a part"
         why = {
             "untried": f"whether its updates are those of {whole} could not be tried: {found.why}",
             "fails": f"in a trial it failed on {part}, and not on {whole}: {found.why}",
@@ -190,7 +190,7 @@ class OptimizerCheck:
         the trial has found the problem ``found``.
         """
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
-        if found.what == "stages":
+        if found.unit == "stages":
             return "pp=1"
         cuts = (("ep", data.expert_layout), ("tp", data.layout))
         axes = [f"{axis}=1" for axis, text in cuts if Layout.parse(text).is_shard and program.size(axis) > 1]

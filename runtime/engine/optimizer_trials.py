@@ -141,13 +141,13 @@ class TrialFinding:
     """The problem that a trial has found with an optimizer.
 
     ``kind``: its updates of a part differ from those of the whole (``differs``); it raises an error on parts
-    (``fails``); or it could not be tried (``untried``). ``what``: whether parts of parameters (``parts``) or some of
+    (``fails``); or it could not be tried (``untried``). ``unit``: whether parts of parameters (``parts``) or some of
     the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: describes the small tensor with which
     the problem occurred, and the parameter in whose place it was tried. ``why``: an explanation.
     """
 
     kind: Literal["differs", "fails", "untried"]
-    what: Literal["parts", "stages"]
+    unit: Literal["parts", "stages"]
     sample: Sample
     why: str
 
@@ -229,9 +229,9 @@ def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, c
     return _report_untried(samples, why)
 
 
-def _report_untried(samples: Sequence[Sample], why: str) -> TrialFinding:
+def _report_untried(samples: Sequence[Sample], reason: str) -> TrialFinding:
     cut = next((s for s in samples if not s.cut.is_whole), None)
-    return TrialFinding("untried", "stages" if cut is None else "parts", samples[0] if cut is None else cut, why)
+    return TrialFinding("untried", "stages" if cut is None else "parts", samples[0] if cut is None else cut, reason)
 
 
 class _WholeStepFailed(Exception):
@@ -246,7 +246,7 @@ class _SteppedCopy:
     parameters, or parts of them.
 
     ``tensors``: index of a small tensor -> the parts of it that are stepped. ``parts``: index of a small tensor ->
-    function that selects these parts. ``what``: "parts", or "stages" if only some of the small tensors are stepped, as
+    function that selects these parts. ``unit``: "parts", or "stages" if only some of the small tensors are stepped, as
     on one pipeline stage. ``rows``: for each stepped part, the numbers that define its loss. ``before``: index of a
     small tensor -> values of its parts before the last step.
     """
@@ -254,7 +254,7 @@ class _SteppedCopy:
     optimizer: Any
     tensors: dict[int, list[nn.Parameter]]
     parts: dict[int, Part]
-    what: Literal["parts", "stages"]
+    unit: Literal["parts", "stages"]
     rows: list[_TrialRow]
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
@@ -331,11 +331,11 @@ class _Trial:
         except Exception as error:
             raise _WholeStepFailed(_format_error(error)) from error
         others: list[_SteppedCopy] = []
-        for parts, what in self._iterate_variants(stages):
+        for parts, unit in self._iterate_variants(stages):
             try:
-                others.append(self._copy_parts(parts, what))
+                others.append(self._copy_parts(parts, unit))
             except Exception as error:
-                return self._report_failed(what, error)
+                return self._report_failed(unit, error)
         for number in range(NUM_STEPS):
             try:
                 self._step_copy(whole, number)
@@ -345,7 +345,7 @@ class _Trial:
                 try:
                     self._step_copy(other, number)
                 except Exception as error:
-                    return self._report_failed(other.what, error)
+                    return self._report_failed(other.unit, error)
                 found = self._compare_updates(whole, other)
                 if found is not None:
                     return found
@@ -367,10 +367,10 @@ class _Trial:
                 chosen = list(enumerate(self.samples))[first::2]
                 yield {i: s.cut.parameters for i, s in chosen}, "stages"
 
-    def _copy_parts(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _SteppedCopy:
+    def _copy_parts(self, parts: Mapping[int, Part], unit: Literal["parts", "stages"]) -> _SteppedCopy:
         """Return a copy of the optimizer that steps parts of the small tensors, which stand for its parameters.
 
-        ``parts``: index of a small tensor -> function that selects its parts. ``what``: "parts", or "stages" if only
+        ``parts``: index of a small tensor -> function that selects its parts. ``unit``: "parts", or "stages" if only
         some of the small tensors are stepped, as on one pipeline stage.
         """
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
@@ -384,7 +384,7 @@ class _Trial:
             rows += [_TrialRow(tensor, start, curvature, [*drawn]) for tensor, start, curvature, drawn in given]
             groups[self.samples[i].group] += tensors[i]
         _seed_generators(0, self.samples[0].device)
-        return _SteppedCopy(self.make(self.optimizer, groups), tensors, dict(parts), what, rows)
+        return _SteppedCopy(self.make(self.optimizer, groups), tensors, dict(parts), unit, rows)
 
     def _step_copy(self, copied: _SteppedCopy, number: int) -> None:
         """Let the copy ``copied`` of the optimizer do step number ``number`` (from 0), and store the values that its
@@ -421,17 +421,17 @@ class _Trial:
                 apart = float(torch.where(same, 0.0, (expected - got).abs()).nan_to_num(nan=math.inf).max())
                 if apart > allowed:
                     share = apart / largest if largest else math.inf
-                    return TrialFinding("differs", other.what, sample, self._format_difference(share))
+                    return TrialFinding("differs", other.unit, sample, self._format_difference(share))
         return None
 
     def _format_difference(self, share: float) -> str:
         told = "by more than the largest update" if share > 1 else f"by up to {share:.2g} of the largest update"
         return f"{told}; it draws random numbers, which are others on each rank" if self.draws else told
 
-    def _report_failed(self, what: Literal["parts", "stages"], error: Exception) -> TrialFinding:
-        if what == "stages":
+    def _report_failed(self, unit: Literal["parts", "stages"], error: Exception) -> TrialFinding:
+        if unit == "stages":
             return _report_untried(self.samples, _format_error(error))
-        return TrialFinding("fails", what, next(s for s in self.samples if not s.cut.is_whole), _format_error(error))
+        return TrialFinding("fails", unit, next(s for s in self.samples if not s.cut.is_whole), _format_error(error))
 
 
 def _select_part(cut: ParameterCut, place: int) -> Part:
@@ -522,12 +522,12 @@ def find_optimizer_class(optimizer: Optimizer) -> type[Any]:
 
 
 class _UncopiedPlaceholder:
-    """A placeholder, in the copy of an optimizer, for an object that is not copied, such as a model. ``what``: name of
+    """A placeholder, in the copy of an optimizer, for an object that is not copied, such as a model. ``unit``: name of
     the object's class. Any use of it raises :class:`NotCopied`.
     """
 
-    def __init__(self, what: str) -> None:
-        self.__dict__["_what"] = what
+    def __init__(self, unit: str) -> None:
+        self.__dict__["_what"] = unit
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotCopied(f"it uses a {self.__dict__['_what']}, of which a trial has no copy")

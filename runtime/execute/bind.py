@@ -184,28 +184,26 @@ class GradientNeeds(NamedTuple):
     """The gradients that the backward of one call of a block (such as a layer) has to compute.
 
     ``inputs`` and ``states``: for each input, and each parameter or buffer, whether its gradient is computed.
-    ``outputs``: for each output, whether a gradient arrives. ``slim``: backward recomputes cheap operators instead of
-    saving their results.
-    """
+    ``outputs``: for each output, whether a gradient arrives. ``selective``: backward recomputes cheap operators instead
+    of saving their results."""
 
     inputs: tuple[bool, ...]
     states: tuple[bool, ...]
     outputs: tuple[bool, ...]
-    slim: bool = False
+    selective: bool = False
 
 
-def find_gradient_needs(program: Program, call: CallData, slim: bool = False) -> GradientNeeds | None:
+def find_gradient_needs(program: Program, call: CallData, selective: bool = False) -> GradientNeeds | None:
     """Return which gradients the backward of ``call`` has to compute; ``None`` if the call has no backward.
 
-    ``call``: one use of a block, such as a layer. ``slim``: backward recomputes cheap operators instead of saving their
-    results. ``program``: the program of all ranks.
-    """
+    ``call``: one use of a block, such as a layer. ``selective``: backward recomputes cheap operators instead of saving
+    their results. ``program``: the program of all ranks."""
     outputs = tuple(program.values[v].requires_grad for v in call.outputs)
     if program.objective != "train" or call.prologue or not any(outputs):
         return None
     inputs = tuple(program.values[v].requires_grad for v in call.inputs)
     states = tuple(program.states[s].requires_grad for s in call.states)
-    return GradientNeeds(inputs, states, outputs, slim) if any(inputs) or any(states) else None
+    return GradientNeeds(inputs, states, outputs, selective) if any(inputs) or any(states) else None
 
 
 class BlockLibrary:
@@ -255,7 +253,7 @@ class BlockLibrary:
         which they depend. ``name``: the name of the block. ``needs``: which gradients backward computes.
         """
         block = self.program.blocks[name]
-        again = tuple(block.again) if needs.slim else ()
+        again = tuple(block.again) if needs.selective else ()
         graph = json.dumps(block.nodes), tuple(block.states), tuple(block.inputs), again
         version = _FORMAT, torch.__version__, torch.version.git_version, _hash_passes()
         return name, needs, graph, str(self.device), *version
@@ -267,8 +265,8 @@ class BlockLibrary:
         """
         wanted = needs.inputs, needs.states, needs.outputs
         if self.device.type == "cpu":  # the prover may have traced it
-            return differentiate_for_cpu(self.program, name, *wanted, slim=needs.slim)
-        again = self.program.blocks[name].again if needs.slim else ()
+            return differentiate_for_cpu(self.program, name, *wanted, selective=needs.selective)
+        again = self.program.blocks[name].again if needs.selective else ()
         return differentiate(self.block(name), self.device, *wanted, again)
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:

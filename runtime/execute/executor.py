@@ -93,7 +93,7 @@ class Executor:
         self.gradients = gradients
         self.gathered = {} if transient is None else transient.sharded.buckets
         self.binder = Binder(rank, library, communicator)
-        self.hosted = None if transient is None else transient.hosted
+        self.hosted = None if transient is None else transient.host_parameters
         self.updates = BufferUpdates(rank, states, communicator)
         self.env = Environment(rank, library.device, gradients.copier)
         self.sender = TransferSender(rank, self.env, communicator)
@@ -252,16 +252,16 @@ class Executor:
         read = set(list_states_read(instruction, self.rank.stage))
         return [b for b, bucket in self.gathered.items() if not read.isdisjoint(bucket.whole)]
 
-    def _list_host_parameter_reads(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
+    def _list_host_parameter_reads(self, instruction: Instruction, host_parameters: HostParameters) -> list[str]:
         """Return the names of the parameters whose copy from host memory to the device must end before ``instruction``
-        runs. ``hosted``: manages the parameters in host memory.
+        runs. ``host_parameters``: manages the parameters in host memory.
         """
         if instruction.op == "GATHER" and not instruction.gradients:
             assert instruction.bucket is not None
             read: Sequence[str] = self.rank.stage.buckets[instruction.bucket].states
         else:
             read = list_states_read(instruction, self.rank.stage)
-        return [name for name in read if name in hosted.masters]
+        return [name for name in read if name in host_parameters.masters]
 
     def _is_remote_receive(self, instruction: Instruction) -> bool:
         return instruction.op in RECEIVING and instruction.peer != self.rank.stage_index

@@ -98,7 +98,7 @@ class Recorder:
         self.path = folder / f"rank-{rank.rank}.times"
         self.room = _SLOT_HEAD + 2 * len(actions)
         self._slot = _HEAD
-        about = RecorderHeader(
+        header = RecorderHeader(
             rank=rank.rank,
             world_size=rank.program.world_size,
             stage=rank.stage_index,
@@ -109,7 +109,7 @@ class Recorder:
             clock_s=time.time() - time.monotonic(),
             places=rank.places,
         )
-        write_text(folder / f"rank-{rank.rank}.json", json.dumps(asdict(about)), durable=False)
+        write_text(folder / f"rank-{rank.rank}.json", json.dumps(asdict(header)), durable=False)
         start = array("q", bytes(8 * (_HEAD + _SLOTS * self.room)))
         start[STEP] = -1  # before the first
         start[BEAT] = start[MOVED] = time.monotonic_ns()
@@ -254,12 +254,12 @@ class Recording:
 class MeasuredStep:
     """The times of one step on one rank, in nanoseconds.
 
-    ``about``: the description of the rank and its instructions. ``step``: number of the step, from 0. ``starts[k]``:
+    ``header``: the description of the rank and its instructions. ``step``: number of the step, from 0. ``starts[k]``:
     when action ``k`` (a function of the compiled step) began. ``waited[k]``: how long the rank's process had waited for
     other ranks in total, from its own start to that time. Both have one more entry, for the end of the step.
     """
 
-    about: RecorderHeader
+    header: RecorderHeader
     step: int
     starts: tuple[int, ...]
     waited: tuple[int, ...]
@@ -271,7 +271,7 @@ class MeasuredStep:
         """
         return [
             (index, self.starts[k] * 1e-9, self.starts[k + 1] * 1e-9, (self.waited[k + 1] - self.waited[k]) * 1e-9)
-            for k, index in enumerate(self.about.actions)
+            for k, index in enumerate(self.header.actions)
         ]
 
     def busy(self) -> dict[int, float]:

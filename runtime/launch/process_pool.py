@@ -141,16 +141,16 @@ def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Map
     return Run(_rebuild_tree(program, leaves), parts[0].loss, grads, leaves, buffers)
 
 
-def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
+def _join_state(program: Program, state: str, shards: Mapping[int, Tensor]) -> Tensor:
     """Return the whole tensor of the parameter or buffer ``state`` of ``program``, or its gradient, joined from the
     parts of the ranks.
 
-    ``held``: rank -> its part, in ascending order of ranks, without replicas. Parts are cut over ``ep``, then over
+    ``shards``: rank -> its part, in ascending order of ranks, without replicas. Parts are cut over ``ep``, then over
     ``tp``, then into ZeRO pieces.
     """
     data = program.states[state]
     shared: dict[tuple[int, ...], list[Tensor]] = {}  # the ranks that share a part -> their pieces, in order of rank
-    for rank, tensor in held.items():
+    for rank, tensor in shards.items():
         shared.setdefault(program.group(rank, data.zero_axes), []).append(tensor)
     shape = shard_shape(program, state)
     parts = [join_pieces(p, shape) if data.zero_axes else p[0] for p in shared.values()]

@@ -46,12 +46,12 @@ class StepTimes:
     Points in time are from ``time.perf_counter``, which is the same clock for all processes of a machine.
     """
 
-    begun: float = 0.0
+    started: float = 0.0
     whole: float = 0.0
     computing: float = 0.0
     waiting: float = 0.0
     work: list[tuple[int, float]] = field(default_factory=list)
-    posted: dict[int, float] = field(default_factory=dict)
+    posting: dict[int, float] = field(default_factory=dict)
     sent: dict[Way, list[float]] = field(default_factory=dict)
     received: dict[Way, list[tuple[float, float]]] = field(default_factory=dict)
 
@@ -138,16 +138,16 @@ def timed(engine: Engine) -> Iterator[MeasuredTimes]:
             if way is not None:
                 steps[-1].sent.setdefault(way, []).append(start)
             action()
-            posted = steps[-1].posted
-            posted[index] = posted.get(index, 0.0) + clock() - start
+            posting = steps[-1].posting
+            posting[index] = posting.get(index, 0.0) + clock() - start
 
         return run
 
     def begin() -> None:
-        steps.append(StepTimes(begun=clock()))
+        steps.append(StepTimes(started=clock()))
 
     def end() -> None:
-        steps[-1].whole = clock() - steps[-1].begun
+        steps[-1].whole = clock() - steps[-1].started
 
     changed = [(0, begin)]
     for index, action in actions:

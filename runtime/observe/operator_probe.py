@@ -275,12 +275,12 @@ def _find_first_difference(rank: int, one: Path, other: Path) -> Difference | No
     return None
 
 
-def _make_difference(rank: int, mine: dict[str, Any], yours: dict[str, Any]) -> Difference:
-    """Return the difference of ``rank`` between two parsed lines of its files of hashes: ``mine`` of the first run,
-    ``yours`` of the second.
+def _make_difference(rank: int, first: dict[str, Any], second: dict[str, Any]) -> Difference:
+    """Return the difference of ``rank`` between two parsed lines of its files of hashes: ``first`` of the first run,
+    ``second`` of the second.
     """
     names = ("step", "index", "instruction", "operator", "call", "node", "path", "source")
-    same = all(mine[n] == yours[n] for n in ("step", "index", "operator"))
-    own = not same or mine["in"] == yours["in"]
-    instead = "" if same else mine["operator"]
-    return Difference(rank=rank, own=own, instead=instead, **{n: yours[n] for n in names})
+    same = all(first[n] == second[n] for n in ("step", "index", "operator"))
+    own = not same or first["in"] == second["in"]
+    instead = "" if same else first["operator"]
+    return Difference(rank=rank, own=own, instead=instead, **{n: second[n] for n in names})

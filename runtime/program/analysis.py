@@ -52,7 +52,7 @@ class CallFacts:
     tensors. ``moves``: the part of ``keeps`` that offloading moves to host memory, because no other call of the stage
     reads it.
 
-    ``recomputed``: whether backward recomputes the whole call. ``slim``: whether it recomputes only cheap nodes.
+    ``recomputed``: whether backward recomputes the whole call. ``selective``: whether it recomputes only cheap nodes.
     ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs. ``carries`` and ``carried_bytes``:
     names of the inputs and outputs, and bytes of other tensors, held between the input half of the backward (I) and the
     weight half (W).
@@ -70,7 +70,7 @@ class CallFacts:
     kept_bytes: int = 0
     recomputed_bytes: int = 0
     recomputed: bool = False
-    slim: bool = False
+    selective: bool = False
     carries: tuple[str, ...] = ()
     carried_bytes: int = 0
     moves: tuple[str, ...] = ()
@@ -281,12 +281,12 @@ class ProgramFacts:
             tuple(v in self.flow.values for v in call.outputs),
         )
 
-    def differentiated(self, call: CallData, slim: bool = False) -> BlockDerivatives:
+    def differentiated(self, call: CallData, selective: bool = False) -> BlockDerivatives:
         """Return the forward and backward graphs of ``call``, an execution of a block (a piece of the model), for
-        analysis. ``slim``: whether backward recomputes the nodes that the block lists as cheap."""
+        analysis. ``selective``: whether backward recomputes the nodes that the block lists as cheap."""
         fused = self.program.fused_attention
         return differentiate_for_cpu(
-            self.program, call.block, *self.needs(call), slim=slim, fused=fused, only_analysed=True
+            self.program, call.block, *self.needs(call), selective=selective, fused=fused, for_analysis=True
         )
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
@@ -301,13 +301,15 @@ class ProgramFacts:
             forward = tuple(list_collectives(self.blocks[call.block].graph))
             return CallFacts(call, (), (), (), forward)
         stage = self.program.stages[place[0]]
-        recomputed, slim = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
-        pieces = self.differentiated(call, slim)
+        recomputed, selective = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
+        pieces = self.differentiated(call, selective)
         keeps, kept_bytes = _list_saved_tensors(self.blocks[call.block], call, pieces)
         keeps = call.inputs if recomputed else keeps
         staying = self._staying_values[place[0]]
         made = (
-            _list_saved_tensors(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
+            _list_saved_tensors(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes
+            if selective
+            else 0
         )
         carries, carried_bytes = _list_carried_tensors(self.blocks[call.block], call, pieces)
         return CallFacts(
@@ -324,7 +326,7 @@ class ProgramFacts:
             kept_bytes=0 if recomputed else kept_bytes,
             recomputed_bytes=kept_bytes if recomputed else max(0, made),
             recomputed=recomputed,
-            slim=slim,
+            selective=selective,
             carries=carries,
             carried_bytes=carried_bytes,
         )
@@ -391,21 +393,20 @@ def load_block(program: Program, name: str) -> Block:
 
 
 def differentiate_for_cpu(
-    program: Program, name: str, *needs: Flags, slim: bool = False, fused: bool = False, only_analysed: bool = False
+    program: Program, name: str, *needs: Flags, selective: bool = False, fused: bool = False, for_analysis: bool = False
 ) -> BlockDerivatives:
     """Return the forward and backward graphs of a block (a piece of the model), traced with the operators of a CPU.
 
     The result is cached for the process and must not be modified. ``name``: the block's name. ``needs``: three tuples
-    of flags: which inputs need a gradient, which parameters and buffers need one, and which outputs have one. ``slim``:
-    whether backward recomputes the nodes that the block lists as cheap. ``fused``: whether attention is traced as a
-    fused kernel, which accelerators have. ``only_analysed``: the graphs are not executed. They may then be derived from
-    those of two blocks that differ from this one in sizes alone, which is faster. ``program``: the program of all
-    ranks.
-    """
+    of flags: which inputs need a gradient, which parameters and buffers need one, and which outputs have one.
+    ``selective``: whether backward recomputes the nodes that the block lists as cheap. ``fused``: whether attention is
+    traced as a fused kernel, which accelerators have. ``for_analysis``: the graphs are not executed. They may then be
+    derived from those of two blocks that differ from this one in sizes alone, which is faster. ``program``: the program
+    of all ranks."""
     graph = program.blocks[name]
-    again = graph.again if slim else ()
+    again = graph.again if selective else ()
     return _differentiate_block(
-        _nodes_to_key(graph.nodes), name, graph.states, graph.inputs, again, fused, only_analysed, *needs
+        _nodes_to_key(graph.nodes), name, graph.states, graph.inputs, again, fused, for_analysis, *needs
     )
 
 
@@ -455,17 +456,17 @@ def _differentiate_block(
     inputs: tuple[str, ...],
     again: tuple[str, ...],
     fused: bool,
-    only_analysed: bool,
+    for_analysis: bool,
     *needs: Flags,
 ) -> BlockDerivatives:
     """Return the forward and backward graphs of a block (a piece of the model); cached for equal arguments.
 
     ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
     ``again``: names of the nodes that backward recomputes. ``fused``: whether attention is traced as a fused kernel.
-    ``only_analysed``: the graphs are not executed, so they may be derived from those of other sizes. ``needs``: three
+    ``for_analysis``: the graphs are not executed, so they may be derived from those of other sizes. ``needs``: three
     tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
     """
-    find = _derive_joint_graph if only_analysed else _trace_joint_graph
+    find = _derive_joint_graph if for_analysis else _trace_joint_graph
     return find(nodes, name, states, inputs, fused, *needs).cut(again)
 
 

@@ -277,13 +277,13 @@ class CollectiveEvent:
     """A collective that a rank starts, over the mesh axes ``axes`` or, if these are empty, over the pipeline stages
     ``stages`` (indices).
 
-    ``what``: data that all participants must agree on, such as operation, shape and type. ``text``: description for
+    ``key``: data that all participants must agree on, such as operation, shape and type. ``text``: description for
     people. ``node``: name of the graph node, if a graph runs it. ``waits``: whether the rank blocks until all members
     have entered the collective. ``count``: number of such collectives in a row; ``text`` describes the first.
     """
 
     axes: tuple[str, ...]
-    what: Hashable
+    key: Hashable
     text: str  # for people: all_reduce float32[4, 8] over tp
     node: str = ""
     stages: tuple[int, ...] = ()
@@ -295,7 +295,7 @@ class CollectiveEvent:
 class SendEvent:
     direction: Literal["F", "B"]
     peer: int
-    what: Hashable
+    key: Hashable
     text: str
 
 
@@ -303,17 +303,17 @@ class SendEvent:
 class ReceiveEvent:
     direction: Literal["F", "B"]
     peer: int
-    what: Hashable
+    key: Hashable
     text: str
 
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The event that a rank waits until collectives that it started have ended: all of them, or, if ``what`` is not
-    ``None``, those that it started with an equal ``what`` (the data on which all participants of a collective agree).
+    """The event that a rank waits until collectives that it started have ended: all of them, or, if ``key`` is not
+    ``None``, those that it started with an equal ``key`` (the data on which all participants of a collective agree).
     """
 
-    what: Hashable = None
+    key: Hashable = None
 
 
 Event = CollectiveEvent | SendEvent | ReceiveEvent | FinishEvent

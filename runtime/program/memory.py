@@ -416,8 +416,8 @@ class _MemoryCounter:
         """Return the bytes that are copied from host memory to the device for the parameters ``states`` (names); 0 if
         parameters are not offloaded.
         """
-        hosted = "parameters" in self.facts.program.offload
-        return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
+        host_parameters = "parameters" in self.facts.program.offload
+        return sum(self.facts.piece_bytes(s) for s in states) if host_parameters else 0
 
     def list_moved_calls(self, i: Instruction) -> list[CallFacts]:
         """Return the calls (executions of blocks, such as layers) whose activations the OFFLOAD or FETCH instruction

@@ -188,15 +188,14 @@ def list_reduction_collectives(program: Program, bucket: Bucket) -> tuple[Turn, 
     return list_level_collectives(bucket.levels, list_all_reduce_axes(program, bucket))
 
 
-def list_level_collectives(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
+def list_level_collectives(levels: Levels, remaining: tuple[str, ...]) -> tuple[Turn, ...]:
     """Return the collectives of a hierarchical reduction, in order, as pairs (name, mesh axes).
 
-    ``levels``: axes of each step. SCATTER over each level, REDUCE over the axes ``rest`` (if any), then GATHER over the
-    levels in reverse order.
-    """
+    ``levels``: axes of each step. SCATTER over each level, REDUCE over the axes ``remaining`` (if any), then GATHER
+    over the levels in reverse order."""
     return (
         *(("SCATTER", level) for level in levels),
-        *((("REDUCE", rest),) if rest else ()),
+        *((("REDUCE", remaining),) if remaining else ()),
         *(("GATHER", level) for level in reversed(levels)),
     )
 

@@ -295,13 +295,13 @@ class _StageInterpreter:
         self.reductions.computed()
         runs = [(p, i.microbatch) for p in reversed(range(*i.calls)) if self.calls[p].has_backward]
         for run in runs:
-            what = f"{self.format_path(run[0])} backward on microbatch {run[1]}"
+            key = f"{self.format_path(run[0])} backward on microbatch {run[1]}"
             if run not in self.forward:
-                raise Refusal("order", f"runs {what} before forward")
+                raise Refusal("order", f"runs {key} before forward")
             if run in self.backward or (run in self.halfway and not after_inputs):
-                raise Refusal("twice", f"runs {what} again")
+                raise Refusal("twice", f"runs {key} again")
             if after_inputs and run not in self.halfway:
-                raise Refusal("order", f"runs {what} for weights before the half for inputs")
+                raise Refusal("order", f"runs {key} for weights before the half for inputs")
             self.read_states(run[0])
             self.parked.read(run)
         self.states.before_step()
@@ -383,9 +383,9 @@ class _StageInterpreter:
         if i.gradients:
             self.run_reduction_turn(i)
             return
-        what = self.parameters.gather(i.bucket, self.index)
+        key = self.parameters.gather(i.bucket, self.index)
         self.hosted.read(self.parameters.states(i.bucket), gather=True)
-        self.trace_collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
+        self.trace_collective(self.parameters.axes(i.bucket), key, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
         """Raise :class:`Refusal` if a parameter or buffer that a call (an execution of a block, such as a layer) reads
@@ -394,8 +394,8 @@ class _StageInterpreter:
         If ZeRO shards a parameter, record that the call waits for its all-gather. ``position``: the call's position on
         the stage.
         """
-        for what in self.parameters.read(position):
-            self.await_result(what)
+        for key in self.parameters.read(position):
+            self.await_result(key)
         self.hosted.read(self.calls[position].data.states)
         self.updates.read(self.calls[position].data.states)
 
@@ -411,9 +411,9 @@ class _StageInterpreter:
         for run in self.parked.runs(i, self.forward, self.backward, self.halfway):
             self.parked.fetch(run, self.index)
 
-    def await_result(self, what: Hashable) -> None:
-        if what is not None:
-            self.trace.append((self.index, FinishEvent(what)))
+    def await_result(self, key: Hashable) -> None:
+        if key is not None:
+            self.trace.append((self.index, FinishEvent(key)))
 
     def scatter(self, i: Instruction) -> None:
         """Check the SCATTER instruction ``i``, which reduce-scatters a set of gradients, and record the collective.
@@ -425,9 +425,9 @@ class _StageInterpreter:
             self.run_reduction_turn(i)
             return
         self.states.scatter(i.bucket, self.index)
-        waits, what = self.reductions.scatter(i.bucket, self.buckets[i.bucket])
+        waits, key = self.reductions.scatter(i.bucket, self.buckets[i.bucket])
         axes = self.parameters.axes(i.bucket)
-        self.start_collective(waits, axes, what, f"reduce_scatter of bucket {i.bucket}")
+        self.start_collective(waits, axes, key, f"reduce_scatter of bucket {i.bucket}")
 
     def reduce(self, i: Instruction) -> None:
         self.run_reduction_turn(i)
@@ -440,19 +440,19 @@ class _StageInterpreter:
         """
         assert i.bucket is not None
         op, axes = self.states.record_reduction(i.bucket, i.op, i.axes, self.index)
-        waits, what = self.reductions.add_collective(i.bucket, self.buckets[i.bucket], (op, axes))
+        waits, key = self.reductions.add_collective(i.bucket, self.buckets[i.bucket], (op, axes))
         of = "the gradients of bucket" if op == "GATHER" else "bucket"
-        self.start_collective(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
+        self.start_collective(waits, axes, key, f"{TURNS[op]} of {of} {i.bucket}")
 
-    def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
+    def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], key: Hashable, text: str) -> None:
         """Record a collective over the mesh axes ``axes`` that starts when the collectives with the keys ``waits`` have
         ended.
 
-        ``what``: key of the new collective, on which all participants must agree. ``text``: description for messages.
+        ``key``: key of the new collective, on which all participants must agree. ``text``: description for messages.
         """
         for other in waits:
             self.await_result(other)
-        self.trace_collective(axes, what, text, waits=False)
+        self.trace_collective(axes, key, text, waits=False)
 
     def sync(self, i: Instruction) -> None:
         """Check the SYNC instruction ``i``, which sums gradients of tied parameters over the pipeline stages that share
@@ -462,8 +462,8 @@ class _StageInterpreter:
         """
         stages = self.states.sync(i.states, self.index)
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
-            for what in self.reductions.ended(number):
-                self.await_result(what)
+            for key in self.reductions.ended(number):
+                self.await_result(key)
         event = CollectiveEvent(
             (), ("SYNC", i.states), f"sum of {', '.join(i.states)} over stages {stages}", "", stages
         )
@@ -501,8 +501,8 @@ class _StageInterpreter:
         ``op``: which part of the call runs: "F" forward, "B" backward, "I" its half for inputs, "W" its half for
         weights. ``position``: the call's position on the stage.
         """
-        for axes, what, text, node, count in self.find_bundles(op, position):
-            event = CollectiveEvent(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
+        for axes, key, text, node, count in self.find_bundles(op, position):
+            event = CollectiveEvent(axes, (key, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
             self.trace.append((self.index, event))
 
     def find_bundles(self, op: str, position: int) -> list[Bundle]:
@@ -511,16 +511,16 @@ class _StageInterpreter:
         return self.bundled[op, position]
 
     def trace_collective(
-        self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True
+        self, axes: tuple[str, ...], key: object, text: str, node: str = "", waits: bool = True
     ) -> None:
         """Record a collective over the mesh axes ``axes``; if ``axes`` is empty, record nothing.
 
-        ``what``: key on which all participants must agree. ``text``: description for messages. ``node``: name of the
+        ``key``: key on which all participants must agree. ``text``: description for messages. ``node``: name of the
         graph node, if a graph runs the collective. ``waits``: whether the rank blocks until all members have entered
         it.
         """
         if axes:
-            self.trace.append((self.index, CollectiveEvent(axes, what, text, node, (), waits)))
+            self.trace.append((self.index, CollectiveEvent(axes, key, text, node, (), waits)))
 
     # --- at the end -------------------------------------------------------------------------------------------------
 
@@ -551,15 +551,15 @@ class _StageInterpreter:
         self.updates.finish()
         self.gradients.finish()
 
-    def check_taken(self, value: str, what: str) -> None:
+    def check_taken(self, value: str, label: str) -> None:
         """Raise :class:`Refusal` unless the tensor that is named ``value`` in the program was created on this rank in
-        every microbatch; it may be freed by now. ``what``: what the tensor is in the model, such as "the output
+        every microbatch; it may be freed by now. ``label``: what the tensor is in the model, such as "the output
         'logits'", for the message.
         """
         for microbatch in range(self.program.num_microbatches):
             place = self.find_place(value, microbatch)
             if place not in self.alive and place not in self.freed:
-                raise Refusal("missing", f"{what} is {format_value_place(place)}, which this stage never makes")
+                raise Refusal("missing", f"{label} is {format_value_place(place)}, which this stage never makes")
 
     def format_path(self, position: int) -> str:
         return repr(self.calls[position].data.path)

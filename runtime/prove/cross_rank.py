@@ -203,9 +203,9 @@ class TraceRunner:
         """
         while self.runnable:
             self.advance_rank(self.runnable.popleft())
-        stuck = [r for r, trace in self.traces.items() if r in self.inside or self.position[r] < len(trace)]
-        if stuck:
-            raise self.describe_deadlock(stuck)
+        waiting_ranks = [r for r, trace in self.traces.items() if r in self.inside or self.position[r] < len(trace)]
+        if waiting_ranks:
+            raise self.describe_deadlock(waiting_ranks)
         for (source, target, _), channel in self.channels.items():
             if channel.sent:
                 event, index = channel.sent[0]
@@ -271,7 +271,7 @@ class TraceRunner:
         if number == len(group.operations):
             group.operations.append(_GroupOperation(rank, index, event))
         operation = group.operations[number]
-        if operation.event is not event and operation.event.what != event.what:
+        if operation.event is not event and operation.event.key != event.key:
             raise self.create_mismatch(rank, index, event, operation)
         operation.arrived += 1
         if group.is_complete(number) and group.waiting:
@@ -319,7 +319,7 @@ class TraceRunner:
         return [
             (group, number)
             for group, number in self.started[rank]
-            if not group.is_complete(number) and event.what in (None, group.operations[number].event.what)
+            if not group.is_complete(number) and event.key in (None, group.operations[number].event.key)
         ]
 
     # --- transfers --------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class TraceRunner:
             channel.waiting = True
             return False
         sent, sent_at = channel.sent.popleft()
-        if sent.what != event.what:
+        if sent.key != event.key:
             if source in self.suspects and rank not in self.suspects:
                 message = f"sends {sent.text} to rank {rank}, which receives {event.text} at its instruction {index}"
                 raise Mismatch("match", message, source, sent_at)
@@ -362,17 +362,17 @@ class TraceRunner:
 
     # --- those that wait for ever -----------------------------------------------------------------------------------
 
-    def describe_deadlock(self, stuck: list[int]) -> Mismatch:
+    def describe_deadlock(self, waiting_ranks: list[int]) -> Mismatch:
         """Return the error for a deadlock. It lists the ranks that wait for each other in a cycle.
 
         If there is no cycle, it lists the chain of waiting ranks up to one that waits for a rank which has ended.
-        ``stuck``: the ranks that cannot proceed.
+        ``waiting_ranks``: the ranks that cannot proceed.
         """
-        rank = next((r for r in stuck if r in self.suspects), stuck[0])
+        rank = next((r for r in waiting_ranks if r in self.suspects), waiting_ranks[0])
         chain: list[int] = []
         while rank not in chain:
             chain.append(rank)
-            still = [self.classes[r] for r in self.describe_wait(rank)[1] if self.classes[r] in stuck]
+            still = [self.classes[r] for r in self.describe_wait(rank)[1] if self.classes[r] in waiting_ranks]
             if not still:
                 break
             rank = still[0]
@@ -382,11 +382,11 @@ class TraceRunner:
         lines = []
         for r in (circle[start:] + circle[:start])[:8]:
             what, others, index, _ = self.describe_wait(r)
-            ended = [o for o in others if self.classes[o] not in stuck]
+            ended = [o for o in others if self.classes[o] not in waiting_ranks]
             end = f", of which {_format_ranks(ended)} will not come" if ended else ""
             lines.append(f"rank {r} at instruction {index} {what}, waiting for rank {_format_ranks(others)}{end}")
         index, node = self.describe_wait(first)[2:]
-        number = sum(c in stuck for c in self.classes)
+        number = sum(c in waiting_ranks for c in self.classes)
         message = f"waits for ever ({number} of {len(self.classes)} ranks are stuck): " + "; ".join(lines)
         return Mismatch("deadlock", message, first, index, node)
 

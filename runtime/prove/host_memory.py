@@ -193,9 +193,9 @@ def check_updates(program: Program) -> None:
 
     ``program``: the program of all ranks.
     """
-    makers = _find_producing_stages(program)
+    producers = _find_producing_stages(program)
     for name, state in program.states.items():
-        problem = "" if state.update is None else _find_update_problem(program, state, state.update, makers)
+        problem = "" if state.update is None else _find_update_problem(program, state, state.update, producers)
         if problem:
             stage = min((s for s in state.stages if 0 <= s < len(program.stages)), default=0)
             raise Refusal("structure", f"the state {name!r} {problem}", FaultLocation(stage=stage, state=name))
@@ -207,25 +207,25 @@ def _find_producing_stages(program: Program) -> dict[str, set[int]]:
 
     ``program``: the program of all ranks.
     """
-    makers: dict[str, set[int]] = {}
+    producers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
         for call in stage.calls:
             for value in () if call.prologue else call.outputs:
-                makers.setdefault(value, set()).add(s)
-    return makers
+                producers.setdefault(value, set()).add(s)
+    return producers
 
 
-def _find_update_problem(program: Program, state: StateData, name: str, makers: dict[str, set[int]]) -> str:
+def _find_update_problem(program: Program, state: StateData, name: str, producers: dict[str, set[int]]) -> str:
     """Return why a buffer, which ``state`` describes, cannot take the values of the tensor ``name`` of the program at
     the end of a step; an empty string if it can.
 
-    ``makers``: name of a tensor -> indices of the pipeline stages that compute it.
+    ``producers``: name of a tensor -> indices of the pipeline stages that compute it.
     """
     if state.kind != "buffer":
         return f"is a {state.kind} and takes the value {name!r}: only buffers do"
     if name not in program.values:
         return f"takes the value {name!r}, which does not exist"
-    value, made_by = program.values[name], makers.get(name, set())
+    value, made_by = program.values[name], producers.get(name, set())
     if len(made_by) != 1 or not made_by <= set(state.stages):
         return f"is on the stages {state.stages} and takes {name!r}, which is made on {tuple(sorted(made_by))}"
     if (value.dtype, value.layout, value.context, state.expert_layout) != (state.dtype, state.layout, "R", "R"):

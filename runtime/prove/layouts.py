@@ -85,14 +85,14 @@ def _has_load(stage: Stage, value: str) -> bool:
     return any(i.op == "LOAD" and value in i.values for i in stage.instructions)
 
 
-def _find_difference(expected: StateData, got: StateData, trains: bool) -> str:
+def _find_difference(expected: StateData, got: StateData, trained: bool) -> str:
     """Return, as text, a field in which ``expected`` and ``got``, two descriptions of one parameter or buffer, differ;
     empty if both place it on the ranks in the same way.
 
-    ``trains``: whether gradients are compared, too.
+    ``trained``: whether gradients are compared, too.
     """
-    for what in (*_LAYOUT, *(("requires_grad", "grad_axes") if trains else ())):
-        if what == "layout" and not trains and all(Layout.parse(s.layout).is_whole for s in (expected, got)):
+    for what in (*_LAYOUT, *(("requires_grad", "grad_axes") if trained else ())):
+        if what == "layout" and not trained and all(Layout.parse(s.layout).is_whole for s in (expected, got)):
             continue  # whole with either kind of gradient
         if getattr(expected, what) != getattr(got, what):
             return f"has {what}={getattr(got, what)}; expected {getattr(expected, what)}"

@@ -99,9 +99,11 @@ def prove(
         check_wholeness(facts)
     except Refusal as refusal:
         raise _locate_refusal(program, refusal) from None
-    own = _find_edited_lists(program, rank_programs or {})
-    lists = _select_rank_lists(program, own)
-    collectives, transfers = (_steady_counts(facts) if not own else None) or _check_lists_together(facts, own)
+    rank_lists = _find_edited_lists(program, rank_programs or {})
+    lists = _select_rank_lists(program, rank_lists)
+    collectives, transfers = (_steady_counts(facts) if not rank_lists else None) or _check_lists_together(
+        facts, rank_lists
+    )
     return Proof(
         ranks=program.world_size,
         instructions=sum(len(i) for i in lists.values()),
@@ -112,15 +114,15 @@ def prove(
     )
 
 
-def _check_lists_together(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, int]:
+def _check_lists_together(facts: ProgramFacts, rank_lists: Mapping[int, Instructions]) -> tuple[int, int]:
     """Check the instructions of all ranks together. Return the numbers of collectives and of transfers that they start.
 
-    ``own``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
+    ``rank_lists``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
     ``facts``: the program, with gradients, collectives and memory of its calls.
     """
-    traces, lists = _trace_lists(facts, own)
+    traces, lists = _trace_lists(facts, rank_lists)
     try:
-        TraceRunner(facts.program, traces, own.keys()).run_traces()
+        TraceRunner(facts.program, traces, rank_lists.keys()).run_traces()
     except Mismatch as mismatch:
         instruction = str(lists[mismatch.rank][mismatch.index])
         raise ProofError(
@@ -165,7 +167,7 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
     ``rank_programs``: rank -> its program. Raise :class:`ProofError` if a rank's program is derived from another
     program than ``program``, or is that of another rank.
     """
-    own: dict[int, Instructions] = {}
+    rank_lists: dict[int, Instructions] = {}
     compared = {id(program)}
     for rank, given in rank_programs.items():
         if id(given.program) not in compared:
@@ -181,24 +183,23 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
             continue
         stage, share = program.stages[program.coordinates(rank)["pp"]], len(given.share)
         if given.own != keep_first_microbatches(stage.instructions, program, share):
-            own[rank] = given.own
-    return own
+            rank_lists[rank] = given.own
+    return rank_lists
 
 
 def _trace_lists(
-    facts: ProgramFacts, own: Mapping[int, Instructions]
+    facts: ProgramFacts, rank_lists: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
     """Return the communication events of every rank, as pairs (instruction index, event), and the instructions of every
     rank.
 
-    ``own``: rank -> instructions, for ranks with an edited list. Ranks whose whole pipeline runs the same lists share
-    one tuple of events. ``facts``: the program, with gradients, collectives and memory of its calls.
-    """
-    program, lists = facts.program, _select_rank_lists(facts.program, own)
+    ``rank_lists``: rank -> instructions, for ranks with an edited list. Ranks whose whole pipeline runs the same lists
+    share one tuple of events. ``facts``: the program, with gradients, collectives and memory of its calls."""
+    program, lists = facts.program, _select_rank_lists(facts.program, rank_lists)
     stride, num_stages = program.strides["pp"], len(program.stages)
     shares = _count_microbatches(program)
     of_share = {share: facts.restrict_to_share(share) for share in set(shares)}
-    edited = dict.fromkeys(rank % stride for rank in sorted(own))
+    edited = dict.fromkeys(rank % stride for rank in sorted(rank_lists))
     first = {share: c for c, share in reversed([*enumerate(shares)]) if c not in edited}
     known: dict[tuple[int, ...], list[Trace]] = {}
     found: dict[int, list[Trace]] = {}  # by the first rank of the pipeline
@@ -214,8 +215,8 @@ def _trace_lists(
     return traces, lists
 
 
-def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
-    """Return a dict from each rank to its instructions: its edited list in ``own``, or its pipeline stage's list
+def _select_rank_lists(program: Program, rank_lists: Mapping[int, Instructions]) -> dict[int, Instructions]:
+    """Return a dict from each rank to its instructions: its edited list in ``rank_lists``, or its pipeline stage's list
     without the microbatches that the rank does not have.
 
     ``program``: the program of all ranks.
@@ -225,7 +226,7 @@ def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dic
     for s, stage in enumerate(program.stages):
         of = {share: keep_first_microbatches(stage.instructions, program, share) for share in set(shares)}
         lists |= {s * len(shares) + column: of[share] for column, share in enumerate(shares)}
-    return lists | dict(own)
+    return lists | dict(rank_lists)
 
 
 def _count_microbatches(program: Program) -> list[int]:

@@ -116,25 +116,24 @@ class _OperatorLog(TorchDispatchMode):
                 "expected operators whose results have fixed sizes: run with execution='compiled' or 'eager'"
             )
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        fresh = [not any(share_memory(x, other) for other in given) for x in made]
+        results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        fresh = [not any(share_memory(x, other) for other in given) for x in results]
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         if any(fresh):
-            self.calls.append(_repeat_into(func, args, kwargs, made, fresh))
+            self.calls.append(_repeat_into(func, args, kwargs, results, fresh))
         elif writes:
             self.calls.append(lambda: func(*args, **kwargs))
         return result  # otherwise it is a view, and remains one
 
 
-def _repeat_into(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor], fresh: Sequence[bool]) -> Replay:
+def _repeat_into(func: Any, args: Any, kwargs: Any, results: Sequence[Tensor], fresh: Sequence[bool]) -> Replay:
     """Return a function that runs the operator ``func`` again with ``args`` and ``kwargs``, and copies its results to
-    ``made``, the tensors that it returned when it was recorded. ``fresh``: for each of these, whether it has memory of
-    its own; views are not copied.
-    """
+    ``results``, the tensors that it returned when it was recorded. ``fresh``: for each of these, whether it has memory
+    of its own; views are not copied."""
 
     def repeat() -> None:
         again = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
-        for old, new, own in zip(made, again, fresh, strict=True):
+        for old, new, own in zip(results, again, fresh, strict=True):
             if own:
                 copy_values(old, new)
 

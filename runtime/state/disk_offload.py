@@ -222,9 +222,10 @@ class Disk:
             raise self._make_full_error(nbytes, f"which cannot give it: {error}") from error
         self._files.append(_File(handle, cast(torch.UntypedStorage, storage)))
 
-    def _make_full_error(self, nbytes: int, why: str) -> OffloadError:
+    def _make_full_error(self, nbytes: int, reason: str) -> OffloadError:
         return OffloadError(
-            f"offload_folder: this rank needs {nbytes / _GIB:.2f} GiB more in {self.folder}, {why}; make room, name a "
+            f"offload_folder: this rank needs {nbytes / _GIB:.2f} GiB more in {self.folder}, {reason}; make room, "
+            "name a "
             "folder on a larger disk, or plan without 'disk' in offload"
         )
 
@@ -531,12 +532,12 @@ def _read_number_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 
-def _make_unsupported_error(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
-    """Return the error for ``optimizer``, which cannot run with its states on disk. ``why``: what the optimizer does
+def _make_unsupported_error(optimizer: torch.optim.Optimizer, reason: str) -> OffloadError:
+    """Return the error for ``optimizer``, which cannot run with its states on disk. ``reason``: what the optimizer does
     that prevents this, as part of a sentence.
     """
     return OffloadError(
-        f"{type(optimizer).__name__} {why}: with its states on disk an optimizer steps some parameters at a time; "
+        f"{type(optimizer).__name__} {reason}: with its states on disk an optimizer steps some parameters at a time; "
         "expected one that updates each from its own gradient and state, as Adam does: take such a one, or plan "
         "without 'disk' in offload"
     )

@@ -129,8 +129,8 @@ class TransientSink(Sink):
 
     __slots__ = ("room",)
 
-    def __init__(self, room: GatherBuffer) -> None:
-        self.room = room
+    def __init__(self, buffer: GatherBuffer) -> None:
+        self.room = buffer
         self.fresh = True
 
     @property
@@ -147,8 +147,8 @@ class WideTransientSink(TransientSink):
     __slots__ = ()
 
     addmm = WideSink.addmm
-    sum = WideSink.sum
-    grouped = WideSink.grouped
+    add_sum = WideSink.add_sum
+    add_grouped_product = WideSink.add_grouped_product
 
 
 class ScatteredBucket:
@@ -167,7 +167,7 @@ class ScatteredBucket:
         rank: RankProgram,
         number: int,
         group: RankGroup,
-        rest: RankGroup,
+        all_reduce_group: RankGroup,
         device: torch.device,
         grain: int = 1,
         whole: int = 1,
@@ -177,12 +177,12 @@ class ScatteredBucket:
         program, short = rank.program, dtype_of(rank.program.states[states[0]].dtype)
         dtype = accumulated_in(short)
         sink = TransientSink if dtype == short else WideTransientSink
-        self.group, self.rest, self.keep = group, rest, program.zero < 2
+        self.group, self.rest, self.keep = group, all_reduce_group, program.zero < 2
         self.flat = FlatBuffer(find_flat_shards(program, states, group.size, group.index), dtype, device, grain, whole)
         shapes = [shard_shape(program, s) for s in states]
         self.rooms = [GatherBuffer(p, shape, dtype, device) for p, shape in zip(self.flat.pieces, shapes, strict=True)]
         self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
-        self.sinks: dict[str, Sink] = {s: sink(room) for s, room in zip(states, self.rooms, strict=True)}
+        self.sinks: dict[str, Sink] = {s: sink(buffer) for s, buffer in zip(states, self.rooms, strict=True)}
         self.fresh = True  # nothing of this step is in the pieces yet
         self.fixed = False  # the pieces keep their memory between steps
         self._sent: deque[tuple[Tensor, Pending]] = deque()  # what is under way, oldest first
@@ -219,8 +219,8 @@ class ScatteredBucket:
             self.flat.buffer.zero_()
 
     def release_memory(self) -> None:
-        for room in self.rooms:
-            room.release()
+        for buffer in self.rooms:
+            buffer.release()
 
     def start(self) -> None:
         """Start to reduce-scatter what backward has added, since the last time, to the gradients of the bucket
@@ -228,9 +228,9 @@ class ScatteredBucket:
         """
         make = self.flat.buffer.new_empty if self.flat.is_dense else self.flat.buffer.new_zeros
         whole = make(self.group.size * self.flat.length)
-        for i, (sink, room) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
+        for i, (sink, buffer) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
             sink.zero_if_unused()
-            self.flat.rows(whole, i).copy_(room.rows)
+            self.flat.rows(whole, i).copy_(buffer.rows)
             sink.fresh = True
         if not self.keep:
             self.release_memory()
@@ -336,8 +336,10 @@ class RankGradients:
     def _scattered_bucket(self, number: int) -> ScatteredBucket:
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         group = self.communicator.group(rank.zero_group(bucket.states[0]))
-        rest = self.communicator.group(rank.group(*list_all_reduce_axes(rank.program, bucket)))
-        return ScatteredBucket(rank, number, group, rest, self.communicator.device, *_compute_alignments(rank, bucket))
+        all_reduce_group = self.communicator.group(rank.group(*list_all_reduce_axes(rank.program, bucket)))
+        return ScatteredBucket(
+            rank, number, group, all_reduce_group, self.communicator.device, *_compute_alignments(rank, bucket)
+        )
 
     def _make_levelwise_reduction(self, number: int) -> LevelwiseReduction:
         """Return the object that runs the hierarchical reduction of the gradients of one bucket, with its process
@@ -347,9 +349,11 @@ class RankGradients:
         """
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         groups = [self.communicator.group(rank.group(*level)) for level in bucket.levels]
-        rest = self.communicator.group(rank.group(*list_all_reduce_axes(rank.program, bucket)))
+        all_reduce_group = self.communicator.group(rank.group(*list_all_reduce_axes(rank.program, bucket)))
         buffer = self.scattered[number].flat.buffer if number in self.scattered else self.buffers[number]
-        return LevelwiseReduction(buffer, groups, rest, CODECS[bucket.compression] if bucket.compression else None)
+        return LevelwiseReduction(
+            buffer, groups, all_reduce_group, CODECS[bucket.compression] if bucket.compression else None
+        )
 
     @property
     def residuals(self) -> dict[str, Tensor]:

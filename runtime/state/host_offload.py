@@ -168,15 +168,15 @@ class OffloadedActivations:
         """
         assert self._there is not None, "FETCH first"
         self._arrival.wait()
-        there, self._there = self._there, None
+        device_buffers, self._there = self._there, None
         for memory in self._host:
             self._copier.return_buffer(memory, self._arrival)
         self._host = []
-        return [self._rebuild_view(slot, there) if isinstance(slot, _View) else slot for slot in self._slots]
+        return [self._rebuild_view(slot, device_buffers) if isinstance(slot, _View) else slot for slot in self._slots]
 
-    def _rebuild_view(self, view: _View, there: Sequence[Tensor]) -> Tensor:
+    def _rebuild_view(self, view: _View, device_buffers: Sequence[Tensor]) -> Tensor:
         empty = torch.empty(0, dtype=view.dtype, device=self._copier.device)
-        return empty.set_(there[view.memory].untyped_storage(), view.offset, view.size, view.stride)
+        return empty.set_(device_buffers[view.memory].untyped_storage(), view.offset, view.size, view.stride)
 
 
 def get_storage_address(tensor: Tensor) -> int:
@@ -271,13 +271,13 @@ class HostParameters:
 class TransientParameters(NamedTuple):
     """The parameters of a rank that are on its device only for part of a step.
 
-    ``sharded``: those that ZeRO divides. ``hosted``: those whose values are in host memory.
+    ``sharded``: those that ZeRO divides. ``host_parameters``: those whose values are in host memory.
     """
 
     sharded: ShardedParameters
-    hosted: HostParameters
+    host_parameters: HostParameters
 
     @property
     def transient_names(self) -> set[str]:
         """Return the names of the parameters whose device memory is released between calls."""
-        return {*self.sharded.leaving, *self.hosted.leaving}
+        return {*self.sharded.leaving, *self.host_parameters.leaving}

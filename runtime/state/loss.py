@@ -211,11 +211,11 @@ class LossScale:
         self.overflowed = False
         self.applied = self.value  # in the last step
 
-    def unscale(self, gradients: Sequence[Tensor], everyone: RankGroup, device: torch.device) -> None:
+    def unscale(self, gradients: Sequence[Tensor], world_group: RankGroup, device: torch.device) -> None:
         """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether a gradient of any rank
         is infinite or NaN.
 
-        All ranks call this. ``everyone``: the process group of all ranks. ``device``: where the tensors that it
+        All ranks call this. ``world_group``: the process group of all ranks. ``device``: where the tensors that it
         exchanges are. A dynamic loss scale is then adapted.
         """
         self.applied = self.value
@@ -224,7 +224,7 @@ class LossScale:
         inverse = torch.full((1,), 1.0 / self.value, dtype=torch.float32, device=where)
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, inverse)
-        self.overflowed = bool(everyone.all_reduce(found.to(device), maximum=True).wait().item())
+        self.overflowed = bool(world_group.all_reduce(found.to(device), maximum=True).wait().item())
         if self.dynamic:
             self._adapt_scale()
 
@@ -257,23 +257,22 @@ class LossScale:
             self.value, self.good_steps = min(state["value"], self.limit), state["good_steps"]
 
 
-def create_loss_scale(program: Program, asked: Scale) -> LossScale | None:
+def create_loss_scale(program: Program, requested: Scale) -> LossScale | None:
     """Return the loss scaling for ``program``; ``None`` if the loss is not scaled.
 
-    ``asked``: the user's option: a fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a float16
-    parameter is trained. Raise :class:`LaunchError` for another value.
-    """
-    if program.objective != "train" or program.loss is None or asked is None:
+    ``requested``: the user's option: a fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a
+    float16 parameter is trained. Raise :class:`LaunchError` for another value."""
+    if program.objective != "train" or program.loss is None or requested is None:
         return None
     short = any(s.requires_grad and s.dtype == "float16" for s in program.states.values())
-    if asked == "auto" and not short:
+    if requested == "auto" and not short:
         return None
     limit = torch.finfo(dtype_of(program.values[program.loss].dtype)).max / 2
-    if asked in ("auto", "dynamic"):
+    if requested in ("auto", "dynamic"):
         return LossScale(FIRST, True, limit)
-    if isinstance(asked, str) or not asked > 0:
-        raise LaunchError(f"loss_scale is 'auto', 'dynamic', a positive number or None; got {asked!r}")
-    return LossScale(float(asked), False, limit)
+    if isinstance(requested, str) or not requested > 0:
+        raise LaunchError(f"loss_scale is 'auto', 'dynamic', a positive number or None; got {requested!r}")
+    return LossScale(float(requested), False, limit)
 
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_

@@ -347,14 +347,14 @@ class MasterParameters:
         self._rank = rank
         self._device = device
         wide = list_master_types(rank)
-        hosted = list_host_states(rank.program, rank.stage_index)
-        first = torch.device("cpu") if hosted else device
+        host_parameters = list_host_states(rank.program, rank.stage_index)
+        first = torch.device("cpu") if host_parameters else device
 
         def placed(name: str, tensor: Tensor) -> Tensor:
             """Return a tensor with the values of ``tensor``, the parameter or buffer ``name``, at the place where the
             program keeps it: on the device, in host memory or on disk.
             """
-            if name not in hosted:
+            if name not in host_parameters:
                 return tensor.to(device)
             if disk is None or name not in wide:
                 return copier.empty(tensor.shape, tensor.dtype).copy_(tensor)
@@ -363,10 +363,10 @@ class MasterParameters:
             return on_disk
 
         self.held = load_states(rank, weights, first, wide, placed)
-        self.hosted = {name: tensor for name, tensor in self.held.items() if name in hosted}
-        self._gone = frozenset(hosted) if "parameters" in rank.program.offload else frozenset[str]()
-        self._names = frozenset(name for name in self.held if name in wide or name in hosted)
-        self._refreshed = [name for name in wide if name not in hosted]
+        self.hosted = {name: tensor for name, tensor in self.held.items() if name in host_parameters}
+        self._gone = frozenset(host_parameters) if "parameters" in rank.program.offload else frozenset[str]()
+        self._names = frozenset(name for name in self.held if name in wide or name in host_parameters)
+        self._refreshed = [name for name in wide if name not in host_parameters]
         self.shards = {name: self._get_shard(name) for name in self.held}
 
     def _get_shard(self, name: str) -> Tensor:

@@ -115,14 +115,14 @@ class GatheredBucket:
         rank: RankProgram,
         number: int,
         group: RankGroup,
-        held: Mapping[str, Tensor],
+        stored: Mapping[str, Tensor],
         keep: bool,
-        hosted: bool = False,
+        host_parameters: bool = False,
     ) -> None:
         states = rank.stage.buckets[number].states
-        program, device = rank.program, held[states[0]].device
+        program, device = rank.program, stored[states[0]].device
         dtype = dtype_of(program.states[states[0]].dtype)
-        self.group, self.keep, self.hosted = group, keep, hosted
+        self.group, self.keep, self.hosted = group, keep, host_parameters
         self.flat = FlatBuffer(find_flat_shards(program, states, group.size, group.index), dtype, device)
         self.rooms = [
             GatherBuffer(p, shard_shape(program, s), dtype, device)
@@ -136,10 +136,10 @@ class GatheredBucket:
                 for s, room, p in zip(states, self.rooms, self.flat.pieces, strict=True)
             }
         for state, piece in self.pieces.items():
-            piece.copy_(held[state])
+            piece.copy_(stored[state])
         if not keep:
             self.free()
-        if keep or hosted:
+        if keep or host_parameters:
             self.flat.release()
         self._pending: Pending | None = None
 
@@ -184,13 +184,13 @@ class ShardedParameters:
     -> parameters that are gathered together.
     """
 
-    def __init__(self, rank: RankProgram, held: Mapping[str, Tensor], communicator: Communicator) -> None:
+    def __init__(self, rank: RankProgram, stored: Mapping[str, Tensor], communicator: Communicator) -> None:
         self.buckets: dict[int, GatheredBucket] = {}
         for number, bucket in enumerate(rank.stage.buckets):
             if zero_axes(rank.program, bucket.states):
                 group = communicator.group(rank.zero_group(bucket.states[0]), gathering=True)
-                keep, hosted = rank.program.zero < 3, "parameters" in rank.program.offload
-                self.buckets[number] = GatheredBucket(rank, number, group, held, keep, hosted)
+                keep, host_parameters = rank.program.zero < 3, "parameters" in rank.program.offload
+                self.buckets[number] = GatheredBucket(rank, number, group, stored, keep, host_parameters)
         self.pieces = {s: piece for b in self.buckets.values() for s, piece in b.pieces.items()}
         self.whole = {s: whole for b in self.buckets.values() for s, whole in b.whole.items()}
         self.leaving = {s for b in self.buckets.values() if not b.keep for s in b.whole}

@@ -101,8 +101,10 @@ class Mirror:
         all hosts share. Copy those of the other hosts from the store to this host's folder. Errors are ignored.
         """
         with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
-            own = {name: base64.b64encode(content).decode() for name, content in self._read_own_files().items()}
-            self.store.set(_format_host_key(self.host), json.dumps(own))
+            own_addresses = {
+                name: base64.b64encode(content).decode() for name, content in self._read_own_files().items()
+            }
+            self.store.set(_format_host_key(self.host), json.dumps(own_addresses))
             for other in self.others:
                 if self.store.check([_format_host_key(other)]):
                     self._write_received_files(json.loads(self.store.get(_format_host_key(other))))
@@ -151,9 +153,12 @@ def list_own_addresses() -> list[str]:
     return sorted(set(found))
 
 
-def find_named_ranks(error: str, addresses: Mapping[int, Sequence[str]], own: Sequence[str] = ()) -> tuple[int, ...]:
+def find_named_ranks(
+    error: str, addresses: Mapping[int, Sequence[str]], own_addresses: Sequence[str] = ()
+) -> tuple[int, ...]:
     """Return the ranks that the error text ``error`` names by a network address. ``addresses``: rank -> its addresses,
-    such as ``10.0.0.1:4000``. ``own``: the addresses of this rank; if empty, only exact addresses are searched.
+    such as ``10.0.0.1:4000``. ``own_addresses``: the addresses of this rank; if empty, only exact addresses are
+    searched.
 
     If the text has none of these addresses, return all ranks whose host it names, except the ranks on this rank's host.
     This is needed because ``addresses`` lacks connections that were opened later.
@@ -162,10 +167,10 @@ def find_named_ranks(error: str, addresses: Mapping[int, Sequence[str]], own: Se
     # Gloo prints ports in network byte order (torch 2.13).
     named = {_format_address(host, p) for host, port in found for p in (port, (port & 0xFF) << 8 | port >> 8)}
     exactly = tuple(rank for rank, ends in addresses.items() if named.intersection(ends))
-    if exactly or not own:
+    if exactly or not own_addresses:
         return exactly
     hosts = {_parse_host(end) for end in named} - {
-        _parse_host(end) for end in own
+        _parse_host(end) for end in own_addresses
     }  # what was connected later is not noted
     return tuple(rank for rank, ends in addresses.items() if hosts.intersection(map(_parse_host, ends)))
 

@@ -85,17 +85,17 @@ class SlowRanks:
             if step is not None and step.step > self._last.get(rank, 0):  # skips the first step, a warm-up
                 self._last[rank] = step.step
                 self.samples.setdefault(rank, deque(maxlen=_KEPT)).append(step.busy())
-        about = {rank: r.about for rank, r in recordings.items()}
-        new = [s for s in slow_ranks(self.samples, about, self.factor) if s.rank not in self._told]
+        headers = {rank: r.about for rank, r in recordings.items()}
+        new = [s for s in slow_ranks(self.samples, headers, self.factor) if s.rank not in self._told]
         if self._told:
-            self._told &= {s.rank for s in slow_ranks(self.samples, about, self.factor, spreads=0.0)}
+            self._told &= {s.rank for s in slow_ranks(self.samples, headers, self.factor, spreads=0.0)}
         self._told |= {s.rank for s in new}
         return new
 
 
 def slow_ranks(
     samples: Mapping[int, Sequence[Mapping[int, float]]],
-    about: Mapping[int, RecorderHeader],
+    headers: Mapping[int, RecorderHeader],
     factor: float,
     spreads: float = _SPREADS,
 ) -> list[SlowRank]:
@@ -109,14 +109,14 @@ def slow_ranks(
         spreads: a slow rank must exceed its expected time by more than this number of median deviations of the times of
             steps; 0: by any amount, and without the check that nearly all of its steps are longer.
     """
-    if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
+    if any(len(samples.get(rank, ())) < _WINDOW for rank in headers):
         return []
-    now = {rank: _compute_typical_step(list(samples[rank])[-_WINDOW:]) for rank in about}
+    current = {rank: _compute_typical_step(list(samples[rank])[-_WINDOW:]) for rank in headers}
     found = []
-    for rank, work in now.items():
-        own = about[rank]
-        peers = [r for r in now if r != rank and (about[r].stage, about[r].places) == (own.stage, own.places)]
-        reference = _compute_typical_step([now[r] for r in peers]) if peers else _own_past(rank, samples, now)
+    for rank, work in current.items():
+        own = headers[rank]
+        peers = [r for r in current if r != rank and (headers[r].stage, headers[r].places) == (own.stage, own.places)]
+        reference = _compute_typical_step([current[r] for r in peers]) if peers else _own_past(rank, samples, current)
         if reference is None:
             continue
         expected, seconds = sum(reference.values()), sum(work.values())
@@ -124,7 +124,7 @@ def slow_ranks(
             continue
         if not spreads or _is_surely_slower(rank, peers, samples, expected):
             index = max(work, key=lambda i: work[i] - reference.get(i, 0.0))
-            spots = about[rank].spots
+            spots = headers[rank].spots
             spot = spots[index] if index < len(spots) else None
             against = "its peers take" if peers else "where it took, by what the others take now,"
             found.append(SlowRank(rank, seconds, expected, index, spot, against))
@@ -132,49 +132,48 @@ def slow_ranks(
 
 
 def _own_past(
-    rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], now: Mapping[int, Mapping[int, float]]
+    rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], current: Mapping[int, Mapping[int, float]]
 ) -> dict[int, float] | None:
     """Return the computation time that is expected of ``rank`` if no other rank has the same work, as instruction index
     -> seconds: its own earlier time, scaled by the change of the other ranks.
 
     The change is the median of their ratios of present to past time. ``samples``: rank -> for each step, instruction
-    index -> seconds. ``now``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too few
-    earlier steps.
-    """
-    before = {r: list(samples[r])[:-_WINDOW] for r in now}
+    index -> seconds. ``current``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too
+    few earlier steps."""
+    before = {r: list(samples[r])[:-_WINDOW] for r in current}
     if any(len(steps) < _BEFORE for steps in before.values()):
         return None
-    past = {r: _compute_typical_step(steps) for r, steps in before.items()}
-    others = [sum(now[r].values()) / total for r in now if r != rank and (total := sum(past[r].values()))]
-    general = median(others) if others else 1.0
-    return {index: seconds * general for index, seconds in past[rank].items()}
+    previous = {r: _compute_typical_step(steps) for r, steps in before.items()}
+    second = [sum(current[r].values()) / total for r in current if r != rank and (total := sum(previous[r].values()))]
+    general = median(second) if second else 1.0
+    return {index: seconds * general for index, seconds in previous[rank].items()}
 
 
 def _is_surely_slower(
-    rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], past: float
+    rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], previous: float
 ) -> bool:
     """Return whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
 
     ``samples``: rank -> for each step, instruction index -> seconds. Without peers, compare with its own earlier steps,
-    scaled so that their median is ``past`` seconds.
+    scaled so that their median is ``previous`` seconds.
     """
     totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
-    now = totals[rank][-_WINDOW:]
+    current = totals[rank][-_WINDOW:]
     if peers:
-        return median(_compute_longer_fraction(now, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE
+        return median(_compute_longer_fraction(current, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE
     took = sum(_compute_typical_step(list(samples[rank])[:-_WINDOW]).values())
-    scale = past / took if took else 1.0
+    scale = previous / took if took else 1.0
     before = totals[rank][: -2 * _WINDOW]  # leave out steps in which it may have been slow already
     before = before if len(before) >= _BEFORE else totals[rank][:-_WINDOW]
-    return _compute_longer_fraction(now, [scale * seconds for seconds in before]) >= _SURE
+    return _compute_longer_fraction(current, [scale * seconds for seconds in before]) >= _SURE
 
 
-def _compute_longer_fraction(some: Sequence[float], others: Sequence[float]) -> float:
-    """Return the fraction of pairs (one of ``some``, one of ``others``) whose first number is larger; ties count half.
+def _compute_longer_fraction(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the fraction of pairs (one of ``first``, one of ``second``) whose first number is larger; ties count half.
 
     This is the Mann-Whitney U statistic divided by the number of pairs.
     """
-    return sum((a > b) + (a == b) / 2 for a in some for b in others) / (len(some) * len(others))
+    return sum((a > b) + (a == b) / 2 for a in first for b in second) / (len(first) * len(second))
 
 
 def _measure_spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:

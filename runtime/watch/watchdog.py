@@ -286,10 +286,10 @@ def _kill_stalled(state: RankState, host: str, board: StatusBoard) -> None:
 
     A stopped process does not react to its launcher, which would wait half a minute for it.
     """
-    about = board.recordings()[state.rank].about
-    if about.host == host == socket.gethostname() and state.alive:
+    headers = board.recordings()[state.rank].about
+    if headers.host == host == socket.gethostname() and state.alive:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(about.pid, signal.SIGKILL)
+            os.kill(headers.pid, signal.SIGKILL)
 
 
 def default_folder() -> Path:

@@ -73,7 +73,7 @@ def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: Any, **optio
         traces = Traces(patch)
         short = folded(model, inputs, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(LayerRepeats, "of", classmethod(lambda cls, model: cls([])))
+        patch.setattr(LayerRepeats, "find", classmethod(lambda cls, model: cls([])))
         full = folded(model, inputs, **options)
     expected = described(full)
     for part, found in described(short).items():
@@ -465,7 +465,7 @@ def test_journals_tell_operands_numbers_and_calls_apart():
 def test_groups_name_what_each_member_has_for_itself():
     (group,) = find_equal_layers(Stack(Layer), 4)
     assert len(group.members) == 8
-    assert group.own == (("", "index"),)
+    assert group.own_attributes == (("", "index"),)
 
 
 def test_experts_in_lists(monkeypatch: pytest.MonkeyPatch):

@@ -101,7 +101,7 @@ def derive(program: Program, folder: Path) -> list[str]:
 
     def told(program, name, *needs, slim):  # type: ignore[no-untyped-def]
         _traced.append(name)
-        return original(program, name, *needs, slim=slim)
+        return original(program, name, *needs, selective=slim)
 
     bind.differentiate_for_cpu = told
     library = BlockLibrary(program, CPU, shared=folder)

@@ -66,7 +66,7 @@ def assemble_program_graph(
         program: a program whose graph has no sub-graphs and no operators that write in place.
         canonical: maps every name of a state to the one name that is used for it; tied weights have several names.
         with_loss: whether the last result of the program is the loss.
-        empty_turns: 0 or 1 to build the graph as if no row (token) had chosen an expert with an even (0) or odd (1)
+        parity: 0 or 1 to build the graph as if no row (token) had chosen an expert with an even (0) or odd (1)
             number: the masks of these experts' rows become masks of zeros. This is done for masks that a loop over
             experts reads, and for masks that were listed at one of the places ``decided``. ``None`` keeps all masks.
         decided: places in the trace, numbered from 1, where forward listed an expert's rows and branched on whether

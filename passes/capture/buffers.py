@@ -120,8 +120,8 @@ def trace_buffer_writes(model: nn.Module, *, in_float64: bool) -> Iterator[None]
     trained or changed in place.
 
     Args:
-        double: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype from
-            the tensor that it replaces.
+        in_float64: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype
+        from the tensor that it replaces.
     """
     averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_cumulative_average(m)]
     for module in averaging:
@@ -435,10 +435,9 @@ def _write_all(writes: Iterable[_TensorWrite], snapshot: _StateSnapshot, in_floa
     although one is trained or changed in place.
 
     Args:
-        double: whether the model is traced in float64, so that an assigned floating-point tensor may differ in dtype
-            from the tensor that receives it.
-        writes: the tensors to change, with their new values.
-        held: the model's tensors at the start of forward.
+        in_float64: whether the model is traced in float64, so that an assigned floating-point tensor may differ in
+        dtype from the tensor that receives it. writes: the tensors to change, with their new values. snapshot: the
+        model's tensors at the start of forward.
     """
     last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
     if not last:
@@ -458,7 +457,7 @@ def _check_unshared(writes: Mapping[int, _TensorWrite], snapshot: _StateSnapshot
 
     Args:
         writes: the values that forward assigned, by the ``id`` of the tensor that receives the value.
-        held: the model's tensors at the start of forward.
+        snapshot: the model's tensors at the start of forward.
     """
     before = {id(t): t for t in snapshot.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}

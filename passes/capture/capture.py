@@ -172,10 +172,9 @@ def _choose_cache_use(
     Caches stay on only if the result of forward depends on them. To find this out, forward is run without a trace.
 
     Args:
-        twin: a copy of the model with fake parameters and with the caches off. It is returned itself if the model has
-            no caches.
-        arguments: (positional arguments, keyword arguments) of forward.
-        dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
+        fake_copy: a copy of the model with fake parameters and with the caches off. It is returned itself if the model
+        has no caches. arguments: (positional arguments, keyword arguments) of forward. dtype: the dtype to which
+        floating-point tensors are cast; ``None`` keeps their dtypes.
     """
     if not fake_copy.caches:
         return fake_copy, ()
@@ -200,7 +199,7 @@ def _list_decision_notes(captured: Captured, read_buffers: set[str]) -> tuple[st
 
     Args:
         captured: the captured model, which tells the buffers that forward changes.
-        asked: names of the buffers on whose values forward branched.
+        read_buffers: names of the buffers on whose values forward branched.
     """
     changed = sorted(read_buffers & set(captured.updates))
     if changed:

@@ -1,4 +1,4 @@
-"""Run ``torch.export`` on a twin of the user's model: a deep copy whose parameters and buffers are fake tensors.
+"""Run ``torch.export`` on a fake copy of the user's model: a deep copy whose parameters and buffers are fake tensors.
 
 A fake tensor has a shape and a dtype but no values, so neither is the user's model changed nor a weight copied. Tied
 weights stay tied. Plain tensors that a module holds as attributes are constants of the model and keep their values.
@@ -61,9 +61,8 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 class Counter:
     """A Python number that forward changes: the attribute ``name`` of the module with path ``path``.
 
-    The twin (the copy that is traced) holds it as a 0-dimensional buffer named ``buffer``. ``value`` is the number
-    before the first call.
-    """
+    The fake copy (the copy with fake tensors that is traced) holds it as a 0-dimensional buffer named ``buffer``.
+    ``value`` is the number before the first call."""
 
     path: str
     name: str
@@ -81,8 +80,8 @@ class Counter:
 
 @dataclass(frozen=True)
 class ParameterlessCopy:
-    """A copy of a model for tracing (also called the twin), whose parameters and buffers are fake tensors, with options
-    and records of the trace.
+    """A copy of a model for tracing (also called the fake copy), whose parameters and buffers are fake tensors, with
+    options and records of the trace.
 
     ``mode``: the mode of the fake tensors. ``caches``: configurations in which generation caches were on; they are
     switched off unless ``caches_kept`` is true. ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast``
@@ -93,7 +92,7 @@ class ParameterlessCopy:
     tensor-like lifted number for each, and ``scope`` records how forward used them. ``counters``: Python numbers that
     forward changes, held as buffers. ``attributes``: values by (module path, attribute name) that are set before
     forward runs.
-    ``warm_up``: called on each new twin before it is traced, to run forward once.
+    ``warm_up``: called on each new fake copy before it is traced, to run forward once.
     """
 
     module: nn.Module
@@ -501,8 +500,8 @@ def _explain_trace_failure(model: nn.Module, error: Exception, random_operators:
 
     Args:
         error: the exception that torch.export raised.
-        drawn: if forward tried to read a tensor as a Python number and random operators compute this tensor, the names
-            of these operators; otherwise empty. The advice in the message depends on it.
+        random_operators: if forward tried to read a tensor as a Python number and random operators compute this tensor,
+        the names of these operators; otherwise empty. The advice in the message depends on it.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = locate_error(error), f"{type(error).__name__}: {error}"
@@ -529,7 +528,7 @@ def locate_error(error: Exception, *, excluded_file: str = "") -> str:
     Return an empty text if there is none.
 
     Args:
-        but: path of a file whose frames are skipped.
+        excluded_file: path of a file whose frames are skipped.
     """
     frames = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if is_user_file(f.filename) and f.filename != excluded_file]

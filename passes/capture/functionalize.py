@@ -248,9 +248,9 @@ def flatten_program(program: ExportedProgram, tensor_names: Mapping[int, str] | 
     reads a tensor of ``tensor_names``.
 
     Args:
-        own: for each tensor of the original model, its data address -> its name. The program was exported from a copy
-            of that model, so it should read none of these tensors: forward can reach them only past the copy, as
-            through a global variable. ``None`` skips this check.
+        tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
+        a copy of that model, so it should read none of these tensors: forward can reach them only past the copy, as
+        through a global variable. ``None`` skips this check.
     """
     _check_traced_constants(program, tensor_names or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
@@ -303,8 +303,8 @@ def _check_traced_constants(program: ExportedProgram, tensor_names: Mapping[int,
     not follow, and for a tensor of the original model.
 
     Args:
-        own: for each tensor of the original model, its data address -> its name. The program was exported from a copy
-            of that model, so it should read none of these tensors.
+        tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
+        a copy of that model, so it should read none of these tensors.
     """
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:

@@ -46,7 +46,7 @@ def bind_inputs(
     forward does not accept them.
 
     Args:
-        twin: copy of the model with fake parameters.
+        fake_copy: copy of the model with fake parameters.
         original: the model itself.
         inputs: the user's inputs; ``None`` uses the model's own dummy inputs.
         global_batch: size of the batch dim; ``None`` keeps the size of the inputs.
@@ -79,7 +79,7 @@ def lift_leaves(arguments: Bound, fake_copy: ParameterlessCopy) -> Bound:
 
     Args:
         arguments: (positional arguments, keyword arguments).
-        twin: copy of the model with fake tensors.
+        fake_copy: copy of the model with fake tensors.
     """
 
     def lift(path: str, leaf: Any) -> Any:

@@ -144,7 +144,7 @@ class PythonState:
         that has another value.
 
         Args:
-            after: attributes of the traced copy of the model after its forward: (module path, attribute name) ->
+            attributes: attributes of the traced copy of the model after its forward: (module path, attribute name) ->
                 (comparison key, value).
         """
         found = list[StateChange]()

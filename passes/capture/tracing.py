@@ -1,6 +1,6 @@
-"""Trace the twin of a model, and decide what happens to Python state that forward reads or changes.
+"""Trace the fake copy of a model, and decide what happens to Python state that forward reads or changes.
 
-Requires: a twin (a copy with fake parameters, from ``passes/capture/export.py``) and its arguments. Provides: a
+Requires: a fake copy (a copy with fake parameters, from ``passes/capture/export.py``) and its arguments. Provides: a
 captured graph in which Python numbers of the inputs are 0-dimensional tensors, and Python numbers that forward changes
 (counters) are buffers. Other Python state that forward changes is refused if it has an effect on what forward computes.
 """
@@ -56,7 +56,7 @@ class Trace:
     """Result of one trace of ``fake_copy``, a copy of the model with fake tensors.
 
     ``captured``: the model's graph with the names of its states, inputs and outputs. ``attributes_after``: the
-    attributes of the twin's modules after forward: (module path, attribute name) -> (comparison key, value), where
+    attributes of the fake copy's modules after forward: (module path, attribute name) -> (comparison key, value), where
     equal keys mean that an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of
     forward. ``uses``: for each input that is a Python number and fixed in the plan: path -> what forward uses it for,
     as text."""
@@ -102,7 +102,7 @@ class Tracer:
         cannot become a buffer of the plan.
 
         Args:
-            twin: the copy of the model with fake tensors that is traced.
+            fake_copy: the copy of the model with fake tensors that is traced.
             arguments: (positional arguments, keyword arguments) of forward.
             lift_numbers: read Python numbers of the inputs as tensors if forward allows it.
             before: the Python state from which forward starts.
@@ -148,8 +148,8 @@ class Tracer:
         an earlier copy.
 
         Args:
-            changes: name of a field of the twin -> its new value. The extra key ``flipped`` has conditions on lifted
-                numbers (Python numbers that are traced as tensors): the next trace takes the other branch for these.
+            changes: name of a field of the fake copy -> its new value. The extra key ``flipped`` has conditions on
+            lifted numbers (Python numbers that are traced as tensors): the next trace takes the other branch for these.
         """
         scope = LiftScope(fake_copy.scope.find_line, changes.pop("flipped", ()))
         loops = changes.pop("hits", None) or TracedLoops()
@@ -192,7 +192,7 @@ class Tracer:
         input: the chosen numbers, and, for each other number, a text on what forward uses it for.
 
         Args:
-            twin: copy of the model with fake tensors.
+            fake_copy: copy of the model with fake tensors.
             arguments: (positional arguments, keyword arguments) of forward.
         """
         numbers, uses = find_plain_numbers(arguments), dict[str, str]()
@@ -218,17 +218,17 @@ class Tracer:
     def _trace_module(
         self, fake_copy: ParameterlessCopy, arguments: Bound, attributes_after: Attributes
     ) -> tuple[Captured, ParameterlessCopy]:
-        """Trace a twin (a copy of the model with fake tensors) once. Return the captured graph and the twin that was
-        traced.
+        """Trace a copy of the model with fake tensors (a fake copy) once. Return the captured graph and the copy that
+        was traced.
 
-        Of equal layers only one is traced. If that fails, a new twin is traced with all layers, and is the one
+        Of equal layers only one is traced. If that fails, a new fake copy is traced with all layers, and is the one
         returned.
 
         Args:
-            twin: the twin to trace.
+            fake_copy: the fake copy to trace.
             arguments: (positional arguments, keyword arguments) of forward.
-            left: receives the attributes after forward, (module path, attribute name) -> (comparison key, value),
-                because torch.export resets them.
+            attributes_after: receives the attributes after forward, (module path, attribute name) -> (comparison key,
+            value), because torch.export resets them.
         """
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in fake_copy.counters}}
@@ -318,8 +318,9 @@ class Tracer:
         a trace of ``fake_copy`` (an earlier copy) failed.
 
         Args:
-            hits: an empty record of loops over experts for the new trace.
-            left: receives the attributes of the new copy's modules after forward, by (module path, attribute name).
+            loops: an empty record of loops over experts for the new trace.
+            attributes_after: receives the attributes of the new copy's modules after forward, by (module path,
+            attribute name).
         """
         made = replace(self.renew_copy(fake_copy, hits=loops), scope=fake_copy.scope)
         self.prepare(made, attributes_after)
@@ -327,8 +328,8 @@ class Tracer:
 
     def prepare(self, fake_copy: ParameterlessCopy, attributes_after: Attributes) -> None:
         """Replace the forward of ``fake_copy``, a copy of the model with fake tensors, by one that returns (output,
-        loss) if there is a loss, else the output. At its end, the new forward also stores the attributes of the twin's
-        modules in ``attributes_after``, as (module path, attribute name) -> (comparison key, value)."""
+        loss) if there is a loss, else the output. At its end, the new forward also stores the attributes of the fake
+        copy's modules in ``attributes_after``, as (module path, attribute name) -> (comparison key, value)."""
         loss, forward = self.loss, fake_copy.module.forward
 
         @functools.wraps(forward)
@@ -351,7 +352,7 @@ def make_hookless_copy(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """Return a twin of ``model``, which is a copy with fake tensors, without the hooks that only observe: they return
+    """Return a copy of ``model`` with fake tensors, without the hooks that only observe: they return
     ``None`` and change nothing.
 
     Forward hooks of the outermost module become part of its forward.
@@ -590,7 +591,7 @@ class _StateChangeResolver:
 
     def _run_once(self, arguments: Bound, fake_copy: ParameterlessCopy) -> None:
         """Call the forward of ``fake_copy`` (a copy of the model with fake tensors), with Python state as it was before
-        the first call, to bring the twin into the state after one call.
+        the first call, to bring the fake copy into the state after one call.
 
         Tensors that forward stores have values if these depend on neither inputs nor weights. Raises
         :class:`_ForwardFailed` if forward fails. ``arguments``: (positional, keyword) arguments of forward."""

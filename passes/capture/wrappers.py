@@ -262,7 +262,7 @@ def _is_instance_of(value: Any, wrapper_class: _Class) -> bool:
     imported.
 
     Args:
-        of: (name of the Python module, name of the class).
+        wrapper_class: (name of the Python module, name of the class).
     """
     kind = getattr(sys.modules.get(wrapper_class[0]), wrapper_class[1], None)
     return kind is not None and isinstance(value, kind)

@@ -58,8 +58,8 @@ def distribute_experts(
         merged: name of a mesh axis, such as ``tp``, whose ranks hold the same experts in ``block`` and different
             experts afterwards, so that gradients of the experts are no longer summed over it; ``None`` if there is
             none.
-        apart: names of all mesh axes, such as ``dp``, along which ranks hold different experts afterwards, ``merged``
-            included; no operator of the experts may communicate over them.
+        expert_axes: names of all mesh axes, such as ``dp``, along which ranks hold different experts afterwards,
+        ``merged`` included; no operator of the experts may communicate over them.
     """
     rewriter = _ExpertDistributor(axis, size, merged, expert_axes)
     for region in regions:

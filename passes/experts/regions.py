@@ -85,8 +85,8 @@ def find_expert_regions(block: Block, expert_axes: Collection[str] = ()) -> list
     them combines rows (tokens).
 
     Args:
-        apart: mesh axes whose ranks will have different experts. An operator that communicates over such an axis ends a
-            region.
+        expert_axes: mesh axes whose ranks will have different experts. An operator that communicates over such an axis
+        ends a region.
     """
     found = []
     products: dict[fx.Node, list[fx.Node]] = {}

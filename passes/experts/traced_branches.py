@@ -202,7 +202,7 @@ class _BranchMode(TorchFunctionMode):
         trace.
 
         Args:
-            asked: what forward asks about the rows (tokens) of an expert, with the nodes of the mask and of the chosen
+            query: what forward asks about the rows (tokens) of an expert, with the nodes of the mask and of the chosen
                 numbers.
         """
         mode = get_proxy_mode()
@@ -285,7 +285,7 @@ def _match_table_entry(node: Any, dim: int, index: Any, if_any: bool) -> _Expert
     computed as a sum of masks, and ``index`` is an integer.
 
     Args:
-        some: whether a non-zero element means that the expert has rows.
+        if_any: whether a non-zero element means that the expert has rows.
     """
     node = skip_operators(node, CASTS)
     if (

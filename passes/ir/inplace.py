@@ -117,7 +117,7 @@ def _build_written_value(graph: fx.Graph, functional: Any, node: fx.Node) -> fx.
     operand. Return the last new node.
 
     Args:
-        kin: the functional operator with the same arguments, such as ``add`` for ``add_``.
+        functional: the functional operator with the same arguments, such as ``add`` for ``add_``.
     """
     if functional is not aten.copy.default:
         return graph.call_function(functional, node.args, dict(node.kwargs))

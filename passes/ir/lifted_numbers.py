@@ -477,7 +477,7 @@ def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], same_dty
 
     Args:
         others: the tensor operands with which the number is combined.
-        of_one_type: whether the operator requires operands of one dtype.
+        same_dtype: whether the operator requires operands of one dtype.
     """
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]

@@ -20,8 +20,9 @@ class ValueNumbers:
     Each random operator has an integer of its own.
 
     Args:
-        alike: a table (key of a node -> integer) that the objects of several graphs share, so that their integers can
-            be compared; inputs then match by name, and random operators by their order. ``None``: a table of its own.
+        shared_numbers: a table (key of a node -> integer) that the objects of several graphs share, so that their
+        integers can be compared; inputs then match by name, and random operators by their order. ``None``: a table of
+        its own.
     """
 
     def __init__(self, shared_numbers: dict[tuple[str, str, str], int] | None = None) -> None:

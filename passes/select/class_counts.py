@@ -133,7 +133,7 @@ def _append_present_class_mask(build: SelectedRows, numbers: fx.Node, bound: int
         numbers: the node with the class number of each element.
         bound: an integer that is greater than all class numbers; never ``None``, because the caller has checked that
             one is known.
-        least: the smallest number of classes that the operator returns.
+        minimum: the smallest number of classes that the operator returns.
     """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
     largest = build.apply_operator(aten.max.default, numbers)

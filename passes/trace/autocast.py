@@ -165,7 +165,7 @@ def find_cast_dtype(func: Any, args: Any, kwargs: Any, region: Asked, line: Call
         func: the operator.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        asked: (device type, dtype) of the autocast region, such as ``("cuda", torch.bfloat16)``.
+        region: (device type, dtype) of the autocast region, such as ``("cuda", torch.bfloat16)``.
         line: returns the line of the model's forward that is running, as text for error messages.
     """
     device, narrow = region
@@ -257,9 +257,9 @@ def _observe_operand_cast(func: Any, arguments: list[Any], tree: pytree.TreeSpec
 
     Args:
         func: the operator.
-        shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
+        arguments: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, dtype) of the autocast region.
+        region: (device type, dtype) of the autocast region.
     """
     _, narrow = region
     with mock.patch.object(fake_tensor, "init_gpu_context"):
@@ -285,9 +285,9 @@ def _has_no_cast_rule(func: Any, arguments: list[Any], tree: pytree.TreeSpec, re
 
     Args:
         func: the operator.
-        shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
+        arguments: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, dtype) of the autocast region.
+        region: (device type, dtype) of the autocast region.
     """
     log, _ = _run_with_cast_operands(func, arguments, tree, ("cpu", region[1]), None, autocast_on=False)
     return not any(_has_cast_rule(name, region[0]) for name in (func.name(), *log.names))
@@ -319,11 +319,11 @@ def _run_with_cast_operands(
 
     Args:
         func: the operator.
-        shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
+        arguments: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, dtype) of autocast.
+        region: (device type, dtype) of autocast.
         to: the dtype to which operands are cast; ``None`` means that they are not cast.
-        on: whether autocast is on during the run.
+        autocast_on: whether autocast is on during the run.
     """
     device, narrow = region
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -378,7 +378,7 @@ class LayerRepeats:
             memo: what is known of these equal calls; it is updated.
             call: the tensors that the call reads.
             module: the module that is called.
-            own: attributes in which the modules differ, as (path of a submodule, attribute name).
+            own_attributes: attributes in which the modules differ, as (path of a submodule, attribute name).
             forward: runs the module and returns its output.
         """
         with _hide_own_attributes(module, own_attributes if memo.num_run else ()):

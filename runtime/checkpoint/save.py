@@ -74,8 +74,8 @@ class Staging:
         copies.
 
         Args:
-            moving: pieces that may change at any time; they are copied now.
-            still: pieces that change only in an optimizer step; :meth:`finish_copies` copies them later.
+            changing: pieces that may change at any time; they are copied now.
+            unchanging: pieces that change only in an optimizer step; :meth:`finish_copies` copies them later.
             optimizers: the optimizers whose next step waits until the copies are made.
 
         Pieces on disk are not copied and are returned as they are. Call this only after the previous save has ended.
@@ -290,7 +290,7 @@ class Saver:
         """Save a checkpoint to ``directory``, and return its handle. All ranks call this.
 
         Args:
-            made: returns the content to save; called after the previous save has ended.
+            build_content: returns the content to save; called after the previous save has ended.
             optimizer: the optimizers whose step waits until their state is copied.
             wait: return only after the checkpoint is complete and ``then`` has returned, on all ranks.
             then: called with the folder on rank 0 once the checkpoint is complete.

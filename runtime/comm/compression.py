@@ -68,7 +68,7 @@ class LevelwiseReduction:
 
     Args:
         groups: for each level, the group of ranks over which gradients are scattered and later gathered.
-        rest: the group of the all-reduce between scattering and gathering.
+        all_reduce_group: the group of the all-reduce between scattering and gathering.
         codec: compression of the transfers of the last level; ``None``: uncompressed.
 
     The length of the buffer must be divisible by the number of shards (the product of the sizes of ``groups``), and the

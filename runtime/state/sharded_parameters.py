@@ -177,7 +177,7 @@ class ShardedParameters:
     """All parameters of a rank that ZeRO divides.
 
     Args:
-        held: parameter name -> this rank's piece, whose values are copied.
+        stored: parameter name -> this rank's piece, whose values are copied.
 
     ``pieces``: parameter name -> this rank's piece, which an optimizer updates. ``whole``: parameter name -> the whole
     parameter, which calls read. ``leaving``: names of the parameters that are freed between calls. ``buckets``: index

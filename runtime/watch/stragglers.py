@@ -104,7 +104,7 @@ def slow_ranks(
 
     Args:
         samples: rank -> for each recorded step, instruction index -> seconds of computation.
-        about: rank -> description of the rank and its instructions.
+        headers: rank -> description of the rank and its instructions.
         factor: a rank is slow if its computation time exceeds ``factor`` times the expected time.
         spreads: a slow rank must exceed its expected time by more than this number of median deviations of the times of
             steps; 0: by any amount, and without the check that nearly all of its steps are longer.

@@ -109,7 +109,11 @@ class _StageInterpreter:
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
             at = self.alive.get(place, self.freed.get(place))
-            raise Refusal("twice", f"makes {format_value_place(place)} a second time: see instruction {at}")
+            raise Refusal(
+                "twice",
+                f"computes or receives {format_value_place(place)} a second time, after instruction {at}: remove one "
+                "of them",
+            )
         self.alive[place] = self.index
 
     def find_place(self, value: str, microbatch: int | None) -> Place:
@@ -128,7 +132,10 @@ class _StageInterpreter:
                 raise Refusal(
                     "order", f"reads {format_value_place(place)}, which was freed at instruction {self.freed[place]}"
                 )
-            raise Refusal("order", f"reads {format_value_place(place)}, which is not there")
+            raise Refusal(
+                "order",
+                f"reads {format_value_place(place)} before an instruction has computed or received it: move it behind",
+            )
 
     def load(self, i: Instruction) -> None:
         """Check the LOAD instruction ``i``, which slices inputs of the batch for a microbatch, and record that the
@@ -138,7 +145,9 @@ class _StageInterpreter:
         """
         for value in i.values:
             if value not in self.is_input:
-                raise Refusal("fields", f"{value!r} is no input of the batch")
+                raise Refusal(
+                    "fields", f"loads {value!r}, which is no input of the batch: name an input of the program"
+                )
             self.make_value(value, i.microbatch, again=True)
 
     def free(self, i: Instruction) -> None:
@@ -155,14 +164,22 @@ class _StageInterpreter:
         for value in i.values:
             if i.gradients:
                 if i.microbatch is None:
-                    raise Refusal("fields", "FREE of gradients needs a microbatch")
+                    raise Refusal("fields", "frees gradients without naming the microbatch: give the microbatch")
                 self.gradients.free((value, i.microbatch), self.index)
                 continue
             place = value, i.microbatch
             if place in self.freed and place not in self.alive:
-                raise Refusal("twice", f"{format_value_place(place)} was freed at instruction {self.freed[place]}")
+                raise Refusal(
+                    "twice",
+                    f"frees {format_value_place(place)}, which was freed at instruction {self.freed[place]}: remove "
+                    "one FREE",
+                )
             if place not in self.alive:
-                raise Refusal("order", f"there is no {format_value_place(place)} to free")
+                raise Refusal(
+                    "order",
+                    f"frees {format_value_place(place)}, which no instruction has computed or received: there is "
+                    "nothing to free",
+                )
             del self.alive[place]
             self.freed[place] = self.index
 
@@ -177,11 +194,14 @@ class _StageInterpreter:
         """
         assert i.microbatch is not None
         if not self.of_prologue:
-            raise Refusal("fields", "the stage has no prologue calls")
+            raise Refusal("fields", "runs prologue calls, of which the stage has none: remove the instruction")
         if self.total_at is not None:
-            raise Refusal("order", f"comes after TOTAL at instruction {self.total_at}")
+            raise Refusal(
+                "order",
+                f"adds to the totals after TOTAL at instruction {self.total_at} has summed them: move it before TOTAL",
+            )
         if i.microbatch in self.added_up:
-            raise Refusal("twice", f"adds microbatch {i.microbatch} a second time")
+            raise Refusal("twice", f"adds microbatch {i.microbatch} to the totals a second time: remove one TOTAL_F")
         self.agree_on_totals(i)
         temporary: set[str] = set()
         for position, call in enumerate(self.calls):
@@ -201,7 +221,9 @@ class _StageInterpreter:
         if self.totals is None:
             self.totals = i.values
         if i.values != self.totals or set(i.values) - self.of_prologue:
-            raise Refusal("fields", f"the totals are {', '.join(self.totals)}, made by prologue calls; got {i.values}")
+            raise Refusal(
+                "fields", f"names the totals {i.values}; expected {', '.join(self.totals)}, computed by prologue calls"
+            )
 
     def total(self, i: Instruction) -> None:
         """Check the TOTAL instruction ``i``, which all-reduces the totals (sums over the batch), and record the
@@ -210,14 +232,21 @@ class _StageInterpreter:
         Raise :class:`Refusal` if a microbatch was not added to them, or if the axes of the all-reduce are wrong.
         """
         if self.total_at is not None:
-            raise Refusal("twice", f"the totals were already added up at instruction {self.total_at}")
+            raise Refusal(
+                "twice", f"sums the totals a second time, after instruction {self.total_at}: remove one TOTAL"
+            )
         missing = set(range(self.program.num_microbatches)) - self.added_up
         if missing:
-            raise Refusal("order", f"the totals lack microbatch {min(missing)}")
+            raise Refusal(
+                "order",
+                f"sums the totals before microbatch {min(missing)} was added to them: move TOTAL behind its TOTAL_F",
+            )
         self.agree_on_totals(i)
         axes = split_axes(self.program, DATA_AXES)
         if split_axes(self.program, i.axes) != axes or set(i.axes) - set(self.program.mesh):
-            raise Refusal("fields", f"totals are over the whole batch: axes {axes}, got {i.axes}")
+            raise Refusal(
+                "fields", f"sums the totals over the axes {i.axes}; expected {axes}, over which the batch is split"
+            )
         for value in i.values:
             self.make_value(value, None)
         self.trace_collective(axes, ("TOTAL", i.values), f"all_reduce of {', '.join(i.values)}")
@@ -235,7 +264,11 @@ class _StageInterpreter:
         for position in range(*i.calls):
             run = position, i.microbatch
             if run in self.forward:
-                raise Refusal("twice", f"runs {self.format_path(position)} forward on microbatch {i.microbatch} again")
+                raise Refusal(
+                    "twice",
+                    f"runs {self.format_path(position)} forward on microbatch {i.microbatch} a second time: remove "
+                    "one F",
+                )
             for value in self.calls[position].data.inputs:
                 self.read_value(value, i.microbatch)
             self.read_states(position)
@@ -297,11 +330,13 @@ class _StageInterpreter:
         for run in runs:
             key = f"{self.format_path(run[0])} backward on microbatch {run[1]}"
             if run not in self.forward:
-                raise Refusal("order", f"runs {key} before forward")
+                raise Refusal("order", f"runs {key} before its forward: move it behind the forward")
             if run in self.backward or (run in self.halfway and not after_inputs):
-                raise Refusal("twice", f"runs {key} again")
+                raise Refusal("twice", f"runs {key} a second time: remove one of them")
             if after_inputs and run not in self.halfway:
-                raise Refusal("order", f"runs {key} for weights before the half for inputs")
+                raise Refusal(
+                    "order", f"runs {key}: the half for weights comes before the half for inputs; exchange them"
+                )
             self.read_states(run[0])
             self.parked.read(run)
         self.states.before_step()
@@ -367,7 +402,9 @@ class _StageInterpreter:
             place = value, i.microbatch
             if self.origin.get(place) != i.peer:
                 raise Refusal(
-                    "match", f"sends the gradient of {format_value_place(place)} to a stage that it did not come from"
+                    "match",
+                    f"sends the gradient of {format_value_place(place)} to a stage that did not send the value: send "
+                    "it to the stage that did",
                 )
             self.gradients.take((value, i.microbatch), self.index)
         self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), format_moved(i))))
@@ -536,15 +573,17 @@ class _StageInterpreter:
             if (position, microbatch) not in self.forward:
                 raise Refusal("missing", f"{self.format_path(position)} never runs forward on microbatch {microbatch}")
         if self.of_prologue and self.total_at is None:
-            raise Refusal("missing", "the totals are never added up")
+            raise Refusal("missing", "never sums the totals of the prologue over the ranks: add a TOTAL")
         if self.program.objective == "train" and self.states.stepped is None:
-            raise Refusal("missing", "there is no STEP")
+            raise Refusal("missing", "never reaches STEP; expected one, when all gradients are complete: add it")
         for output in self.program.outputs:
             if output.stage == self.stage and output.value is not None:
                 self.check_taken(output.value, f"the output {output.path!r}")
         for place, index in self.alive.items():
             raise Refusal(
-                "leak", f"{format_value_place(place)} is made here and never freed", FaultLocation(index=index)
+                "leak",
+                f"{format_value_place(place)} is computed or received here and never freed: add a FREE",
+                FaultLocation(index=index),
             )
         self.parameters.finish()
         self.hosted.finish()
@@ -559,7 +598,11 @@ class _StageInterpreter:
         for microbatch in range(self.program.num_microbatches):
             place = self.find_place(value, microbatch)
             if place not in self.alive and place not in self.freed:
-                raise Refusal("missing", f"{label} is {format_value_place(place)}, which this stage never makes")
+                raise Refusal(
+                    "missing",
+                    f"{label} is {format_value_place(place)}, which this stage never computes or receives: add the "
+                    "instruction",
+                )
 
     def format_path(self, position: int) -> str:
         return repr(self.calls[position].data.path)

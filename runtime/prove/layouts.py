@@ -36,16 +36,25 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
         if data.kind == "constant":
             continue
         if state not in first.states:
-            raise LayoutError(f"program {name!r} has the {data.kind} {state!r}, which the first has not")
+            raise LayoutError(
+                f"program {name!r} has the {data.kind} {state!r}, which the first program does not have; expected "
+                "the same states"
+            )
         difference = _find_difference(first.states[state], data, further.objective == "train")
         if difference:
             raise LayoutError(f"{state!r} in program {name!r} {difference}, as in the first program")
     for s, (own, other) in enumerate(zip(first.stages, further.stages, strict=True)):
         known = {bucket.states for bucket in own.buckets}
         if further.objective == "train" and own.buckets != other.buckets:
-            raise LayoutError(f"stage {s} of program {name!r} reduces gradients in other buckets")
+            raise LayoutError(
+                f"stage {s} of program {name!r} reduces gradients in other buckets than the first program; expected "
+                "the same"
+            )
         if any(bucket.states not in known for bucket in other.buckets):
-            raise LayoutError(f"stage {s} of program {name!r} gathers parameters in other buckets")
+            raise LayoutError(
+                f"stage {s} of program {name!r} gathers parameters in other buckets than the first program; expected "
+                "the same"
+            )
 
 
 def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:

@@ -173,7 +173,10 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
         if id(given.program) not in compared:
             if given.program != program:
                 raise ProofError(
-                    "is of another program", rank=rank, index=0, instruction=_format_instruction(given.instructions, 0)
+                    "the rank's list is of another program: pass the lists of this program",
+                    rank=rank,
+                    index=0,
+                    instruction=_format_instruction(given.instructions, 0),
                 )
             compared.add(id(given.program))
         if given.rank != rank or not 0 <= rank < program.world_size:

@@ -240,9 +240,11 @@ class Parameters:
         ``index``: position of the instruction. Raise :class:`Refusal` if there is nothing to gather.
         """
         if number not in self.shared:
-            raise Refusal("fields", f"bucket {number} is not sharded: there is nothing to gather")
+            raise Refusal("fields", f"gathers bucket {number}, which is not sharded by ZeRO: remove the GATHER")
         if number in self.there:
-            raise Refusal("twice", f"bucket {number} was gathered at instruction {self.there[number]}")
+            raise Refusal(
+                "twice", f"bucket {number} was gathered at instruction {self.there[number]}: remove one GATHER"
+            )
         self.there[number] = index
         self.times[number] += 1
         self.under_way[number] = "GATHER", self.shared[number], self.times[number]
@@ -258,7 +260,9 @@ class Parameters:
             if number not in self.there:
                 gone = f"freed at instruction {self.freed[number]}" if number in self.freed else "never gathered"
                 state = next(s for s in self.here.calls[position].states if s in self.shared[number])
-                raise Refusal("order", f"{self.here.calls[position].path!r} reads {state!r}, which was {gone}")
+                raise Refusal(
+                    "order", f"{self.here.calls[position].path!r} reads {state!r}, which was {gone}: add a GATHER"
+                )
             if number in self.under_way:
                 yield self.under_way.pop(number)
 
@@ -269,10 +273,12 @@ class Parameters:
         first; ``None`` if it was waited for before. Raise :class:`Refusal` if they are not gathered.
         """
         if number not in self.shared or self.program.zero < 3:
-            raise Refusal("fields", f"bucket {number} is not sharded: it must not be freed")
+            raise Refusal("fields", f"frees bucket {number}, whose parameters stay on the device: remove the FREE")
         if number not in self.there:
             what = f"was freed at instruction {self.freed[number]}" if number in self.freed else "was never gathered"
-            raise Refusal("twice" if number in self.freed else "order", f"bucket {number} {what}")
+            raise Refusal(
+                "twice" if number in self.freed else "order", f"frees bucket {number}, which {what}: remove the FREE"
+            )
         del self.there[number]
         self.freed[number] = index
         return self.under_way.pop(number, None)
@@ -280,7 +286,9 @@ class Parameters:
     def finish(self) -> None:
         for number, index in self.there.items():
             if self.program.zero == 3:
-                raise Refusal("leak", f"bucket {number} is gathered here and never freed", FaultLocation(index=index))
+                raise Refusal(
+                    "leak", f"bucket {number} is gathered here and never freed: add a FREE", FaultLocation(index=index)
+                )
 
 
 class PendingReductions:

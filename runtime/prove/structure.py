@@ -94,7 +94,7 @@ def _find_output_problem(program: Program, output: OutputData, name: str) -> str
     if name not in program.values:
         return f"is the value {name!r}, which does not exist"
     if output.stage not in range(len(program.stages)):
-        return f"is on stage {output.stage}; the pipeline has {len(program.stages)}"
+        return f"is on stage {output.stage}; expected a stage below {len(program.stages)}"
     value = program.values[name]
     if output.layout != value.layout:
         return f"is {output.layout} over tp, but its value is {value.layout}"
@@ -140,7 +140,9 @@ def check_structure(facts: ProgramFacts) -> None:
     for name in program.states:
         check_state(facts, name)
     if program.fingerprint != hash_weights(program.states):
-        raise Refusal("structure", "the fingerprint is not that of the states' names, shapes and types")
+        raise Refusal(
+            "structure", "the fingerprint is not the hash of the states' names, shapes and types: write the plan again"
+        )
     check_inputs(program)
     check_outputs(program)
     check_updates(program)
@@ -194,17 +196,21 @@ def _check_mesh(program: Program) -> None:
             f"states are sharded over dp_shard={program.dp_shard} ranks, which does not divide dp={program.size('dp')}",
         )
     if not program.stages or len(program.stages) != program.mesh.get("pp", 1):
-        raise Refusal("structure", f"{len(program.stages)} stages for pp={program.mesh.get('pp', 1)}")
+        raise Refusal(
+            "structure", f"the program has {len(program.stages)} stages; expected pp={program.mesh.get('pp', 1)}"
+        )
     if "parameters" in program.offload and program.zero in (1, 2):
-        raise Refusal("structure", f"parameters in host memory with zero={program.zero}, which keeps them whole here")
+        raise Refusal("structure", f"parameters are in host memory with zero={program.zero}; expected zero=0 or zero=3")
     if "parameters" in program.offload and program.objective == "train" and "optimizer" not in program.offload:
-        raise Refusal("structure", "parameters in host memory, and an optimizer that is not: it steps them there")
+        raise Refusal(
+            "structure", "parameters are in host memory and the optimizer is not; expected the optimizer there, too"
+        )
     if "disk" in program.offload and "optimizer" not in program.offload:
         raise Refusal(
-            "structure", "optimizer states on disk, and an optimizer that is not in host memory: it steps there"
+            "structure", "optimizer states are on disk and the optimizer is not in host memory; expected it there"
         )
     if program.num_microbatches < 1:
-        raise Refusal("structure", f"{program.num_microbatches} microbatches")
+        raise Refusal("structure", f"the program has {program.num_microbatches} microbatches; expected at least one")
     shares = program.data_shares
     if shares and (len(shares) != program.size("dp") or min(shares) < 1 or max(shares) != program.num_microbatches):
         raise Refusal(
@@ -240,7 +246,7 @@ def _check_calls(facts: ProgramFacts, stage: int) -> None:
         _check_call_specs(facts, stage, position, call)
         for name in call.outputs:
             if name in made:
-                problem = f"the value {name!r} is made by call {made[name]} too"
+                problem = f"the value {name!r} is computed by call {made[name]}, too; expected one call"
                 raise Refusal("structure", problem, FaultLocation(stage=stage, call=position))
             made[name] = position
 
@@ -281,7 +287,7 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
         ("outputs", call.outputs, block.outputs),
     ):
         if len(have) != len(want):
-            problem = f"{call.path!r} names {len(have)} {kind}, its graph has {len(want)}"
+            problem = f"{call.path!r} names {len(have)} {kind}; expected {len(want)}, as in its graph"
             raise Refusal("structure", problem, FaultLocation(stage=stage, call=position))
     specs = [_get_state_spec(program, n) for n in call.states]
     specs += [_get_value_spec(program.values[n]) for n in (*call.inputs, *call.outputs)]
@@ -327,7 +333,7 @@ def _check_call_order(facts: ProgramFacts) -> None:
     for s, stage in enumerate(facts.program.stages):
         for position, call in enumerate(stage.calls):
             if (s, position) not in placed:
-                problem = f"{call.path!r} reads {', '.join(call.inputs)}, not all of which are made before it"
+                problem = f"{call.path!r} reads {', '.join(call.inputs)}; expected values that earlier calls compute"
                 raise Refusal("structure", problem, FaultLocation(stage=s, call=position))
 
 

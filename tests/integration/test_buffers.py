@@ -266,7 +266,7 @@ def _of_another(code: list[Instruction], program: Program) -> list[Instruction]:
         (_moved, "which was updated at"),
         (_twice, "was updated at"),
         (_without, "never updated"),
-        (_of_another, "not a buffer"),
+        (_of_another, "no buffer of the stage"),
     ],
 )
 def test_a_wrong_update_is_refused(edit: Callable[[list[Instruction], Program], list[Instruction]], said: str):
@@ -307,7 +307,7 @@ def test_a_value_that_differs_between_ranks_is_refused():
             if node.get("target") == "partition.all_reduce.default":
                 node |= {"target": "aten.mul.Tensor", "args": [node["args"][0], 1.0]}
         blocks[name] = block.model_copy(update={"nodes": tuple(nodes)})
-    with pytest.raises(ProofError, match="differs between the parts of the batch"):
+    with pytest.raises(ProofError, match="differs between parts of the batch"):
         prove(program.model_copy(update={"blocks": blocks}))
 
 

@@ -163,8 +163,8 @@ def swapped(instructions: list[Instruction], one: str, other: str) -> list[Instr
     ("edit", "words"),
     [
         (lambda i: [x for x in i if x.op != "GATHER"], "missing: .*bucket 0 is never reduced"),
-        (lambda i: [x for x in i if x.op != "REDUCE"], "order: .*what comes next for bucket 0 is REDUCE"),
-        (lambda i: swapped(i, "SCATTER", "REDUCE"), "order: .*is SCATTER over dp_shard"),
+        (lambda i: [x for x in i if x.op != "REDUCE"], "order: .*the next collective of bucket 0 must be REDUCE"),
+        (lambda i: swapped(i, "SCATTER", "REDUCE"), "order: .*must be SCATTER over dp_shard"),
         (lambda i: [*i[: place(i, "SCATTER")], i[place(i, "SCATTER")], *i[place(i, "SCATTER") :]], "order"),
         (lambda i: [*i[:-1], i[place(i, "GATHER")], i[-1]], "twice: .*was already reduced at instruction"),
         (

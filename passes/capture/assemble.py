@@ -95,9 +95,7 @@ def assemble_program_graph(
         if spec.kind is InputKind.USER_INPUT:
             path = next(paths)
             if isinstance(node.meta.get("val"), Tensor):
-                inputs.append(
-                    ModelInput(path, path, _build_tensor_spec(node), _get_number_kind((numbers or {}).get(path)))
-                )
+                inputs.append(ModelInput(path, path, _build_tensor_spec(node), _get_kind((numbers or {}).get(path))))
                 env[node] = _make_placeholder(graph, node, inputs[-1].spec)
                 placeholders[env[node].name] = path
             else:
@@ -135,7 +133,7 @@ def assemble_program_graph(
     return found.with_(signature=CallSignature(fixed=fixed))
 
 
-def _get_number_kind(value: int | float | None) -> Literal["int", "float"] | None:
+def _get_kind(value: int | float | None) -> Literal["int", "float"] | None:
     """Return the name of the Python type of ``value``, an input of the model: ``"int"`` or ``"float"``. Return ``None``
     if ``value`` is ``None``, which stands for an input that is a tensor."""
     if value is None:

@@ -52,7 +52,7 @@ class BatchShare:
         return range(self.parts.start * each, self.parts.stop * each) if self.paths else range(0)
 
 
-def get_batch_share(rank: RankProgram) -> BatchShare:
+def get_share(rank: RankProgram) -> BatchShare:
     """Return the part of a global batch that ``rank`` reads: the inputs that its program loads, and the rows of its
     ``dp`` coordinate.
     """

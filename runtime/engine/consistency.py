@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from partitioner.passes.ir.layouts import Layout
 from partitioner.runtime.comm.group import Communicator, get_world_group
-from partitioner.runtime.engine.batches import convert_batch, convert_rank_batch, get_batch_share
+from partitioner.runtime.engine.batches import convert_batch, convert_rank_batch, get_share
 from partitioner.runtime.errors import AgreementError, BatchError, LaunchError
 from partitioner.runtime.program.mesh import subtract_axes
 from partitioner.runtime.program.program import RankProgram
@@ -231,7 +231,7 @@ class ConsistencyChecks:
         the same global batch; if so, all ranks with the same ``dp`` coordinate that read an input must have the same
         samples of it. ``rank``: this rank's part of the program that reads the batch.
         """
-        program, share = rank.program, get_batch_share(rank)
+        program, share = rank.program, get_share(rank)
         paths = [data.path for data in program.inputs]
         if local:
             values, at = convert_rank_batch(program, share, batch, True), self.rank.coordinates["dp"]

@@ -33,7 +33,7 @@ from partitioner.runtime.comm.failure_origin import is_rank_error
 from partitioner.runtime.comm.group import Communicator, get_world_group
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.engine import export
-from partitioner.runtime.engine.batches import convert_rank_batch, count_tokens_and_samples, get_batch_share
+from partitioner.runtime.engine.batches import convert_rank_batch, count_tokens_and_samples, get_share
 from partitioner.runtime.engine.consistency import ConsistencyChecks
 from partitioner.runtime.engine.defaults import create_default_communicator, create_disk
 from partitioner.runtime.engine.execution import Execution, choose_execution
@@ -136,7 +136,7 @@ class Engine:
         if communicator is None:
             communicator = create_default_communicator(program, device, load_placement(plan))
         self.rank_program: RankProgram = program.rank(communicator.rank)
-        self.share = get_batch_share(self.rank_program)
+        self.share = get_share(self.rank_program)
         self.communicator = communicator
         self.device = communicator.device
         how = choose_execution(execution, compile, self.device, load_execution_mode(plan))
@@ -262,9 +262,7 @@ class Engine:
         chosen = ChosenProgram("", batch, None) if local else choose_program(self._further.family, batch)
         executor = self._further.executor(chosen.name) if chosen.name else self._executor
         rank = executor.rank
-        inputs = convert_rank_batch(
-            rank.program, get_batch_share(rank) if chosen.name else self.share, chosen.batch, local
-        )
+        inputs = convert_rank_batch(rank.program, get_share(rank) if chosen.name else self.share, chosen.batch, local)
         self._agreement.before_step(chosen.batch, local, rank)
         self._begin_run()
         owned = self._gradients.owned
@@ -335,7 +333,7 @@ class Engine:
         further = self._further.find(name, "evaluate")
         executor = self._further.executor(name, keep_outputs)
         batch, real = (batch, None) if local else fit_batch(further.program, further.padding, batch)
-        inputs = convert_rank_batch(further.program, get_batch_share(executor.rank), batch, local)
+        inputs = convert_rank_batch(further.program, get_share(executor.rank), batch, local)
         self._agreement.before_run(name, batch, local, executor.rank)
         self._begin_run()
         self._latest = LatestRun(executor, further.padding, real)

@@ -21,7 +21,7 @@ from partitioner.passes.ir.layouts import Layout, take_shard
 from partitioner.passes.ir.serialize import dtype_of
 from partitioner.passes.ops.caches import CACHE_DIM
 from partitioner.runtime.comm.group import Communicator, get_world_group
-from partitioner.runtime.engine.batches import BatchShare, get_batch_share
+from partitioner.runtime.engine.batches import BatchShare, get_share
 from partitioner.runtime.errors import BatchError, LaunchError
 from partitioner.runtime.execute.executor import Executor
 from partitioner.runtime.family.data import ProgramFamily
@@ -281,7 +281,7 @@ class TokenGenerator:
         the cache among the inputs of the program -> tensor.
         """
         program, found = self.decode.program, {}
-        share, at = get_batch_share(self.rank), self.rank.coordinates["tp"]
+        share, at = get_share(self.rank), self.rank.coordinates["tp"]
         for data in program.inputs:
             if data.path in self.decode.caches and data.path in share.paths:
                 whole = torch.empty(data.shape, dtype=dtype_of(data.dtype), device="meta")
@@ -335,7 +335,7 @@ class TokenGenerator:
         else:
             given |= {"input_ids": prompt.tokens, "decoder_input_ids": tokens}
         if name not in self.shares:
-            self.shares[name] = get_batch_share(program.rank(self.communicator.rank))
+            self.shares[name] = get_share(program.rank(self.communicator.rank))
         share = self.shares[name]
         values = {
             i.value: _select_rows(i, given[i.path], share) for i in program.inputs if i.path in share.paths & {*given}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
 from partitioner import BatchError, CheckpointError, Checkpoints, Engine, Loader, LocalRanks
-from partitioner.runtime.engine.batches import convert_rank_batch, get_batch_share
+from partitioner.runtime.engine.batches import convert_rank_batch, get_share
 from partitioner.runtime.engine.data_loader import SampleOrder
 from partitioner.runtime.observe.nonfinite import NonFiniteError, check_finite
 from partitioner.runtime.program.program import Program
@@ -166,7 +166,7 @@ def test_an_input_without_samples_is_given_whole():
     program = program_of_net(dp=2)
     inputs = tuple(i.model_copy(update={"batch_dim": None} if i.path == "x" else {}) for i in program.inputs)
     program = program.model_copy(update={"inputs": inputs})
-    share = get_batch_share(program.rank(1))
+    share = get_share(program.rank(1))
     own = {n: t if n == "x" else t[4:] for n, t in net_inputs().items()}
     for local, batch in ((True, own), (False, net_inputs())):
         values = convert_rank_batch(program, share, batch, local)

@@ -167,7 +167,7 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
     errors: list[InstructionError] = []
 
     def work(rank: int) -> None:
-        from partitioner.runtime.engine.batches import convert_rank_batch, get_batch_share
+        from partitioner.runtime.engine.batches import convert_rank_batch, get_share
         from partitioner.runtime.execute.bind import BlockLibrary
         from partitioner.runtime.execute.executor import Executor
         from partitioner.runtime.state.gradients import RankGradients
@@ -180,7 +180,7 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
         gradients = RankGradients(mine, states, communicator)
         executor = Executor(mine, states, gradients, communicator, BlockLibrary(program, torch.device("cpu")))
         try:
-            executor.run(convert_rank_batch(program, get_batch_share(mine), net_inputs()))
+            executor.run(convert_rank_batch(program, get_share(mine), net_inputs()))
         except InstructionError as error:
             errors.append(error)
 

@@ -1,8 +1,8 @@
 """Sharding rules of attention, of products of rows with their expert's matrix, and of collectives.
 
 With context parallelism (``cp``), queries, keys and values are all sharded along the sequence. This is a *form* of
-attention within a band of positions (:class:`partitioner.passes.rules.factors.Form`). There is one form for each way to
-exchange keys and values: all-gather and ring.
+attention within a band of positions (:class:`partitioner.passes.rules.factors.MultiFactorForm`). There is one form for
+each way to exchange keys and values: all-gather and ring.
 
 Collectives of one mesh axis are sharded along another axis like ordinary operators. If a collective over n ranks splits
 or joins a dim, the longer side of this dim is treated as n pieces of the shorter one.

@@ -307,7 +307,7 @@ class SelectedRows:
         self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}  # rows -> (of what, by which indices)
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
         self.numbered: dict[fx.Node, fx.Node] = {}  # numbers 0, 1, .. of the rows that a mask selects -> the mask
-        self.flattened: dict[fx.Node, tuple[fx.Node, tuple[int, ...], int]] = {}  # see ``flat_mask``
+        self.flattened: dict[fx.Node, tuple[fx.Node, tuple[int, ...], int]] = {}  # see ``expand_row_mask``
         self.unordered: set[fx.Node] = set()  # masks of rows that lie in another order than the model's
         self.all_of: dict[int, fx.Node] = {}  # the mask of all of so many rows
         self._made: dict[Any, fx.Node] = {}  # what was made for a mask

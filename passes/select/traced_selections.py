@@ -45,15 +45,15 @@ _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.arg
 
 
 @contextmanager
-def trace_selections(is_users: Callable[[str], bool]) -> Iterator[None]:
+def trace_selections(is_user_file: Callable[[str], bool]) -> Iterator[None]:
     """Return a context for tracing a model, in which masks that are computed by the same operators on the same inputs
     select the same symbolic number of rows. Torch can then compare the sizes of tensors that they select.
 
     If one of torch's own functions needs a data-dependent number of classes to equal an integer, torch assumes in
-    this context that it does. ``is_users``: returns whether the source file with a given name is the user's, not
+    this context that it does. ``is_user_file``: returns whether the source file with a given name is the user's, not
     torch's or this package's.
     """
-    selections = _SelectionMode(is_users)
+    selections = _SelectionMode(is_user_file)
     plain = ShapeEnv.evaluate_expr
 
     def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,14 +78,14 @@ class _SelectionMode(TorchFunctionMode):
     number of rows in it. Functions of torch that read values only for a check, such as ``gaussian_nll_loss``, run
     without the check, because a trace has no values.
 
-    ``is_users``: returns whether the source file with a given name is the user's, not torch's or this package's.
+    ``is_user_file``: returns whether the source file with a given name is the user's, not torch's or this package's.
     """
 
-    def __init__(self, is_users: Callable[[str], bool]) -> None:
-        """Start without known masks. ``is_users``: returns whether the source file with a given name is the user's,
+    def __init__(self, is_user_file: Callable[[str], bool]) -> None:
+        """Start without known masks. ``is_user_file``: returns whether the source file with a given name is the user's,
         not torch's or this package's."""
         super().__init__()
-        self.is_users = is_users
+        self.is_user_file = is_user_file
         self.graph: fx.Graph | None = None  # of the trace that runs
         self.key = ValueNumbers()
         self.counts: dict[int, tuple[Any, fx.Node]] = {}  # how many rows a mask selects, and the mask, by its number
@@ -100,7 +100,7 @@ class _SelectionMode(TorchFunctionMode):
             return False
         frame: FrameType | None = sys._getframe(1)
         called = frame
-        while frame is not None and not self.is_users(frame.f_code.co_filename):
+        while frame is not None and not self.is_user_file(frame.f_code.co_filename):
             called, frame = frame, frame.f_back
         entered = called.f_code if called is not None else None
         return entered is not None and (entered.co_name in _ENTRIES or entered.co_filename == F.__file__)

@@ -25,7 +25,7 @@ from typing import Any
 from partitioner.passes.errors import InputsError, InternalError, PartitionError, ResourceError, UserCodeError
 
 _ROOT = Path(__file__).parent.parent  # folder of the package `partitioner`
-_OURS = f"{_ROOT}/"
+_PROJECT_FOLDER = f"{_ROOT}/"
 FRAME = re.compile(r'File "(.+?)", line (\d+)')  # a frame in the text of a traceback
 _PYTHON = str(Path(traceback.__file__).parent)
 # Packages that this project calls. A traceback frame in them does not tell who caused the error.
@@ -240,7 +240,7 @@ def _format_project_path(file: str) -> str:
 # --- whose a source file is -------------------------------------------------------------------------------------------
 def is_project_file(file: str) -> bool:
     """Return whether the source file ``file`` belongs to the packages of this project."""
-    return file.startswith(_OURS)
+    return file.startswith(_PROJECT_FOLDER)
 
 
 @lru_cache(maxsize=4096)

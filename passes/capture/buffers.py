@@ -655,13 +655,14 @@ def list_ancestors_of(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node
 
 _LISTED = 256  # elements of a buffer whose values are listed; of larger ones only one value that all have is kept
 
-_LOOKED_AT = 1 << 20  # elements
+_MAX_COMPARED_ELEMENTS = 1 << 20  # elements
 
 
 def collect_initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> dict[str, Any]:
     """Return the values of the model's buffers before the first step: name -> value. A value is one number if all
     elements are equal, otherwise nested lists. Constants and buffers without values (on ``meta``) are left out, and so
-    are buffers of more than ``_LISTED`` (256) elements that differ, or of more than ``_LOOKED_AT`` (2**20) elements.
+    are buffers of more than ``_LISTED`` (256) elements that differ, or of more than ``_MAX_COMPARED_ELEMENTS`` (2**20)
+    elements.
 
     ``model``: the original model, which has the values. ``folded``: the same model as captured graphs; it has the names
     of the buffers.
@@ -684,10 +685,10 @@ def _read_written_numbers(value: Tensor) -> Any | None:
     """Return ``value``, the tensor of a buffer, as one number if all elements are equal, otherwise as nested lists.
 
     Return ``None`` if it has no plain values (a fake, meta, complex, sparse or quantized tensor), no elements, more
-    than ``_LISTED`` (256) elements that differ, or more than ``_LOOKED_AT`` (2**20) elements.
+    than ``_LISTED`` (256) elements that differ, or more than ``_MAX_COMPARED_ELEMENTS`` (2**20) elements.
     """
     known = not (value.is_meta or isinstance(value, FakeTensor) or value.is_complex() or value.is_quantized)
-    if not known or value.layout != torch.strided or not 0 < value.numel() <= _LOOKED_AT:
+    if not known or value.layout != torch.strided or not 0 < value.numel() <= _MAX_COMPARED_ELEMENTS:
         return None
     first = value.detach().flatten()[0]
     if bool((value == first).all()):

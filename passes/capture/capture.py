@@ -62,7 +62,7 @@ __all__ = ["PRECISIONS", "Captured", "capture"]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # A value of a non-persistent buffer is in no checkpoint; small ones are kept with the plan.
 _KEPT_BUFFER_NUMEL = 1 << 16
-_FEW = 2  # samples of a batch, to see what forward does
+_SMALL_BATCH = 2  # samples of a batch, to see what forward does
 _CACHES_OFF = "generation caches are left out: use_cache is off in the plan"
 _CACHES_KEPT = (
     "forward computes something else where it makes generation caches: the plan makes them, and returns none; "
@@ -179,7 +179,7 @@ def _choose_cache_use(
     if not fake_copy.caches:
         return fake_copy, ()
     args, kwargs = (
-        make_fake_arguments(arguments, fake_copy, _FEW, dtype)
+        make_fake_arguments(arguments, fake_copy, _SMALL_BATCH, dtype)
         if sample_batch(pytree.tree_leaves(arguments))
         else arguments
     )

@@ -471,13 +471,13 @@ _DRAWN = (
     "compute both and let the number choose, as in x = torch.where(torch.rand(()) < p, layer(x), x), which draws one "
     "number for the whole batch; or decide outside of the model"
 )
-_ASKS_LEN = re.compile(r"\blen\(")
+_LEN_CALL = re.compile(r"\blen\(")
 _LEN = (
     "how many rows a mask selects only the data tell, and len() makes a number of it: ask for rows.shape[0], or for "
     "rows.numel()"
 )
 # Functions of torch that ask for numbers -> what to write instead.
-_INSTEAD = {
+_ADVICE_BY_FUNCTION = {
     "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
     "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
     "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
@@ -506,9 +506,9 @@ def _explain_trace_failure(model: nn.Module, error: Exception, random_operators:
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = locate_error(error), f"{type(error).__name__}: {error}"
     by_draw = [_DRAWN.format(", ".join(dict.fromkeys(random_operators)))]
-    by_function = (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD)
+    by_function = (_ADVICE_BY_FUNCTION[name] for name in reversed(called) if name in _ADVICE_BY_FUNCTION)
     by_text = (advice for text, advice in _ADVICE.items() if text in said)
-    asks_len = _ASKS_LEN.search(where) and "integer" in str(error)
+    asks_len = _LEN_CALL.search(where) and "integer" in str(error)
     is_drawn = random_operators and isinstance(error, GuardOnDataDependentSymNode)
     instead = [*(by_draw if is_drawn else ()), *by_function, *by_text, *((_LEN,) if asks_len else ()), _NUMBERS][0]
     return (

@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 # Operators that return the very tensor that they are given where there is nothing to do, and when that is so: it keeps
 # its gradient even where gradients are off.
-_NOTHING: dict[Any, Callable[..., bool]] = {
+_NO_OP_CONDITIONS: dict[Any, Callable[..., bool]] = {
     aten.contiguous.default: lambda x, **options: not options and x.is_contiguous(),
     aten.flatten.using_ints: lambda x, *_: x.dim() == 1,
     aten.type_as.default: lambda x, other: x.dtype == other.dtype,
@@ -69,7 +69,7 @@ def is_no_op(node: fx.Node) -> bool:
 
     An example is ``contiguous`` of a contiguous tensor.
     """
-    condition = _NOTHING.get(node.target)
+    condition = _NO_OP_CONDITIONS.get(node.target)
     if condition is None:
         return False
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
@@ -77,7 +77,7 @@ def is_no_op(node: fx.Node) -> bool:
 
 
 # Operators whose gradients are computed from no value of their operands or results, but for indices and masks.
-_KEEPS_NOTHING = frozenset(
+_SAVES_NO_OPERANDS = frozenset(
     {
         aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.neg.default, aten.clone.default, aten.detach.default,
         aten.cat.default, aten.stack.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
@@ -146,7 +146,7 @@ class StorageTracker:
         if brings:
             self.mark_requires_grad(node)
             alias = isinstance(source, fx.Node) and _is_alias(node, source) and not _is_in_place(target)
-            for kept in () if alias or target in _KEEPS_NOTHING else (*node.all_input_nodes, node):
+            for kept in () if alias or target in _SAVES_NO_OPERANDS else (*node.all_input_nodes, node):
                 self._kept.setdefault(self._memory.get(kept, kept), node)
 
     def _record_detached_write(self, node: fx.Node, written: fx.Node) -> None:

@@ -38,7 +38,9 @@ _PLAIN = (bool, type(None), int, float, str, complex, bytes, torch.dtype, torch.
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, dict)
 _MOST_ELEMENTS = 4096  # of a container that is looked into
 _DEPTH = 6
-_OWN = frozenset({*vars(nn.Module()), "forward"}) - {"training"}  # attributes of every module, looked at elsewhere
+_MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "forward"}) - {
+    "training"
+}  # attributes of every module, looked at elsewhere
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _FIRST_DRAWS = (0.02, 0.98)  # a draw below the one and a draw above the other tell what a draw can change
 _SEEDS = 4096
@@ -195,7 +197,7 @@ def collect_attributes(module: nn.Module) -> Attributes:
         (path, name): (_build_value_key(value, known), value)
         for path, part in module.named_modules()
         for name, value in vars(part).items()
-        if name not in _OWN
+        if name not in _MODULE_ATTRIBUTES
     }
 
 
@@ -210,7 +212,9 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
     seen: set[int] = set()
     classes = {cls for part in module.modules() for cls in type(part).__mro__ if _has_code_of_users(cls.__module__)}
     codes = [f for f in functions if f is not None]
-    codes += [v for part in module.modules() for n, v in vars(part).items() if n not in _OWN and _is_function(v)]
+    codes += [
+        v for part in module.modules() for n, v in vars(part).items() if n not in _MODULE_ATTRIBUTES and _is_function(v)
+    ]
     for cls in classes:
         for name, value in list(vars(cls).items()):
             if not name.startswith("__") and _is_data(value):

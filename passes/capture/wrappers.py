@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from partitioner.passes.errors import CaptureError, InputsError, PartitionError, UnsupportedError
 from partitioner.passes.trace.autograd_functions import CHECKPOINT_NOTE, OFFLOAD_NOTE
 
-_LEAVES = (NoneType, bool, int, float, str, nn.Module, torch.ScriptObject)
+_PLAIN_LEAF_TYPES = (NoneType, bool, int, float, str, nn.Module, torch.ScriptObject)
 
-_SHOWN_LEAVES = 8  # leaves that a message lists
+_MAX_LISTED_LEAVES = 8  # leaves that a message lists
 
 
 def check_model(model: nn.Module) -> None:
@@ -102,7 +102,7 @@ def check_inputs(leaves: Sequence[tuple[str, Any]]) -> None:
     for path, leaf in leaves:
         if isinstance(leaf, Tensor):
             check_tensor(leaf, f"input {path!r}", InputsError)
-        elif not isinstance(leaf, _LEAVES):
+        elif not isinstance(leaf, _PLAIN_LEAF_TYPES):
             raise InputsError(
                 f"input {path!r} is a {type(leaf).__name__}; expected tensors, numbers, strings or None, in tuples, "
                 f"lists, dicts or named tuples: {_suggest_replacement(leaf)}"
@@ -126,9 +126,12 @@ def format_leaves(leaves: Sequence[tuple[str, Any]]) -> str:
     ``leaves``: (path, leaf) of the arguments of forward.
     """
     shown = [
-        f"{path}: {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}" for path, x in leaves[:_SHOWN_LEAVES]
+        f"{path}: {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
+        for path, x in leaves[:_MAX_LISTED_LEAVES]
     ]
-    return ", ".join(shown) + (f" and {len(leaves) - _SHOWN_LEAVES} more" if len(leaves) > _SHOWN_LEAVES else "")
+    return ", ".join(shown) + (
+        f" and {len(leaves) - _MAX_LISTED_LEAVES} more" if len(leaves) > _MAX_LISTED_LEAVES else ""
+    )
 
 
 _Class = tuple[str, str]  # a module, which need not be loaded, and the name of a class in it
@@ -140,7 +143,7 @@ _THREADS: _Class = ("torch.nn.parallel.data_parallel", "DataParallel")
 _CHECKPOINTED: _Class = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper")
 _OFFLOADED: _Class = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
 # A wrapper's class -> the attribute in which it holds the module inside.
-_INSIDE: dict[_Class, str] = {
+_WRAPPED_ATTRIBUTES: dict[_Class, str] = {
     _COMPILED: "_orig_mod",
     _REPLICATED: "module",
     _THREADS: "module",
@@ -164,7 +167,7 @@ COMPILED_NOTE = (
     "programs"
 )
 _REPLICATED_NOTE = "{kind} ({where}) is left out: the plan itself divides the batch and adds up gradients"
-_SHOWN = 3  # places that a note lists
+_MAX_LISTED_PLACES = 3  # places that a note lists
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
@@ -235,8 +238,8 @@ def _format_module_names(paths: Sequence[str]) -> str:
     """Return the module paths ``paths`` as one text for messages, with ``the whole model`` for the empty path; a long
     list is shortened."""
     names = list(dict.fromkeys(path or "the whole model" for path in paths))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MAX_LISTED_PLACES} more" if len(names) > _MAX_LISTED_PLACES else ""
+    return ", ".join(names[:_MAX_LISTED_PLACES]) + more
 
 
 def _strip_wrapper_path(model: nn.Module, path: str) -> str:
@@ -253,7 +256,9 @@ def _strip_wrapper_path(model: nn.Module, path: str) -> str:
 
 def _find_wrapped_module(module: nn.Module) -> nn.Module | None:
     """Return the module inside of a wrapper module; ``None`` if ``module`` is no wrapper."""
-    attribute = next((name for wrapper_class, name in _INSIDE.items() if _is_instance_of(module, wrapper_class)), None)
+    attribute = next(
+        (name for wrapper_class, name in _WRAPPED_ATTRIBUTES.items() if _is_instance_of(module, wrapper_class)), None
+    )
     return None if attribute is None else module._modules[attribute]
 
 

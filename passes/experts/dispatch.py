@@ -32,7 +32,7 @@ from partitioner.passes.rules.strategies import append_local_call, enumerate_str
 aten = torch.ops.aten
 
 _SHAPED = (aten.reshape.default, aten.view.default, aten.expand.default)  # operators that are given a shape
-_MORE_ROWS = 7  # how many rows more an operator is tried with
+_ADDED_TEST_ROWS = 7  # how many rows more an operator is tried with
 
 
 def distribute_experts(
@@ -265,7 +265,7 @@ class _ExpertDistributor:
         rows.add(self._route_rows(region, node)[2])
 
         def longer(value: Any) -> Any:
-            return value.new_empty((value.shape[0] + _MORE_ROWS, *value.shape[1:]))
+            return value.new_empty((value.shape[0] + _ADDED_TEST_ROWS, *value.shape[1:]))
 
         def given(operand: fx.Node) -> Any:
             value = operand.meta["val"]
@@ -281,9 +281,9 @@ class _ExpertDistributor:
                 f"{_format_location(node)} cannot work on another number of rows: {error}"
             ) from error
         shapes = [[tuple(v.shape) for v in (m if isinstance(m, tuple) else (m,))] for m in (made, plain)]
-        if any(m != (p[0] + _MORE_ROWS, *p[1:]) for m, p in zip(*shapes, strict=True)):
+        if any(m != (p[0] + _ADDED_TEST_ROWS, *p[1:]) for m, p in zip(*shapes, strict=True)):
             raise UnsupportedError(
-                f"{_format_location(node)} makes {shapes[0]} of {_MORE_ROWS} rows more, not of {shapes[1]}"
+                f"{_format_location(node)} makes {shapes[0]} of {_ADDED_TEST_ROWS} rows more, not of {shapes[1]}"
             )
 
 

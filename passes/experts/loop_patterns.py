@@ -42,7 +42,7 @@ SCALED = (aten.mul.Tensor, aten.div.Tensor)
 LINEAR = {  # operators that are linear in their first operand
     *RESHAPES, *SCALED, aten.permute.default, aten.transpose.int, aten.sum.dim_IntList, aten.to.dtype,
 }  # fmt: skip
-_LEAST = 2  # experts in a loop
+_MIN_EXPERTS = 2  # experts in a loop
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _find_choice_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertL
         found[node.args[1]] = choice
         chain.add(node)
         node = node.args[2]
-    if len(found) >= _LEAST and list_node_sizes(node) == list_node_sizes(head):
+    if len(found) >= _MIN_EXPERTS and list_node_sizes(node) == list_node_sizes(head):
         for loop in _group_into_loops(
             found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False
         ):
@@ -174,7 +174,7 @@ def _group_into_loops(
         by_source.setdefault((numbers(choice.chosen), choice.dims), {}).setdefault(choice.number, []).append(node)
     for parts in by_source.values():
         order = sorted(parts)
-        if len(order) < _LEAST or order != list(range(order[0], order[0] + len(order))):
+        if len(order) < _MIN_EXPERTS or order != list(range(order[0], order[0] + len(order))):
             continue
         nodes = [parts[number] for number in order]
         if all(len(of) == 1 for of in nodes):
@@ -213,7 +213,7 @@ def is_negated_mask(node: Any) -> bool:
 
 _SIZED = (aten.reshape.default, aten.expand.default)  # whose argument is the result's shape
 _ONE_DIM = (aten.unsqueeze.default, aten.squeeze.dim)
-_OVER = (aten.sum.dim_IntList, aten.any.dim)
+_REDUCTIONS = (aten.sum.dim_IntList, aten.any.dim)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class ExpertColumnBuilder:
         elif node.target in _ONE_DIM:
             rank = max(len(list_node_sizes(node)), len(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
             operands = [value.node, rest[0] % rank]
-        elif node.target in _OVER:
+        elif node.target in _REDUCTIONS:
             rank, dims = len(list_node_sizes(node.args[0])), rest[0]  # type: ignore[arg-type]
             if dims is None or dims == []:  # all of them, of which the experts would be one
                 raise NotMergeable

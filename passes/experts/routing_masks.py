@@ -35,8 +35,15 @@ _RANKED: dict[Any, int] = {  # operator -> the result that has distinct position
 _BEST: dict[Any, int] = {aten.max.dim: 1, aten.min.dim: 1}
 RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 SHAPED = (*RESHAPES, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default)
-_MOVED = (*CASTS, *SHAPED, aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor)
-_OVER = (aten.any.dim, aten.sum.dim_IntList)  # reductions over dims of masks, or of counts
+_ELEMENT_MOVING_OPERATORS = (
+    *CASTS,
+    *SHAPED,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.select.int,
+    aten.slice.Tensor,
+)
+_REDUCTIONS = (aten.any.dim, aten.sum.dim_IntList)  # reductions over dims of masks, or of counts
 _WIDE = (torch.int32, torch.int64)  # types that hold every position without wrapping around
 _PLACES = (aten.argsort.default, aten.argsort.stable)
 
@@ -93,13 +100,13 @@ def match_any_equality(node: Any) -> tuple[fx.Node, int] | None:
     while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*CASTS, *RESHAPES)):
         node = node.args[0]
     found, along = None, list[int]()
-    if isinstance(node, fx.Node) and node.target in _OVER:
+    if isinstance(node, fx.Node) and node.target in _REDUCTIONS:
         found, along = match_equality(node.args[0]), list_reduced_dims(node)
     elif isinstance(node, fx.Node) and node.target is aten.select.int:
         whole: Any = node.args[0]
         while whole.target in CASTS:  # casts keep the counts, which are 0 or 1 if this is the pattern
             whole = whole.args[0]
-        classes = match_class_masks(whole.args[0]) if whole.target in _OVER else None
+        classes = match_class_masks(whole.args[0]) if whole.target in _REDUCTIONS else None
         if (
             classes is not None
             and len(list_reduced_dims(whole)) == 1
@@ -147,7 +154,7 @@ def is_count(node: Any) -> bool:
     """
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
         return True
-    if node.target in _MOVED:
+    if node.target in _ELEMENT_MOVING_OPERATORS:
         return is_count(node.args[0])
     return node.target is aten.mul.Tensor and all(isinstance(o, fx.Node) and is_count(o) for o in node.args)
 

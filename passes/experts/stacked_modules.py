@@ -351,7 +351,7 @@ def _collect_arguments(nodes: tuple[fx.Node, ...], place: int) -> tuple[fx.Node,
 
 
 _BATCHED_PRODUCTS = (aten.bmm.default, aten.matmul.default)
-_MOVES = (
+_VIEW_OPERATORS = (
     aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int,
     aten.permute.default, aten.t.default, aten.expand.default, aten.clone.default, aten.slice.Tensor,
     aten.select.int, aten._to_copy.default, aten.to.dtype, aten.repeat_interleave.self_int,
@@ -438,7 +438,7 @@ def _is_below(node: Any, size: int) -> bool:
     that ``topk`` or a similar operator chose among at most ``size`` scores.
     """
     while isinstance(node, fx.Node):
-        if node.target in _MOVES:
+        if node.target in _VIEW_OPERATORS:
             node = node.args[0]
         elif node.target in _PLACES:
             return _count_choices(node) <= size

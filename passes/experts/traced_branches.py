@@ -42,13 +42,13 @@ from partitioner.passes.trace.concrete_scalars import find_allocating_node, is_w
 aten = torch.ops.aten
 
 LISTING = frozenset({torch.where, torch.nonzero, Tensor.nonzero})
-_ASKING = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
+_TRUTH_FUNCTIONS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 _COUNTING = frozenset({torch.bincount, Tensor.bincount})
 _SAME = (*CASTS, *SHAPED)
 _COUNTS = (aten.any.default, aten.sum.default, aten.count_nonzero.default)
 SOME = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
 _NONE = (aten.eq.Scalar, aten.le.Scalar, aten.less_equal.Scalar)
-_MANY = 1 << 20  # rows
+_MAX_ROWS = 1 << 20  # rows
 
 
 @dataclass
@@ -106,7 +106,7 @@ class TracedBranches:
         symbols = [s for s in question.free_symbols if s in self.counted]
         if len(symbols) != 1 or len(question.free_symbols) != 1:
             return False
-        answers = [bool(question.subs(symbols[0], rows)) for rows in (0, 1, 2, 3, _MANY)]
+        answers = [bool(question.subs(symbols[0], rows)) for rows in (0, 1, 2, 3, _MAX_ROWS)]
         if len(set(answers[1:])) != 1 or answers[0] == answers[1]:
             return False
         rows, listing, number = self.counted[symbols[0]]
@@ -171,7 +171,7 @@ class _BranchMode(TorchFunctionMode):
         if func in _COUNTING:
             made = _count_with_fixed_size(*args, **kwargs)
             return func(*args, **kwargs) if made is None else made
-        if func in _ASKING or (func is Tensor.item and args[0].dtype == torch.bool):
+        if func in _TRUTH_FUNCTIONS or (func is Tensor.item and args[0].dtype == torch.bool):
             query = _find_rows_query(get_fx_node(args[0]))
             if query is not None:
                 return query.if_any == self.guards.has_rows(query.number, self._mark_queried_rows(query))

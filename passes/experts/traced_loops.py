@@ -37,7 +37,7 @@ from partitioner.passes.trace.concrete_scalars import find_allocating_node, is_w
 
 aten = torch.ops.aten
 
-_OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
+_REDUCTIONS = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
 
 
 @dataclass
@@ -219,16 +219,16 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
     node, dim, adds = skip_operators(node.args[0], ALIKE), 0, False
     if node.target in SOME and node.args[1] == 0:
         node = skip_operators(node.args[0], ALIKE)
-    if node.target not in _OVER:
+    if node.target not in _REDUCTIONS:
         return None
     first = node
-    while node.target in _OVER:
+    while node.target in _REDUCTIONS:
         if get_node_argument(node, "keepdim", False):
             return None
         first, over, adds = node, list_reduced_dims(node), adds or node.target is aten.sum.dim_IntList
         dim = [d for d in range(node.args[0].meta["val"].dim()) if d not in over][dim]
         node = node.args[0]
-        if skip_operators(node, ALIKE).target in _OVER:
+        if skip_operators(node, ALIKE).target in _REDUCTIONS:
             node = skip_operators(node, ALIKE)
     if adds and not is_count(node):
         return None

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 _ITEM = operator.getitem
 
 # A view, and what puts a value into its place: both take the same arguments after the first.
-_INTO: dict[Any, Any] = {
+_FUNCTIONAL_OPERATORS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
@@ -77,7 +77,7 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
     if functional is None or not isinstance(target, fx.Node):
         return False
     base, view = target, None
-    if target.target in _INTO and isinstance(target.args[0], fx.Node):
+    if target.target in _FUNCTIONAL_OPERATORS and isinstance(target.args[0], fx.Node):
         base, view = target.args[0], target
     if not _allocates_result(base):
         return False
@@ -88,7 +88,11 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
     with graph.inserting_before(node):
         added = [_build_written_value(graph, functional, node)]
         if view is not None:
-            added.append(graph.call_function(_INTO[view.target], (base, added[0], *view.args[1:]), dict(view.kwargs)))
+            added.append(
+                graph.call_function(
+                    _FUNCTIONAL_OPERATORS[view.target], (base, added[0], *view.args[1:]), dict(view.kwargs)
+                )
+            )
             added.append(graph.create_node("call_function", view.target, (added[1], *view.args[1:]), dict(view.kwargs)))
     wanted = [target] if view is None else [target, base, view]
     pairs = zip(added, wanted, strict=True)
@@ -161,10 +165,10 @@ def is_view(node: fx.Node) -> bool:
     if any(r.alias_info is not None for r in node.target._schema.returns):
         return True
     # what is composed of other operators may end in a view without saying so, as dropout in eval does
-    return node.target._can_decompose() and node.target not in _MAKING
+    return node.target._can_decompose() and node.target not in _ALLOCATING_OPERATORS
 
 
-_MAKING = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_softmax.int}
+_ALLOCATING_OPERATORS = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_softmax.int}
 
 
 def _allocates_result(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 Positions = frozenset[int]
 
-_INSTEAD = "clip or change gradients after the step's backward instead"
+_ADVICE = "clip or change gradients after the step's backward instead"
 
 NOT_LINEAR = "is not linear in the gradient that it is given ({} reads it)"
 
@@ -30,7 +30,7 @@ class NotAffine(Exception):
     ``what``: the reason, a phrase that follows the name of the function. ``instead``: advice on what to write instead.
     """
 
-    def __init__(self, what: str, instead: str = _INSTEAD) -> None:
+    def __init__(self, what: str, instead: str = _ADVICE) -> None:
         super().__init__(what)
         self.what, self.instead = what, instead
 
@@ -183,7 +183,7 @@ def _list_linear_operands(node: fx.Node) -> tuple[Positions, ...]:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ()
     name = _read_operator_name(target)
-    if name in _ONLY_IF and not _ONLY_IF[name](node):
+    if name in _LINEAR_IF and not _LINEAR_IF[name](node):
         return ()
     if name in _LINEAR:
         return _LINEAR[name]
@@ -273,7 +273,7 @@ _LINEAR = _build_position_table(
 )
 
 # Operators of which some forms alone are linear.
-_ONLY_IF: dict[str, Callable[[fx.Node], bool]] = {
+_LINEAR_IF: dict[str, Callable[[fx.Node], bool]] = {
     "view": lambda node: node.target is not aten.view.dtype,
     "div": lambda node: node.kwargs.get("rounding_mode") is None,
     "scatter": lambda node: "reduce" not in node.kwargs,

@@ -244,16 +244,16 @@ def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None
 
 Sameness = Literal["alike", "different", "unknown"]
 
-_MAKES_ALIKE = frozenset({"all_gather", "all_reduce", "all_reduce_max"})
+_EQUALIZING_COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_reduce_max"})
 
-_MAKES_DIFFERENT = (
+_DISTRIBUTING_COLLECTIVES = (
     frozenset({"reduce_scatter", "shard_slice", "shard_narrow", "shard_pad", "all_to_all", "axis_index"}) | CONTEXT
 )
 # What joins the ranks' parts makes no sense of copies of one value, what takes a whole value none of the ranks' parts.
-_WANTS_PARTS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+_COLLECTIVES_OF_PARTS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
 # What may make nothing new to look at where the ranks share the new elements, one each.
 _EXPANDS = ("aten.expand.", "aten.repeat.", "aten.repeat_interleave.")
-_WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
+_COLLECTIVES_OF_EQUAL_TENSORS = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
 def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
@@ -284,9 +284,9 @@ def _infer_sameness(node: fx.Node, known: Mapping[str, Sameness], axis: str, siz
     named = get_collective_axis(node)
     if named is not None and named[0] == axis:
         kind = collective_name(node.target)
-        if kind in _MAKES_ALIKE:
+        if kind in _EQUALIZING_COLLECTIVES:
             return "alike"
-        if kind in _MAKES_DIFFERENT:
+        if kind in _DISTRIBUTING_COLLECTIVES:
             return "different"
     operands = {known[n.name] for n in node.all_input_nodes}
     if "different" in operands:
@@ -339,9 +339,9 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
         if named is None or named[0] != axis or not node.all_input_nodes:
             continue
         kind, operand = collective_name(node.target), known[node.all_input_nodes[0].name]
-        if kind in _WANTS_PARTS and operand == "alike":
+        if kind in _COLLECTIVES_OF_PARTS and operand == "alike":
             return node, f"{kind} over {axis} of a value that is whole on every rank counts it {named[1]} times"
-        if kind in _WANTS_WHOLE and operand == "different":
+        if kind in _COLLECTIVES_OF_EQUAL_TENSORS and operand == "different":
             return node, f"{kind} over {axis} of a value that differs from rank to rank"
         if kind in COMMUNICATING and _has_rank_dependent_rows(node.all_input_nodes[0], known):
             return node, f"{kind} over {axis} of rows that are routed apart: their number differs from rank to rank"

@@ -197,7 +197,7 @@ def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile, in_order: b
     return False
 
 
-_AFTER = Band(-1, None)  # all keys after the query's own position
+_BAND_OF_LATER_KEYS = Band(-1, None)  # all keys after the query's own position
 
 
 @lru_cache(maxsize=4096)
@@ -214,7 +214,7 @@ def list_tiles_between(
     found: list[Tile] = []
     if inner.after not in (None, outer.after):
         later = Band(-inner.after - 1, outer.after)
-        every = later == _AFTER  # keys of all later positions
+        every = later == _BAND_OF_LATER_KEYS  # keys of all later positions
         tiles = list_tiles_after(queries, keys) if every else list_tiles(queries, keys, later, in_order=True)
         found += (t._replace(limits=later) if t.kind == "band" else t for t in tiles)
     if inner.before not in (None, outer.before):
@@ -246,7 +246,15 @@ def list_tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRan
                 rows = q.start + start, q.start + stop
                 if first < end:
                     masked = rows[0], q.start + min(stop, end - 1 - offset)
-                    found.append(Tile(masked, (k.start + first, k.start + end), "band", offset + start - first, _AFTER))
+                    found.append(
+                        Tile(
+                            masked,
+                            (k.start + first, k.start + end),
+                            "band",
+                            offset + start - first,
+                            _BAND_OF_LATER_KEYS,
+                        )
+                    )
                 if end < k.length:
                     found.append(Tile(rows, (k.start + end, k.start + k.length), "all", offset + start - end))
     return tuple(found)

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 ALIGNED = 16  # the kernels need rows and columns that are multiples of this
 _NUMBERS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _SHORT = (torch.bfloat16, torch.float16)
-_LEAST = 1e-30  # lower limit of a largest magnitude, so that a tensor of zeros has a scale
+_MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that a tensor of zeros has a scale
 
 
 def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     ``dtype``.
     """
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
-    scale = largest.clamp(min=_LEAST) / torch.finfo(dtype).max
+    scale = largest.clamp(min=_MIN_MAGNITUDE) / torch.finfo(dtype).max
     return (x * scale.reciprocal()).to(dtype), scale
 
 

@@ -31,7 +31,7 @@ from partitioner.passes.padding.unseen import (
 from partitioner.passes.padding.values import DimPart, PaddedValue, find_created_part, make_fixed_value
 from partitioner.passes.rules.factors import operands_of
 
-_MOST = 64  # combinations of numbers that are tried
+_MAX_COMBINATIONS = 64  # combinations of numbers that are tried
 
 Fills = Mapping[str, float | None]  # path of an input -> the number in its new places; None: those of the last place
 
@@ -78,7 +78,7 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
         )
     main, pairs = aligned
     faults: list[str] = []
-    for fills in itertools.islice(_list_fills(main, dims), _MOST):
+    for fills in itertools.islice(_list_fills(main, dims), _MAX_COMBINATIONS):
         axis = _PaddingAxis(dims, fills, sizes)
         values = _propagate_through_graph(main, other, pairs, axis)
         fault = next((v.fault for v in _iterate_preserved_values(main, values) if v.fault), "")

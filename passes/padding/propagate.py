@@ -36,8 +36,11 @@ Values = tuple[PaddedValue, ...]  # the results of a node
 Sizes = tuple[int, int]  # of the batch: as it is planned, and in the other graph
 Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 
-_BY_ROWS = ("partition::document_attention", "partition::scored_attention")  # read data of rows instead of a mask
-_ATTENTIONS = ("partition::band_attention", *_BY_ROWS)
+_READS_DOCUMENT_IDS = (
+    "partition::document_attention",
+    "partition::scored_attention",
+)  # read data of rows instead of a mask
+_ATTENTIONS = ("partition::band_attention", *_READS_DOCUMENT_IDS)
 
 
 def propagate_padding(
@@ -646,7 +649,7 @@ def _propagate_attention(node: fx.Node, operands: Sequence[PaddedValue]) -> Padd
     if any(p.grows for o in (query, key, value) for p in o.dims[-1]):
         return query.with_fault(fault or _format_reason(node, "adds up padded numbers"))
     made = _find_batch_dims(query, key, value)
-    fits = _fits_rows if get_operator_name(node) in _BY_ROWS else _fits_scores
+    fits = _fits_rows if get_operator_name(node) in _READS_DOCUMENT_IDS else _fits_scores
     if slopes is not None and slopes.grows:
         made = None
     if made is None or not all(fits(mask, query, key) for mask in masks):

@@ -374,7 +374,7 @@ def shard_histogram(node: fx.Node) -> OpFactors:
     return forbid_sharding(node) if data_range else build_factor_rule(node, [names], [[None]])
 
 
-_JOINS = (collective.all_gather.default, collective.shard_pad.default)
+_JOINING_COLLECTIVES = (collective.all_gather.default, collective.shard_pad.default)
 
 
 @register_family("partition::copy", "partition::all_reduce")
@@ -392,7 +392,9 @@ register_family("partition::all_reduce_max", "partition::axis_index")(shard_elem
 def cut_or_joined(node: fx.Node) -> OpFactors:
     return _shard_cut_or_join(
         node,
-        *(None, get_node_argument(node, "dim")) if node.target in _JOINS else (get_node_argument(node, "dim"), None),
+        *(None, get_node_argument(node, "dim"))
+        if node.target in _JOINING_COLLECTIVES
+        else (get_node_argument(node, "dim"), None),
     )
 
 

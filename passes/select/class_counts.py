@@ -44,7 +44,7 @@ ONE_HOT = torch.ops.partition.one_hot.default  # with as many classes as the lar
 ASSERTS = {aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
 COUNTING = (ONE_HOT, aten.bincount.default)
 
-_INSTEAD: dict[Any, str] = {
+_STATIC_OPERATORS: dict[Any, str] = {
     ONE_HOT: "F.one_hot has as many classes as its largest number tells; expected a number that is known: pass "
     "num_classes=",
     aten.bincount.default: "torch.bincount has as many entries as its largest number tells; expected a number that is "
@@ -78,7 +78,7 @@ def _append_one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.
     """
     size, bound = _get_fixed_size(node), find_upper_bound(node.args[0])
     if size is None and bound is None:
-        raise Unselectable(_INSTEAD[ONE_HOT])
+        raise Unselectable(_STATIC_OPERATORS[ONE_HOT])
     result: fx.Node = build.apply_operator(aten.one_hot.default, numbers, bound if size is None else size)
     return (
         result
@@ -106,7 +106,7 @@ def _count_occurrences(
     if size is None and minimum and all(_reads_first_counts(user, minimum) for user in node.users):
         size = minimum
     if size is None and bound is None:
-        raise Unselectable(_INSTEAD[aten.bincount.default])
+        raise Unselectable(_STATIC_OPERATORS[aten.bincount.default])
     counted = bound if size is None else size
     every = build.insert_call(aten.arange.default, counted, dtype=torch.int64, device=META)
     hits = build.apply_operator(aten.eq.Tensor, build.apply_operator(aten.unsqueeze.default, numbers, -1), every)

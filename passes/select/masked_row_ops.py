@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
+_LOGICAL_AND = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
 
 ALL_ROWS = (
     "it combines rows that a mask selects with all rows, of which there are more; expected as many of both: select "
@@ -543,7 +543,7 @@ def _selects_at_most_one(condition: fx.Node, dim: int) -> bool:
     choice = match_equality(condition)
     if choice is not None:
         return is_distinct_along(choice.chosen, choice.dims[dim])
-    both = condition.all_input_nodes if condition.target in _BOTH else []
+    both = condition.all_input_nodes if condition.target in _LOGICAL_AND else []
     shape = condition.meta["val"].shape
     return any(_selects_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)
 

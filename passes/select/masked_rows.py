@@ -259,13 +259,13 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
 
 _SOURCES = {aten.index.Tensor, aten.masked_select.default, aten.where.default, aten.nonzero.default,
             aten.nonzero_numpy.default, aten.split_with_sizes.default, aten.split.sizes}  # fmt: skip
-_IN_ORDER = {aten.split_with_sizes.default, aten.split.sizes, aten.masked_scatter.default}
+_ORDER_DEPENDENT = {aten.split_with_sizes.default, aten.split.sizes, aten.masked_scatter.default}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.count_nonzero.default,
          aten.count_nonzero.dim_IntList, aten.mm.default, aten.bmm.default, aten.matmul.default,
          aten.linear.default, aten.einsum.default}  # fmt: skip
-_KEEPS_PLACES = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
+_PRESERVES_POSITIONS = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
                  aten.flatten.using_ints, aten.contiguous.default}  # fmt: skip
-_MAKES_NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
+_CREATION_OPERATORS = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
 # Operands that not every number may be, by place with one that each may be, and of which operators.
 _GUARDS: tuple[tuple[dict[int, float], tuple[Any, ...]], ...] = (
     ({2: 0}, (aten.index_select.default, aten.gather.default)),
@@ -451,7 +451,7 @@ class SelectedRows:
         if len(masks) != 1:
             raise Unselectable
         (mask,) = masks
-        if target in _MAKES_NEW or not any(o in self.rows for o in operands):
+        if target in _CREATION_OPERATORS or not any(o in self.rows for o in operands):
             found = {
                 s for a in args if isinstance(a, list | tuple) for s, x in enumerate(a) if isinstance(x, MaskedRowCount)
             }
@@ -460,7 +460,7 @@ class SelectedRows:
         if dims is None:
             zeroed = [self.zero_unselected(o) if o in self.rows else o for o in operands]
             return self.insert_call(result.target, *_replace_operands(flat_args, operands, zeroed), **flat_kwargs)
-        if target in _KEEPS_PLACES and operands[0] in self.places and result.meta["val"].dim() == 1:
+        if target in _PRESERVES_POSITIONS and operands[0] in self.places and result.meta["val"].dim() == 1:
             self.places[result] = self.places[operands[0]]
         return self._mark_selected_rows(result, mask, dims)
 
@@ -670,7 +670,7 @@ def _reads_in_order(node: fx.Node) -> bool:
     """Return whether ``node`` is an operator, such as a split into pieces, whose result depends on the order of the
     rows that it reads, and whether a size of its operands or results depends on the data, as after a selection of rows
     by a mask. Both must be true."""
-    given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
+    given = [node, *node.all_input_nodes] if node.target in _ORDER_DEPENDENT else []
     return any(_has_dynamic_size(n.meta.get("val")) for n in given)
 
 

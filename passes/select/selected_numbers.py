@@ -78,7 +78,12 @@ _SAME_TYPE = {
     aten.clamp_min.default, aten.clamp_max.default,
 }  # fmt: skip
 # Operators that make a tensor of one number -> the place of the number; before it is the size.
-_MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.default: 2, aten.full_like.default: 1}
+_FILL_VALUE_POSITIONS = {
+    aten.scalar_tensor.default: 0,
+    aten.full.default: 1,
+    aten.new_full.default: 2,
+    aten.full_like.default: 1,
+}
 
 
 def make_computed_size(build: SelectedRows, given: Any) -> ComputedSize:
@@ -151,8 +156,8 @@ def append_with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: A
     value, target = node.meta["val"], node.target
     if not isinstance(value, Tensor):
         raise Unselectable
-    if target in _MAKES:
-        at = _MAKES[target]
+    if target in _FILL_VALUE_POSITIONS:
+        at = _FILL_VALUE_POSITIONS[target]
         made = _make_tensor_node(build, make_computed_size(build, args[at]).node, value.dtype)
         sizes = list(value.shape) if target is aten.full_like.default else args[at - 1]
         return made if target is aten.scalar_tensor.default else build.apply_operator(aten.expand.default, made, sizes)

@@ -116,7 +116,7 @@ class _SelectionMode(TorchFunctionMode):
             return self._select_rows_by_where(*args, **kwargs)
         if func in _BY_MASK:
             return self._select_by_mask(func, args, kwargs)
-        rule = _LOOKING.get(func)
+        rule = _VALUE_READING_FUNCTIONS.get(func)
         made = func(*args, **kwargs) if rule is None else rule(func, *args, **kwargs)
         if func in _COUNTING and isinstance(made, Tensor) and isinstance(made.shape[-1], torch.SymInt):
             self.classes.add(made.shape[-1].node.expr)
@@ -228,7 +228,7 @@ def _has_dynamic_size(tensor: Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
-_LOOKING: dict[Any, Callable[..., Any]] = {
+_VALUE_READING_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _call_cross_entropy,
     F.gaussian_nll_loss: _call_gaussian_nll,
     F.one_hot: _call_one_hot,

@@ -40,8 +40,9 @@ from partitioner.passes.shard.backward_halves import (
 
 aten = torch.ops.aten
 
-# The result is zero if either operand is (_EITHER), if the first is (_FIRST), or if both are (_BOTH).
-_EITHER = frozenset((aten.mul.Tensor, aten.mm.default, aten.bmm.default))
+# The result is zero if either operand is (_ZERO_IF_ONE_IS), if the first is (_FIRST), or if both are
+# (_ZERO_IF_BOTH_ARE).
+_ZERO_IF_ONE_IS = frozenset((aten.mul.Tensor, aten.mm.default, aten.bmm.default))
 _FIRST = frozenset(
     (
         aten.div.Tensor,
@@ -75,7 +76,7 @@ _FIRST = frozenset(
         aten._log_softmax_backward_data.default,
     )
 )
-_BOTH = frozenset((aten.add.Tensor, aten.sub.Tensor))
+_ZERO_IF_BOTH_ARE = frozenset((aten.add.Tensor, aten.sub.Tensor))
 
 
 def remove_zero_terms(graph: fx.Graph) -> None:
@@ -89,7 +90,7 @@ def remove_zero_terms(graph: fx.Graph) -> None:
         one, other = (isinstance(o, fx.Node) and o in zeros for o in (first, second))
         if _is_zero_result(node, one, other):
             zeros.add(node)
-        elif node.target in _BOTH and other and _can_replace_node(first, node):
+        elif node.target in _ZERO_IF_BOTH_ARE and other and _can_replace_node(first, node):
             node.replace_all_uses_with(first)
         elif node.target == aten.add.Tensor and one and _can_replace_node(second, node) and not node.kwargs:
             node.replace_all_uses_with(second)
@@ -101,13 +102,13 @@ def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
     """Return whether the result of the operator ``node`` is always zero. ``first``, ``second``: whether its first and
     second operands are always zero.
     """
-    if node.target in _EITHER:
+    if node.target in _ZERO_IF_ONE_IS:
         return first or second
     if node.target in _FIRST:
         return first
     if node.target == aten.sub.Tensor and node.args[0] is node.args[1] and not node.kwargs:
         return True
-    return node.target in _BOTH and first and second
+    return node.target in _ZERO_IF_BOTH_ARE and first and second
 
 
 def _can_replace_node(operand: object, node: fx.Node) -> bool:

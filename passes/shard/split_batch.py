@@ -284,7 +284,7 @@ def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node
 
 _ADDING = ("all_reduce", "all_reduce_max", "reduce_scatter")
 
-_MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
+_SAMPLE_PRESERVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
 
 
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
@@ -297,7 +297,7 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
     while waiting:
         block, node = waiting.pop(0)
         for user in node.users:
-            moves = user.target in _MOVING and (user.meta.get("path"), user.meta.get("source")) == place
+            moves = user.target in _SAMPLE_PRESERVING and (user.meta.get("path"), user.meta.get("source")) == place
             if user.op == "call_function" and not moves and collective_name(user.target) is None:
                 return user
             found = [(block, user)] if user.op == "call_function" else _list_readers(model, block, node)

@@ -31,9 +31,9 @@ aten = torch.ops.aten
 
 DEVICES = ("cpu", "cuda")  # whose regions are known
 Asked = tuple[str, torch.dtype]  # the device type and the narrow type of a region
-_APART = "apart"  # an operator is to be traced as those that it is made of
+_DECOMPOSE = "apart"  # an operator is to be traced as those that it is made of
 # They move numbers: before a cast or after it is the same.
-_MOVES = frozenset({aten._to_copy, aten.clone, aten._unsafe_view, aten._reshape_copy, aten.lift_fresh})
+_COPY_OPERATORS = frozenset({aten._to_copy, aten.clone, aten._unsafe_view, aten._reshape_copy, aten.lift_fresh})
 # GPUs have a kernel for these that takes all operands narrow, which tensors without numbers do not show.
 _WHOLE_ON_GPU = frozenset(
     {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input, aten.gru_cell.default}
@@ -72,7 +72,7 @@ def trace_autocast(device: str | None, line: Callable[[], str]) -> Iterator[None
             if region is None or not pre_dispatch:
                 return plain_call(mode, func, pre_dispatch, args, kwargs)
             to = find_cast_dtype(func, args, kwargs, region, line)
-            if to is not _APART:
+            if to is not _DECOMPOSE:
 
                 def cast(value: Any) -> Any:
                     if to is None or not _is_cast(value) or value.dtype == to:
@@ -155,8 +155,8 @@ def _is_cast(value: Any) -> bool:
 
 def find_cast_dtype(func: Any, args: Any, kwargs: Any, region: Asked, line: Callable[[], str]) -> Any:
     """Return the dtype to which autocast casts the operands of the operator ``func``; ``None`` if it does not cast
-    them. Return the constant ``_APART`` if it casts inside of the operator, so that the caller must trace the operators
-    into which it decomposes.
+    them. Return the constant ``_DECOMPOSE`` if it casts inside of the operator, so that the caller must trace the
+    operators into which it decomposes.
 
     Raise :class:`UnsupportedError` if the effect of autocast on the operator cannot be found or traced, for example
     because sizes depend on data.
@@ -192,7 +192,7 @@ def find_cast_dtype(func: Any, args: Any, kwargs: Any, region: Asked, line: Call
         raise UnsupportedError(
             _format_autocast_refusal(func, region, line, f"torch says: {str(found).splitlines()[0]}")
         )
-    if found is not None and (own if found is _APART else func._schema.is_mutable):
+    if found is not None and (own if found is _DECOMPOSE else func._schema.is_mutable):
         raise UnsupportedError(
             _format_autocast_refusal(func, region, line, "torch does more there than cast its operands")
         )
@@ -253,7 +253,7 @@ def _run_in_thread(function: Callable[[], Any]) -> Any:
 def _observe_operand_cast(func: Any, arguments: list[Any], tree: pytree.TreeSpec, region: Asked) -> Any:
     """Return the dtype to which the operands of the operator ``func`` must be cast by hand so that it computes without
     autocast what it computes with autocast: ``None`` for no cast, the dtype of the autocast region, or float32, tried
-    in this order. Return the constant ``_APART`` if none of them does.
+    in this order. Return the constant ``_DECOMPOSE`` if none of them does.
 
     Args:
         func: the operator.
@@ -275,7 +275,7 @@ def _observe_operand_cast(func: Any, arguments: list[Any], tree: pytree.TreeSpec
                     return to
             except Exception:  # it does not take operands of these types
                 continue
-    return _APART
+    return _DECOMPOSE
 
 
 def _has_no_cast_rule(func: Any, arguments: list[Any], tree: pytree.TreeSpec, region: Asked) -> bool:
@@ -364,7 +364,7 @@ class _AutocastLog(TorchDispatchMode):
         """
         made = func(*args, **(kwargs or {}))
         read, gives = _list_floating_dtypes((args, kwargs or {})), _list_floating_dtypes(made)
-        if gives and func.overloadpacket not in _MOVES and not func.is_view:
+        if gives and func.overloadpacket not in _COPY_OPERATORS and not func.is_view:
             if _operator_casts_input(func, args, kwargs or {}):
                 read = [gives[0] for _ in read]
             self.names.add(func.name())

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.trace.autocast import without_autocast
 
-_ASKING = frozenset(
+_NUMBER_READING_FUNCTIONS = frozenset(
     {
         Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist,
         Tensor.is_nonzero, Tensor.equal, Tensor.allclose, torch.is_nonzero, torch.equal, torch.allclose,
@@ -104,7 +104,7 @@ class _ConcreteScalarMode(TorchFunctionMode):
         """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it reads traced
         tensors as numbers, and these can be computed, it runs on tensors with real values. ``types`` is not used."""
         kwargs = kwargs or {}
-        mode = get_proxy_mode() if func in _ASKING else None
+        mode = get_proxy_mode() if func in _NUMBER_READING_FUNCTIONS else None
         if mode is not None:
             tensors, tree = pytree.tree_flatten((args, kwargs))
             numbers = self._compute_tensor_numbers([t for t in tensors if isinstance(t, Tensor)], mode.tracer)

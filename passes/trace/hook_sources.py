@@ -132,15 +132,15 @@ def _classify_object(value: Any) -> HookValue:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 # Functions that neither write to what they are given nor hand it on.
-_ASKING = {
+_READING_METHODS = {
     print, len, float, int, str, repr, format, isinstance, issubclass, abs, any, all, bool, round, id, type, hash,
     hasattr, callable, range, divmod, ord, chr, open, complex, bytes, slice,
 }  # fmt: skip
-_HANDING_ON = {
+_FORWARDING_FUNCTIONS = {
     list, tuple, dict, set, frozenset, zip, enumerate, reversed, iter, next, sorted, getattr, map, filter, min, max,
     sum, super,
 }  # fmt: skip
-_HIDING = {"globals", "locals", "vars", "exec", "eval", "compile", "exit", "_exit", "abort", "kill", "quit"}
+_OPAQUE_FUNCTIONS = {"globals", "locals", "vars", "exec", "eval", "compile", "exit", "_exit", "abort", "kill", "quit"}
 _CONTAINERS = (list, dict, set, collections.deque)
 _FILLING = {"append", "appendleft", "add", "update", "extend", "insert", "clear", "remove", "discard", "write"}
 # Methods of tensors and functions of torch that give new numbers.
@@ -160,8 +160,15 @@ _MODEL_READS = {
     "named_parameters", "parameters", "named_modules", "modules", "named_children", "children", "named_buffers",
     "buffers", "extra_repr", "get_parameter", "get_submodule", "get_buffer", "state_dict", "_get_name",
 }  # fmt: skip
-_TORCHS_LOOKING = ("torch.utils.tensorboard", "torch.cuda.memory", "torch.autograd.grad_mode")
-_TORCHS_ACTING = ("torch.distributed", "torch.optim", "torch.amp", "torch.autograd", "torch.nn.init", "torch.random")
+_TORCH_MODULES_WITHOUT_EFFECTS = ("torch.utils.tensorboard", "torch.cuda.memory", "torch.autograd.grad_mode")
+_TORCH_MODULES_WITH_EFFECTS = (
+    "torch.distributed",
+    "torch.optim",
+    "torch.amp",
+    "torch.autograd",
+    "torch.nn.init",
+    "torch.random",
+)
 
 
 def _is_state(value: Any) -> bool:
@@ -193,12 +200,14 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
     values = [*args, *named.values()]
     protected = [v for v in values if v.kind in ("given", "model", "unknown") or any(map(_is_state, v.objects))]
     name, module_name = getattr(function, "__name__", type(function).__name__), _find_home_module(function)
-    if _set_contains_hashable(function, _ASKING):
+    if _set_contains_hashable(function, _READING_METHODS):
         return NONE if function is print else FRESH
-    if name in _HIDING:
+    if name in _OPAQUE_FUNCTIONS:
         raise _SideEffect(f"calls {name}, so that what it does cannot be read")
-    if _set_contains_hashable(function, _HANDING_ON):
-        if any(v.kind == "unknown" or any(callable(o) and o not in _ASKING for o in v.objects) for v in values):
+    if _set_contains_hashable(function, _FORWARDING_FUNCTIONS):
+        if any(
+            v.kind == "unknown" or any(callable(o) and o not in _READING_METHODS for o in v.objects) for v in values
+        ):
             raise _SideEffect(f"calls {name} with what cannot be read")
         return functools.reduce(HookValue.join, map(_join_value_elements, values), FRESH)
     owner = getattr(function, "__self__", None)
@@ -261,7 +270,7 @@ def _call_torch(
     ``name``: the function's name. ``module_name``: the name of its Python module. ``owner``: the object of a method,
     else ``None``. ``values``: the origin of each argument. ``protected``: those of ``values`` that the call must not
     change."""
-    if module_name.startswith(_TORCHS_LOOKING):
+    if module_name.startswith(_TORCH_MODULES_WITHOUT_EFFECTS):
         return FRESH
     if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
         if name not in _MODEL_READS:
@@ -269,7 +278,7 @@ def _call_torch(
         return MODEL
     if (
         _is_inplace_name(name)
-        or module_name.startswith(_TORCHS_ACTING)
+        or module_name.startswith(_TORCH_MODULES_WITH_EFFECTS)
         or (_is_state(owner) and not isinstance(owner, Tensor))
     ):
         raise _SideEffect(f"calls {name}, which may change what it is given")

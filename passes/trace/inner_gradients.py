@@ -56,7 +56,7 @@ def _restrict_to_real(function: Callable[..., Any]) -> Callable[..., Any]:
 # Derivatives as the simpler operators that they are made of: those have derivatives, and rules to be sharded by. So are
 # norms, whose derivatives read a mean and a deviation that torch takes for constants where they are results of one.
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm")
-_SIMPLER: dict[Any, Callable[..., Any]] = {
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     target: _restrict_to_real(function)
     for target, function in decomposition_table.items()
     if isinstance(target, torch._ops.OpOverload)
@@ -280,7 +280,7 @@ class _GradientBody:
 
         with disable_proxy_modes_tracing():
             examples = [*map(_make_empty_like, values), *map(_make_empty_like, seeds)]
-            traced = make_fx(derivative, decomposition_table=_SIMPLER, tracing_mode="real")(*examples)
+            traced = make_fx(derivative, decomposition_table=_DECOMPOSITIONS, tracing_mode="real")(*examples)
             if any(_is_mutating_node(node) for node in traced.graph.nodes):
                 traced = _functionalize_graph(traced, examples)
             _take_out_detached(traced)
@@ -498,7 +498,7 @@ def _decompose_convolution_backward(
     return made, None, None
 
 
-_SIMPLER[aten.convolution_backward.default] = _decompose_convolution_backward
+_DECOMPOSITIONS[aten.convolution_backward.default] = _decompose_convolution_backward
 
 
 # --- torch.func -------------------------------------------------------------------------------------------------------

@@ -25,13 +25,13 @@ from torch.utils import _pytree as pytree
 
 from partitioner.passes.trace.layer_equality import ModuleGroup, build_value_key, find_equal_layers, tensor_spec
 
-_LEAST = 2  # members of a group of which one stands for the others
+_MIN_GROUP_SIZE = 2  # members of a group of which one stands for the others
 # Functions whose result has the numbers of their first operand.
 _SAME = frozenset({Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach})
-_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
+_CONCATENATIONS = frozenset({torch.cat, torch.concat, torch.concatenate})
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"})
 _MOST_NUMBERS = 1 << 22  # of a value that has them
-_MOST_TOLD = 1 << 16  # of a value that is told by them
+_MAX_IDENTIFIED_ELEMENTS = 1 << 16  # of a value that is told by them
 
 
 def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ def do_caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[A
             type, their last calls of torch functions are compared instead of results.
     """
     names: dict[Any, int] = {}
-    for groups in (find_equal_layers(model, _LEAST), []):
+    for groups in (find_equal_layers(model, _MIN_GROUP_SIZE), []):
         without, last = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
         with _enable_caches(configs):
             result, also = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
@@ -283,7 +283,7 @@ def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: 
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):
         return first
-    if func in _JOINS and isinstance(first, tuple | list):
+    if func in _CONCATENATIONS and isinstance(first, tuple | list):
         filled: list[Tensor] = [part for part in first if part.numel()]
         if len(filled) == 1 and filled[0].shape == result.shape and filled[0].dtype == result.dtype:
             return filled[0]
@@ -292,7 +292,12 @@ def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: 
 
 def _read_small_tensor(tensor: Tensor) -> Any:
     """Return (dtype, shape, values as bytes) of a small tensor; ``None`` if ``tensor`` is large or has no values."""
-    if isinstance(tensor, FakeTensor) or type(tensor) is not Tensor or tensor.numel() > _MOST_TOLD or tensor.is_meta:
+    if (
+        isinstance(tensor, FakeTensor)
+        or type(tensor) is not Tensor
+        or tensor.numel() > _MAX_IDENTIFIED_ELEMENTS
+        or tensor.is_meta
+    ):
         return None
     numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return tensor.dtype, tuple(tensor.shape), numbers

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_OWN = ("_parameters", "_buffers", "_modules", "forward")  # compared as what they are, not as attributes
+_SPECIAL_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "forward")  # compared as what they are, not as attributes
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format})
 _EXACT = frozenset({type(None), bool, int, str, bytes})  # that are equal, among those of a type, if their repr is
@@ -180,7 +180,7 @@ def describe_module_state(module: nn.Module, texts: dict[tuple[str, str], Any] |
     for path, part in parts:
         attributes = []
         for name, value in sorted(vars(part).items()):
-            if name in _OWN:
+            if name in _SPECIAL_ATTRIBUTES:
                 continue
             value = value.kept if type(value) is UnreadableAttribute else value
             if texts is not None and type(value) in (int, str):

@@ -180,9 +180,9 @@ def pause_trace_and_journal() -> Iterator[None]:
         yield
 
 
-_LEAST = 3  # members of a group that are worth it: one is traced, and one is run beside the trace
+_MIN_GROUP_SIZE = 3  # members of a group that are worth it: one is traced, and one is run beside the trace
 
-_SHOWN = 2  # calls that show what all do
+_NUM_CALLS_RUN = 2  # calls that show what all do
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -257,7 +257,7 @@ class LayerRepeats:
     def find(cls, model: nn.Module) -> LayerRepeats:
         """Return a :class:`LayerRepeats`, to be used for one trace of ``model``, with the groups of equal modules of
         the model, such as its layers, of which only one needs to be traced."""
-        return cls(find_equal_layers(model, _LEAST))
+        return cls(find_equal_layers(model, _MIN_GROUP_SIZE))
 
     def select_parked_parameters(self, model: nn.Module) -> LayerRepeats:
         """Select the parameters of ``model`` that are removed during the trace, which makes it faster: the parameters
@@ -269,7 +269,7 @@ class LayerRepeats:
         outer = {name for group in self.groups for name in group.names}
         for group in self.groups:
             # the first call may be of another kind: its input needs no gradient
-            for module, name in list(zip(group.members, group.names, strict=True))[_SHOWN + 1 :]:
+            for module, name in list(zip(group.members, group.names, strict=True))[_NUM_CALLS_RUN + 1 :]:
                 if not any(name.startswith(other + ".") for other in outer):
                     self.parked.select(module, name, group.members[0])
         return self
@@ -341,7 +341,7 @@ class LayerRepeats:
         outer = self._journals[-1] if self._journals else None
         mark = outer.mark() if outer is not None else (0, 0)
         traced: list[Tensor] = []
-        if memo.num_run < _SHOWN:
+        if memo.num_run < _NUM_CALLS_RUN:
             group = self.groups[index]
             try:
                 output, found = self._trace_example_call(
@@ -463,7 +463,7 @@ class LayerRepeats:
         finally:
             parked.take_back(lent)
         memo = self.memos.get((index, call.key)) if call is not None else None
-        if call is None or memo is None or memo.num_run < _SHOWN:
+        if call is None or memo is None or memo.num_run < _NUM_CALLS_RUN:
             raise ParkedParameterError("a layer whose weights are put away is to be traced")
         names = parked.names[id(module)]
         here = [i for i in range(len(call.operands)) if i >= len(names) or names[i] is None]

@@ -87,10 +87,12 @@ def _read_start_ticks(pid: int) -> int:
 MANIFEST = "manifest.json"
 
 OWN = r"manifest\.json|training\.pt|\.metadata|__\d+_\d+\.distcp"  # the files of a checkpoint
-_LEFT = re.compile(r"[0-9a-f]{15}\.(partial|failed)|old|(.*\.)?deleted")  # behind ``.name.``: not ``.name.v2.old``
+_LEFTOVER_NAMES = re.compile(
+    r"[0-9a-f]{15}\.(partial|failed)|old|(.*\.)?deleted"
+)  # behind ``.name.``: not ``.name.v2.old``
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.25
-_QUIET_S = 10.0  # after which nobody writes on, of whom nothing else is known
-_LOOK_S = 2.0  # between two looks at who writes
+_SILENCE_S = 10.0  # after which nobody writes on, of whom nothing else is known
+_POLL_S = 2.0  # between two looks at who writes
 
 
 @dataclass(frozen=True)
@@ -164,13 +166,13 @@ class CheckpointTarget:
         has written its part, or after ``timeout`` seconds. ``world_size``: number of ranks.
         """
         records = [self.get_record_path(rank) for rank in range(world_size)]
-        missing, next_look = list(records), time.monotonic() + _LOOK_S
+        missing, next_look = list(records), time.monotonic() + _POLL_S
         for _ in _poll_with_backoff(timeout):
             self.check()
             gone = list[Path]()
             if time.monotonic() >= next_look:  # less often than at the records: there may be thousands
                 gone = [r for r in missing if self._is_gone(r)]
-                next_look = time.monotonic() + _LOOK_S
+                next_look = time.monotonic() + _POLL_S
             missing = [r for r in missing if not r.exists()]
             if not missing:
                 return records
@@ -249,7 +251,7 @@ class CheckpointTarget:
         self._move_foreign_files()
         prefix = f".{self.final.name}."
         for path in self.final.parent.glob(f"{prefix}*"):
-            if _LEFT.fullmatch(path.name.removeprefix(prefix)) and self.token not in path.name:
+            if _LEFTOVER_NAMES.fullmatch(path.name.removeprefix(prefix)) and self.token not in path.name:
                 remove_path_atomically(path)
 
 
@@ -301,7 +303,7 @@ def _is_being_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> b
     now = time.monotonic()
     seen, since = changed.get(folder, (None, now))
     changed[folder] = looks, since if seen == looks else now
-    return is_on_this_host(writer) or now - changed[folder][1] < _QUIET_S
+    return is_on_this_host(writer) or now - changed[folder][1] < _SILENCE_S
 
 
 def remove_path_atomically(path: Path) -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 LATEST = "latest"
 
 STEP = "step-"
-_SHOWN = 5
+_MAX_LISTED = 5
 _LONGEST = 60  # characters of a value in a message
 _TOKEN = re.compile("[0-9a-f]{1,15}", re.ASCII)
 _FAILURES = (CheckpointError, DamagedCheckpointError)  # by what a rank tells the others, from 1 on; 0: it is well
@@ -260,10 +260,11 @@ def _warn_of_other_tensors(folder: Path, reader: ShardReader, rank: RankProgram)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
     known |= match_state_names(saved, known).keys()
     if others := [name for name in saved if name not in known]:
-        more = ", ..." if len(others) > _SHOWN else ""
+        more = ", ..." if len(others) > _MAX_LISTED else ""
         warnings.warn(
             f"{folder} has {len(others)} tensors that the plan's model does not have "
-            f"({', '.join(others[:_SHOWN])}{more}); they are ignored. If the model should have them, load a checkpoint "
+            f"({', '.join(others[:_MAX_LISTED])}{more}); they are ignored. If the model should have them, "
+            "load a checkpoint "
             "of the same model",
             stacklevel=2,
         )
@@ -347,10 +348,10 @@ def _match_saved_states(
         if got != {shape}:
             wrong.append(f"{n}: expected shape {list(shape)}, got {list(got.pop())}")
     if wrong:
-        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        more = f"\n  and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
         raise CheckpointError(
             f"{found.folder} does not have the weights for which the plan was made:\n  "
-            + "\n  ".join(wrong[:_SHOWN])
+            + "\n  ".join(wrong[:_MAX_LISTED])
             + f"{more}\nLoad a checkpoint of the same model, or plan again for this one."
         )
     return names, {} if optimizer is None else _allocate_optimizer_state(found, reader, rank, names, optimizer)

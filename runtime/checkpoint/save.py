@@ -257,7 +257,7 @@ class Saving:
             self._thread.join()
 
 
-_SAVINGS: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this process
+_OPEN_SAVES: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this process
 
 
 @dataclass
@@ -319,7 +319,7 @@ class Saver:
                 then(target.final)
 
         self.last.run(work, in_background=not wait)
-        _SAVINGS.add(self.last)
+        _OPEN_SAVES.add(self.last)
         if wait:
             self.settle()
         return self.last
@@ -368,7 +368,7 @@ class Saver:
             if self.last is not None:
                 self.last.join()
             if directory is not None:
-                for saving in list(_SAVINGS):
+                for saving in list(_OPEN_SAVES):
                     if directory in (saving.directory, saving.directory.parent):
                         saving.join()
                 if self.communicator.rank == 0:

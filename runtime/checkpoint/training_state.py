@@ -271,7 +271,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-_LEAVES = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size)
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size)
 
 
 def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
@@ -329,7 +329,7 @@ def _find_unsupported_value(value: Any, path: str = "") -> str:
     elif isinstance(value, list | tuple | set) and not isinstance(value, torch.Size):
         parts = dict(enumerate(value)).items()
     else:
-        plain = type(value) in _LEAVES or isinstance(value, Tensor)
+        plain = type(value) in _PLAIN_TYPES or isinstance(value, Tensor)
         return "" if plain else f"{path} is of type {type(value).__module__}.{type(value).__qualname__}"
     return next((told for k, v in parts if (told := _find_unsupported_value(v, f"{path}.{k}" if path else str(k)))), "")
 

@@ -15,7 +15,7 @@ from partitioner import passes, runtime
 from partitioner.runtime.errors import CheckpointError, CommunicationError, InstructionError
 
 # What a rank meets when another one has gone: a consequence, not a cause.
-_LOST = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
+_LOST_CONNECTION = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
 _LIBRARY = re.compile(r"gloo|nccl|ProcessGroup|c10d|TCPStore", re.IGNORECASE)
 _COMMUNICATING = tuple(folder for package in (runtime, passes, dist) for folder in package.__path__)
 
@@ -28,7 +28,11 @@ def is_secondary(error: BaseException) -> bool:
         return "mismatched" not in str(error)
     if isinstance(error, dist.DistError):
         return True
-    if not isinstance(error, RuntimeError) or "Detected mismatch" in str(error) or not _LOST.search(str(error)):
+    if (
+        not isinstance(error, RuntimeError)
+        or "Detected mismatch" in str(error)
+        or not _LOST_CONNECTION.search(str(error))
+    ):
         return False
     return _is_communication_error(error)
 

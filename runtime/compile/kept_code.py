@@ -22,7 +22,7 @@ from partitioner.runtime.compile.kernels import Kernel, KernelSource
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]  # it empties the list of its arguments
 
-_NOT_CALLED = ("get_args", "benchmark_compiled_module")
+_UNUSED_FUNCTIONS = ("get_args", "benchmark_compiled_module")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution")  # functions of torch with out= that Inductor may call
 _guards: Any = torch._C._dynamo.guards
 _NAMES: dict[str, Any] = {
@@ -83,7 +83,7 @@ def _select_functions(source: str) -> str:
     """
     kept: list[ast.stmt] = []
     for line in ast.parse(source).body:
-        called = isinstance(line, ast.ClassDef | ast.FunctionDef) and line.name not in _NOT_CALLED
+        called = isinstance(line, ast.ClassDef | ast.FunctionDef) and line.name not in _UNUSED_FUNCTIONS
         if called or (isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") in ("runner", "call")):
             kept.append(line)
     return ast.unparse(ast.Module(kept, []))

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _COMPILERS = ("g++", "clang++", "c++", "cl")
 # Torch traces and compiles in one thread at a time, and refuses calls of compiled functions in the others meanwhile.
 one_thread = threading.RLock()
-_LEAST = 2  # operators that are worth a function of their own
+_MIN_OPERATORS = 2  # operators that are worth a function of their own
 
 
 class Segment:
@@ -330,7 +330,7 @@ def fuse_segments(
     for level in range(max(levels.values(), default=0) + 1):
         here = [n for n in nodes if levels[n] == level]
         inside = [n for n in here if n not in apart]
-        if len(inside) < _LEAST:
+        if len(inside) < _MIN_OPERATORS:
             for node in inside:
                 values[node] = new.node_copy(node, values.__getitem__)
         else:

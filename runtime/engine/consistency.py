@@ -36,7 +36,7 @@ _MASK = (1 << 62) - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SKETCH = 16
 _CHUNK = 1 << 20  # numbers of a batch that are hashed at a time
-_APART = 1e-3  # distance of replicas over the norm; kernels with a non-deterministic order of sums stay below it
+_MAX_DISTANCE = 1e-3  # distance of replicas over the norm; kernels with a non-deterministic order of sums stay below it
 
 _GLOBAL = (
     "expected the same global batch on all ranks, in the same order, of which each takes its part: draw it from a "
@@ -292,7 +292,7 @@ class ConsistencyChecks:
             f"ranks {', '.join(map(str, holders[:8]))} hold the same part of {name}{more}, and not the same numbers: "
             f"rank {far} is about {apart:.1e} of its norm away"
         )
-        if apart <= _APART:
+        if apart <= _MAX_DISTANCE:
             self._warn_on_first_rank(
                 f"{text}; kernels that add up in any order do that, and loading a checkpoint ends it"
             )

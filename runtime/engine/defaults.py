@@ -18,7 +18,7 @@ from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state.disk_offload import FOLDER, Disk
 from partitioner.runtime.state.parameters import count_disk_bytes
 
-_BETWEEN = 512  # bytes between what one parameter has on disk, at most
+_MAX_GAP_BYTES = 512  # bytes between what one parameter has on disk, at most
 
 
 def create_default_communicator(
@@ -118,5 +118,5 @@ def create_disk(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk
             f"--offload-folder, or {FOLDER} in the environment, a folder on a local disk of each node"
         )
     return Disk(
-        folder, max(load_disk_bytes(plan, rank.stage_index), count_disk_bytes(rank)) + _BETWEEN * len(rank.states)
+        folder, max(load_disk_bytes(plan, rank.stage_index), count_disk_bytes(rank)) + _MAX_GAP_BYTES * len(rank.states)
     )

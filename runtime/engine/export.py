@@ -39,7 +39,7 @@ from partitioner.runtime.program.program import Program, RankProgram, shard_shap
 from partitioner.runtime.state.parameters import join_pieces, map_model_names, pad_piece
 from partitioner.runtime.state.weights import INDEX, check_storable
 
-_SHOWN = 5  # reasons named in an error
+_MAX_LISTED = 5  # reasons named in an error
 
 
 def require_dtensor_views(program: Program) -> None:
@@ -52,8 +52,8 @@ def require_dtensor_views(program: Program) -> None:
     named, reasons = find_placements(program)
     if not reasons:
         return
-    shown = "\n  ".join(f"{name}: {why}" for name, why in [*reasons.items()][:_SHOWN])
-    more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    shown = "\n  ".join(f"{name}: {why}" for name, why in [*reasons.items()][:_MAX_LISTED])
+    more = f"\n  and {len(reasons) - _MAX_LISTED} more" if len(reasons) > _MAX_LISTED else ""
     raise DTensorError(
         f"{len(reasons)} of the model's {len(reasons) + len(named)} parameters have layouts that DTensors cannot "
         f"express:\n  {shown}{more}\nstrict=False leaves them out; engine.save, engine.clip_grad_norm_ and "

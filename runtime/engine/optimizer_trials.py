@@ -37,12 +37,12 @@ _TOLERANCES = {8: 1e-5, 4: 1e-3}  # by bytes of a number, of the largest update:
 _LEAST_RATE = 1e-2  # a rate of zero, as in the first step of a warm-up, would show nothing
 _LARGE = 1e4  # times as large is the last gradient: beyond any norm that an optimizer clips at
 _NUM_DRAWN = 5  # of each sample: where it starts, its curvature, and gradients
-_MOST_COPIED = 1 << 16  # elements of a tensor that is an optimizer's attribute
+_MAX_COPIED_ELEMENTS = 1 << 16  # elements of a tensor that is an optimizer's attribute
 _CAPS = {1: (384,), 2: (144, 136)}  # dims of a small tensor: above 128, where some optimizers begin to factor matrices
 _HOOKS = frozenset(
     f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 )
-_ONE_AT_A_TIME = threading.Lock()  # random generators belong to the process
+_TRIAL_LOCK = threading.Lock()  # random generators belong to the process
 
 Optimizer = torch.optim.Optimizer
 
@@ -181,7 +181,7 @@ def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, 
     device = samples[0].device
     if stages and len(samples) == 1:
         samples = [samples[0], samples[0]]
-    with _ONE_AT_A_TIME:
+    with _TRIAL_LOCK:
         before = collect_random_state(device)
         try:
             with warnings.catch_warnings(), torch.enable_grad():
@@ -621,7 +621,7 @@ class _OptimizerMirror:
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if isinstance(value, Tensor):
-            if value.numel() > _MOST_COPIED:
+            if value.numel() > _MAX_COPIED_ELEMENTS:
                 raise NotCopied(f"it holds a tensor of {value.numel()} elements besides its parameters and its state")
             return value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
         if isinstance(value, types.FunctionType):

@@ -199,7 +199,7 @@ _START_S = 120.0  # for all ranks to have found each other
 _GRACE_S = 0.3  # after the first failure: others may tell of an earlier one
 _LATE_S = 5.0  # at most, to say where they are, after the time is out
 _SETTLE_S = 2.0  # for the cause to show where ranks have only lost each other
-_LOOK_S = 0.25  # between two looks at a run that is watched
+_POLL_S = 0.25  # between two looks at a run that is watched
 
 
 class LocalRanks:
@@ -295,7 +295,7 @@ class LocalRanks:
         failures: list[Failure] = []
         while waiting:
             left = deadline - time.monotonic()
-            pause = min(left, _GRACE_S if failures else left if watch is None else _LOOK_S)
+            pause = min(left, _GRACE_S if failures else left if watch is None else _POLL_S)
             answers = self._receive_answers(waiting, pause)
             for rank, (answer, content) in answers.items():
                 waiting.discard(rank)

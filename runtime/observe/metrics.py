@@ -39,7 +39,7 @@ from partitioner.runtime.files import write_text
 
 FILE = "metrics.jsonl"
 
-_WORDS = (  # of a step's line: the figure, how it is written, and in which unit
+_METRIC_FORMATS = (  # of a step's line: the figure, how it is written, and in which unit
     ("step", "step {:.0f}", 1),
     ("loss", "loss {:.6f}", 1),
     ("tokens_per_s", "{:,.0f} tokens/s", 1),
@@ -82,7 +82,7 @@ class StepMetrics:
         known = {name: value for name, value in asdict(self).items() if value is not None}
         if "tokens_per_s" in known:
             known.pop("samples_per_s", None)
-        return "  ".join(text.format(known[name] / unit) for name, text, unit in _WORDS if name in known)
+        return "  ".join(text.format(known[name] / unit) for name, text, unit in _METRIC_FORMATS if name in known)
 
 
 class StepLog:

@@ -58,7 +58,7 @@ def list_loss_edges(program: Program) -> set[tuple[int, int, str]]:
 
 
 # The loss is summed over data; norms over stages and shards; checkpoints gather shards.
-_ALWAYS = (("dp",), ("pp", "tp"), ("tp",))
+_DEFAULT_GROUP_AXES = (("dp",), ("pp", "tp"), ("tp",))
 
 
 def list_groups(rank: RankProgram) -> list[tuple[int, ...]]:
@@ -91,7 +91,7 @@ def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
 
     ``program``: the program of all ranks.
     """
-    axes: set[tuple[str, ...]] = set(_ALWAYS)
+    axes: set[tuple[str, ...]] = set(_DEFAULT_GROUP_AXES)
     if program.size("ep") > 1:  # norms of experts' gradients and checkpoints of their weights
         axes |= {AXES, ("ep",)}
     if program.zero:  # norms of pieces

@@ -38,7 +38,7 @@ FOLDER = "PARTITION_OFFLOAD_FOLDER"  # in the environment: where an engine that 
 
 _PREFIX = ".partition-offload-"
 _ALIGN = 64  # bytes: of tensors
-_LEAST = 16 << 20  # bytes that a file is made for at least
+_MIN_FILE_BYTES = 16 << 20  # bytes that a file is made for at least
 _MS_SYNC = 4  # of <sys/mman.h>
 _GIB = 2**30
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -130,7 +130,7 @@ class Disk:
         size = math.prod(shape)
         nbytes = -(-size * dtype.itemsize // _ALIGN) * _ALIGN
         if not self._files or self._files[-1].used + nbytes > self._files[-1].size:
-            self._add_file(max(nbytes, _LEAST))
+            self._add_file(max(nbytes, _MIN_FILE_BYTES))
         file = self._files[-1]
         flat = torch.empty(0, dtype=dtype).set_(file.storage, file.used // dtype.itemsize, (size,), (1,))
         file.used += nbytes

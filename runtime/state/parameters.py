@@ -149,7 +149,7 @@ def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return torch.cat([p.reshape(-1) for p in pieces])[: math.prod(shape)].reshape(torch.Size(shape))
 
 
-_SHOWN = 5  # differences named in an error
+_MAX_LISTED = 5  # differences named in an error
 
 
 def check_weights(program: Program, weights: Weights) -> None:
@@ -161,8 +161,8 @@ def check_weights(program: Program, weights: Weights) -> None:
     """
     differences = list(_find_differences(program, stack_weights(program, weights)))
     if differences:
-        shown = "\n  ".join(differences[:_SHOWN])
-        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        shown = "\n  ".join(differences[:_MAX_LISTED])
+        more = f"\n  and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
         raise WeightsError(
             f"{weights.origin} does not have the weights for which the plan was made (fingerprint "
             f"{program.fingerprint}):\n  {shown}{more}\nPass the weights of the same model, or plan again for this one."

@@ -25,7 +25,7 @@ from partitioner.runtime.files import write_bytes
 _KINDS = ("times", "json", "place", "failure", "addresses")
 
 _CAUSE = "cause"
-_EVERY_S = 1.0
+_INTERVAL_S = 1.0
 
 
 class KeyValueStore(Protocol):
@@ -61,7 +61,7 @@ class Mirror:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def exchange(self, within_s: float = _EVERY_S) -> None:
+    def exchange(self, within_s: float = _INTERVAL_S) -> None:
         """Send the status files of this host's ranks, in which they write what they do, to the other hosts, and receive
         those of the other hosts' ranks; wait for at most ``within_s`` seconds.
 
@@ -80,7 +80,7 @@ class Mirror:
         self._closed = True
         self._wanted.set()
         if self._thread is not None:
-            self._thread.join(_EVERY_S)
+            self._thread.join(_INTERVAL_S)
 
     def _run_exchange_loop(self) -> None:
         """Exchange status files, in which ranks write what they do, with other hosts every second, or at once if it is
@@ -93,7 +93,7 @@ class Mirror:
             with self._done:
                 self._ended = self._begun
                 self._done.notify_all()
-            self._wanted.wait(_EVERY_S)
+            self._wanted.wait(_INTERVAL_S)
             self._wanted.clear()
 
     def _exchange_files(self) -> None:

@@ -26,10 +26,10 @@ from partitioner.runtime.watch.status_board import RankState, StatusBoard, forma
 
 _WINDOW = 10  # recent steps that are compared
 
-_BEFORE = 4  # least number of steps before the window that describe a rank's past
+_MIN_PAST_STEPS = 4  # least number of steps before the window that describe a rank's past
 _KEPT = 64  # steps that are kept per rank
 _SPREADS = 4.0  # the excess of a slow rank must also be more than this many median deviations
-_SURE = 0.96  # fraction of pairs (step of the slow rank, step of a peer) in which the slow rank's takes longer
+_SURE_FRACTION = 0.96  # fraction of pairs (step of the slow rank, step of a peer) in which the slow rank's takes longer
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _own_past(
     index -> seconds. ``current``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too
     few earlier steps."""
     before = {r: list(samples[r])[:-_WINDOW] for r in current}
-    if any(len(steps) < _BEFORE for steps in before.values()):
+    if any(len(steps) < _MIN_PAST_STEPS for steps in before.values()):
         return None
     previous = {r: _compute_typical_step(steps) for r, steps in before.items()}
     second = [sum(current[r].values()) / total for r in current if r != rank and (total := sum(previous[r].values()))]
@@ -160,12 +160,12 @@ def _is_surely_slower(
     totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
     current = totals[rank][-_WINDOW:]
     if peers:
-        return median(_compute_longer_fraction(current, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE
+        return median(_compute_longer_fraction(current, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE_FRACTION
     took = sum(_compute_typical_step(list(samples[rank])[:-_WINDOW]).values())
     scale = previous / took if took else 1.0
     before = totals[rank][: -2 * _WINDOW]  # leave out steps in which it may have been slow already
-    before = before if len(before) >= _BEFORE else totals[rank][:-_WINDOW]
-    return _compute_longer_fraction(current, [scale * seconds for seconds in before]) >= _SURE
+    before = before if len(before) >= _MIN_PAST_STEPS else totals[rank][:-_WINDOW]
+    return _compute_longer_fraction(current, [scale * seconds for seconds in before]) >= _SURE_FRACTION
 
 
 def _compute_longer_fraction(first: Sequence[float], second: Sequence[float]) -> float:
@@ -197,7 +197,7 @@ def _compute_typical_step(steps: Sequence[Mapping[int, float]]) -> dict[int, flo
     return {index: median(step.get(index, 0.0) for step in steps) for index in steps[0]}
 
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 class Monitor:
@@ -238,5 +238,5 @@ class Monitor:
         """
         deadline = time.monotonic() + seconds
         while (found := self.check(died)) is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return found

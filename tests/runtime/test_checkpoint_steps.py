@@ -191,7 +191,7 @@ def test_a_save_of_another_process_is_waited_for(tmp_path: Path):
 
 @pytest.mark.parametrize("what", ["ended", "failed", "another host's", "nobody's"])
 def test_what_nobody_writes_any_more_is_not_waited_for(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(atomic_folder, "_QUIET_S", 0.2)
+    monkeypatch.setattr(atomic_folder, "_SILENCE_S", 0.2)
     saved(tmp_path / "step-0000000000")
     partial = tmp_path / ".step-0000000005.0123456789abcde.partial"
     partial.mkdir()

@@ -466,7 +466,7 @@ def test_a_rank_that_ended_while_it_wrote_is_not_waited_for(tmp_path: Path):
     target.get_record_path(0).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"rank 1 did not write its part within 0\.1 s"):
         target.wait_for_records(2, timeout=0.1)
-    other = "from partitioner.runtime.checkpoint.atomic_folder import this_process; print(this_process())"
+    other = "from partitioner.runtime.checkpoint.atomic_folder import identify_process; print(identify_process())"
     ended = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True).stdout.strip()
     target.get_writer_path(1).write_text(ended)
     with pytest.raises(CheckpointError, match="the process of rank 1 ended while it wrote its part"):

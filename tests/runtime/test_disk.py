@@ -553,7 +553,7 @@ def test_copies_in_memory_are_refused(tmp_path: Path):
 
 
 def test_a_program_with_states_on_disk_steps_in_host_memory():
-    with pytest.raises(ProofError, match="optimizer states on disk, and an optimizer that is not in host memory"):
+    with pytest.raises(ProofError, match="optimizer states are on disk and the optimizer is not in host memory"):
         prove(planned("dp4").program.model_copy(update={"offload": ("disk",)}))
 
 
@@ -615,7 +615,7 @@ def test_the_command_line_trains_such_plans(tmp_path: Path):
 MEASURED = """
 import pathlib, sys, threading, torch
 from partitioner.runtime import windows
-from partitioner.runtime.state.disk_offload import trim
+from partitioner.runtime.state.disk_offload import trim_allocator
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.comm.thread_backend import ThreadWorld
@@ -638,7 +638,7 @@ program = Program.model_validate_json(pathlib.Path(sys.argv[1]).read_text())
 engine = Engine(program, communicator=ThreadWorld(1, "cpu").communicator(0), offload_folder=folder)
 batch = (torch.ones(4, 512).to(getattr(torch, program.inputs[0].dtype)),)
 engine.step(batch)
-trim()
+trim_allocator()
 before = resident()
 optimizer = engine.on_disk(Measured(engine.parameters()))
 for _ in range(3):

@@ -121,13 +121,13 @@ def lost(rank: int, *others: int, at: float = 98.0) -> RankState:
 
 def test_a_host_that_falls_silent_is_the_cause_of_what_is_lost():
     """What its ranks did last is known; before it is known to be silent, nothing is told."""
-    gone = {"here": False, "silent_s": 3.5}
+    gone = {"on_this_host": False, "silent_s": 3.5}
     found = cause(lost(0, 2, 3), lost(1, 3), state(2, **gone), state(3, **gone))
     assert found is not None
     assert (found.rank, found.kind, found.index, found.step) == (3, "ProcessDied", 3, 5)
     assert "its host has given no sign of life for 3.5 s" in found.error
     assert "rank 0 lost it at step 5, instruction 3: 0F0; rank 1 lost it at" in found.error
-    heard = {"here": False, "silent_s": 1.0}
+    heard = {"on_this_host": False, "silent_s": 1.0}
     assert cause(lost(0, 2), lost(1, 2), state(2, **heard), state(3, **heard)) is None
     later = cause(lost(0, 2), lost(1, 2), state(2, **heard), state(3, **heard), now=104.0)
     assert later is not None

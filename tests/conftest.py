@@ -38,7 +38,6 @@ gc.set_threshold(50_000, 20, 20)
 
 _COSTS = Path(__file__).parent / "case_costs.json"
 _BUDGET_S = 4.0  # for the cases of one function
-_LEAST_CASES = 2
 _RECORDED_S = 3.0  # functions that take less are not recorded, and run whole
 
 _seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # function -> case -> seconds
@@ -65,10 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _list_beyond_budget(cases: list[pytest.Item], seconds: float) -> list[pytest.Item]:
     """Return the cases of one test function that do not fit in the budget. ``seconds``: the time of one case."""
-    kept = max(_LEAST_CASES, int(_BUDGET_S / seconds)) if seconds else len(cases)
+    kept = max(1, int(_BUDGET_S / seconds)) if seconds else len(cases)
     if kept >= len(cases):
         return []
-    chosen = {round(k * (len(cases) - 1) / (kept - 1)) for k in range(kept)}
+    chosen = {round(k * (len(cases) - 1) / max(1, kept - 1)) for k in range(kept)}
     return [item for index, item in enumerate(cases) if index not in chosen]
 
 

@@ -178,6 +178,7 @@ def image_models() -> dict[str, Callable[[], nn.Module]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

@@ -95,6 +95,7 @@ def test_tables_are_sharded():
     assert all(layout.startswith("S") for layout in tables.values()), tables
 
 
+@pytest.mark.slow
 def test_texts_of_several_lengths_train_in_one_layout(tmp_path: Path):
     """The script compares every loss and evaluation with one process."""
     printed = execute(str(ROOT / "examples" / "lengths.py"), cwd=tmp_path, timeout=500)

@@ -419,6 +419,7 @@ def test_a_generation_changes_nothing_of_the_training():
     assert {n: p.data_ptr() for n, p in engine.named_parameters()} == places
 
 
+@pytest.mark.slow
 def test_the_estimate_counts_the_caches():
     def plan_length(length: int) -> Plan:
         with float64():

@@ -47,6 +47,7 @@ def placed() -> nn.Module:
     return Placed().double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [dict(tp=2, dp=1, pp=1), dict(tp=2, dp=2, pp=1), dict(tp=2, dp=1, pp=2)], ids=str)
 def test_tables_are_read_by_programs_of_other_lengths(axes: dict[str, int]):
     """The longest batch reads whole tables, which it could shard along the positions; shorter ones read a part."""
@@ -118,6 +119,7 @@ def test_a_further_batch_has_microbatches_that_divide_over_dp():
     assert (program.num_microbatches, program.mesh["dp"]) == (1, 8)
 
 
+@pytest.mark.slow
 def test_a_layout_in_which_a_further_program_does_not_fit_is_given_up(monkeypatch: pytest.MonkeyPatch):
     check = FirstProgram._check_memory
     lacking: set[str] = set()

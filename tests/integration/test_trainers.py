@@ -117,6 +117,7 @@ def test_a_run_goes_on_under_another_plan(alone: Any, tmp_path: Path):
     check_histories([e for e in resumed if "train_loss" not in e], [e for e in expected if "train_loss" not in e])
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_of_a_plain_module_are_means_over_batches(tmp_path: Path):
     """``Trainer`` divides by the number of batches where the model does not take ``num_items_in_batch``.
 

@@ -194,6 +194,7 @@ def test_other_rows_that_the_data_select_are_not_gone_through():
         capture(model, (x,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes"),
     [

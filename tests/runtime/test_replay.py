@@ -127,6 +127,7 @@ def test_buffers_that_forward_changes_change_in_replays():
     check_replayed(plan.program, model, batch)
 
 
+@pytest.mark.slow
 def test_evaluations_between_steps_are_replayed_too():
     case = CASES["llama"]
     model, batch = case.build().double(), case.inputs(4)

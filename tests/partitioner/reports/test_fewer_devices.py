@@ -172,6 +172,7 @@ def test_what_an_axis_divides_does_not_depend_on_how_slow_the_links_are(slower: 
     assert took[1] <= took[0] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_device_that_is_too_small_may_be_left_out_for_there_to_be_a_plan():
     small = loads(MIXED.replace("memory: 16 GB", "memory: 20 MB").replace("left: {memory: 8 GB}", "left: {speed: 1}"))
     with pytest.raises(InfeasibleError) as caught:

@@ -328,6 +328,7 @@ def optimum(topology: Topology) -> float:
         return math.inf
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(clusters(), st.randoms(use_true_random=False))
 def test_the_order_in_which_devices_are_listed_changes_nothing(cluster: dict[str, Any], random: Any):
@@ -336,6 +337,7 @@ def test_the_order_in_which_devices_are_listed_changes_nothing(cluster: dict[str
     assert optimum(described(cluster, order)) == pytest.approx(optimum(described(cluster)), rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(clusters(), st.sampled_from(["memory", "speed", "network", "bandwidth"]), st.integers(0, 3))
 def test_more_of_anything_is_never_slower(cluster: dict[str, Any], what: str, which: int):

@@ -34,6 +34,7 @@ def bounds_of(work: Any, candidate: MeshCandidate) -> tuple[float, float]:
     return UniformClusterBound(evaluator).least(candidate, math.inf), floors.bound_tightly(candidate)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(clusters(), st.sampled_from(MESHES), st.sampled_from(SCHEDULES), st.integers(0, 3), st.sampled_from([1, 2]))
 def test_no_placement_takes_less(

@@ -396,6 +396,7 @@ def test_every_precision_that_is_measured_can_be_in_a_file(tmp_path: Path):
     assert read.dispatch == pytest.approx(dispatch, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_host_is_timed_by_what_the_engine_issues():
     with open_issuing_plan() as plan, LocalRanks(1) as ranks:
         ((one, *_),) = ranks.call(time_issuing, plan, "cpu", 2, timeout=120)

@@ -172,6 +172,7 @@ def mlp() -> PreparedModel:
         return prepare(Mlp(), (torch.empty(4096, 1024),))
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(linked(4), st.permutations(range(4)))
 def test_the_best_placement_takes_as_long_whatever_the_devices_are_called(links: Links, numbers: list[int]):

@@ -30,7 +30,7 @@ import partitioner
 from benchmarks import common, peers
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.runtime.execute.transfers import SENDING
-from partitioner.runtime.observe.measured_bubble import StepTimes, Times, timed
+from partitioner.runtime.observe.measured_bubble import MeasuredTimes, StepTimes, timed
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.simulate import Part, simulate
 from partitioner.simulate.program_time import PlanDurations
@@ -63,7 +63,7 @@ class MeasuredDurations:
                 for place in run:
                     parts["F" if i.op == "TOTAL_F" else i.op, place].append(seconds / len(run))
             for index, i in enumerate(instructions):
-                posts[i.op].append(times.posted.get(index, 0.0))
+                posts[i.op].append(times.posting.get(index, 0.0))
             self.parts.append(parts)
             self.posts.append(posts)
 
@@ -136,7 +136,7 @@ def _meet() -> None:
         pass
 
 
-def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, Times]:
+def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, MeasuredTimes]:
     """What each of the two ranks runs."""
     work = common.WORKLOADS[workload]
     batch, found = work.batch(), {}
@@ -154,7 +154,7 @@ def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, Time
 
 def _bubble(ranks: Sequence[StepTimes]) -> float:
     """The share of a step, from its first begin to its last end, in which a rank computes nothing."""
-    whole = max(step.begun + step.whole for step in ranks) - min(step.begun for step in ranks)
+    whole = max(step.started + step.whole for step in ranks) - min(step.started for step in ranks)
     return 1 - statistics.mean(step.computing for step in ranks) / whole
 
 

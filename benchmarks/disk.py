@@ -26,7 +26,7 @@ from torch import nn
 
 from partitioner import Constraints, Engine, Topology, partition
 from partitioner.runtime.comm.thread_backend import ThreadWorld
-from partitioner.runtime.state.disk_offload import Disk, trim
+from partitioner.runtime.state.disk_offload import Disk, trim_allocator
 
 WIDTH = 2048
 _MIB = 2**20
@@ -81,7 +81,7 @@ def measured(options: argparse.Namespace) -> dict[str, float]:
 
     batch = (batch[0].bfloat16(),)
     engine.step(batch)
-    trim()
+    trim_allocator()
     before = resident()
     optimizer = engine.on_disk(Looking(engine.parameters(), lr=1e-5))
     times = []

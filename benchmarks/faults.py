@@ -41,11 +41,11 @@ from safetensors.torch import save_file
 from benchmarks.faults_inject import KINDS, Fault, wipe
 from benchmarks.faults_worker import EVERY, SLOW_STEPS, STEPS, Data, Model, train
 from partitioner import Constraints, LocalRanks, Monitor, RankError, RankTimeout, Topology, partition
-from partitioner.runtime.checkpoint.save import saved_states
-from partitioner.runtime.checkpoint.shards import written_by
+from partitioner.runtime.checkpoint.save import list_saved_states
+from partitioner.runtime.checkpoint.shards import list_written_states
 from partitioner.runtime.errors import LOST, Failure
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.watch.status_board import Board
+from partitioner.runtime.watch.status_board import StatusBoard
 from partitioner.runtime.watch.stragglers import SlowRank, SlowRanks
 
 MESHES = [
@@ -139,8 +139,8 @@ def draw(random_: random.Random, bench: Bench, kind: str) -> tuple[Planned, Faul
     plan = bench.plan(random_.choice(meshes))
     ranks = list(range(plan.ranks))
     if kind == "disk":  # one that writes
-        states = saved_states(plan.program)
-        ranks = [r for r in ranks if written_by(plan.program.rank(r), states)]
+        states = list_saved_states(plan.program)
+        ranks = [r for r in ranks if list_written_states(plan.program.rank(r), states)]
     if kind == "slow":
         return plan, Fault(kind, random_.choice(ranks), random_.randrange(16, 20), random_.random())
     return plan, Fault(kind, random_.choice(ranks), random_.randrange(EVERY, STEPS - 1), random_.random())
@@ -189,7 +189,7 @@ def slow(bench: Bench, plan: Planned, fault: Fault, number: int) -> Outcome:
         ranks = None
         while not end.wait(0.02):
             if ranks is None and len(list(watch.glob("rank-*.times"))) == plan.ranks:
-                ranks = SlowRanks(Board(watch), factor=3.0)
+                ranks = SlowRanks(StatusBoard(watch), factor=3.0)
             told.extend(ranks.look() if ranks is not None else ())
 
     watch.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ from torch.fx import Node
 from partitioner import Engine
 from partitioner.passes.ir.collectives import collective_name
 from partitioner.runtime.execute.calls import BoundCall
-from partitioner.runtime.execute.codegen import Compiled
+from partitioner.runtime.execute.codegen import CompiledGraph
 
 AT_AN_INSTRUCTION = ("kill", "stop", "close", "slow")
 AT_A_NODE = ("raise_forward", "raise_backward", "raise_collective", "nan")
@@ -160,7 +160,7 @@ _RUN: dict[str, Callable[[BoundCall], Any]] = {
 _WANTED = {"raise_forward": "F", "raise_backward": "BIW", "raise_collective": "FBIW", "nan": "FBIW"}
 
 
-def _pieces(engine: Engine, index: int, kind: str) -> list[Compiled]:
+def _pieces(engine: Engine, index: int, kind: str) -> list[CompiledGraph]:
     """What the instruction runs, of the direction that the fault is for."""
     executor = engine._executor
     if index >= len(engine.rank_program.instructions):
@@ -174,7 +174,7 @@ def _pieces(engine: Engine, index: int, kind: str) -> list[Compiled]:
     return list({id(f): by_function[f] for f in functions}.values())
 
 
-def _lines(compiled: Compiled, kind: str) -> list[int]:
+def _lines(compiled: CompiledGraph, kind: str) -> list[int]:
     """The lines whose function a fault of ``kind`` may exchange."""
     found = []
     for line, node in compiled.nodes.items():
@@ -195,7 +195,7 @@ def _is_floating(node: Node) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dim() > 0
 
 
-def _function_name(compiled: Compiled, line: int) -> str | None:
+def _function_name(compiled: CompiledGraph, line: int) -> str | None:
     """What the generated line calls: ``mm_4`` of ``v3 = mm_4(v1, v2)``."""
     text = compiled.code.split("\n")[line - 1]
     match = re.fullmatch(r"    v\d+ = ([A-Za-z_]\w*)\(.*\)", text)

@@ -16,7 +16,7 @@ from benchmarks.faults_inject import AT_A_SAVE, Fault, disk_full, inject
 from partitioner import Checkpoints, Engine, Watch
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.debug import check_finite
-from partitioner.runtime.program.load import program_of
+from partitioner.runtime.program.load import load_program
 
 STEPS, EVERY = 8, 2
 SLOW_STEPS = 40  # of a run with a slow rank, which has to be seen to change
@@ -72,7 +72,7 @@ class Data:
 
 def train(plan: str, weights: str, root: str, watch: str, fault: Fault | None, steps: int = STEPS) -> dict[str, Any]:
     """Train to the end, from the newest checkpoint; the hash of this rank's weights and moments, and the losses."""
-    program = program_of(plan)
+    program = load_program(plan)
     communicator = TorchCommunicator(program.world_size, torch.device("cpu"))
     engine = Engine(plan, weights, seed=7, communicator=communicator)
     with Watch(engine, watch, beat_s=0.1, slow_factor=None, leave=False):

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.memory import peak_bytes
 from partitioner import Engine, Program
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
-from partitioner.runtime.program.load import program_of
+from partitioner.runtime.program.load import load_program
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def measure(plans: Sequence[str], weights: str, batch: str, rounds: int, block_s
 
     Plans take turns, in an order that rotates, so that a machine that slows down does so for all of them.
     """
-    programs = [program_of(path) for path in plans]
+    programs = [load_program(path) for path in plans]
     inputs: dict[str, Any] = torch.load(batch, weights_only=True)
     rank = dist.get_rank()
     trainers = [Trainer(p, weights, inputs) if rank < p.world_size else None for p in programs]
@@ -94,7 +94,7 @@ def measure_apart(plans: Sequence[str], weights: str, batch: str, steps: int, de
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        trainer = Trainer(program_of(path), weights, inputs, device)
+        trainer = Trainer(load_program(path), weights, inputs, device)
         for _ in range(3):
             trainer.step()
         torch.cuda.reset_peak_memory_stats()

@@ -21,7 +21,7 @@ def single(size: str, precision: str, batch: int, microbatch: int, steps: int) -
     model = kept if precision == "fp32" else copy.deepcopy(kept).to(torch.bfloat16)
     optimizer, schedule = optimizer_of([*kept.parameters()])
     corpus = Corpus()
-    order = SampleOrder(len(corpus), seed=0).at(range(steps * batch))
+    order = SampleOrder(len(corpus), seed=0).get_indices(range(steps * batch))
     losses = []
     for step in range(steps):
         tokens = torch.stack([corpus[i]["input_ids"] for i in order[step * batch : (step + 1) * batch]])

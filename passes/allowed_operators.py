@@ -73,8 +73,8 @@ def allow_operators(*names: str) -> None:
 
     ``names``: a library, such as ``"mylib"``, for all of its operators, or one operator, such as ``"mylib::swiglu"``.
     Only allow libraries whose operators you would let a stranger call with any arguments. An operator that has a
-    sharding rule (:func:`rule`) is allowed already. Raise :class:`UntrustedOperatorError` for text that is no such
-    name, and for a whole library of torch, whose operators can read files and change settings.
+    sharding rule (:func:`rule`) is allowed already. Raise :class:`UntrustedOperatorError` for text that is no
+    such name, and for a whole library of torch, whose operators can read files and change settings.
 
         >>> allow_operators("mylib")
     """
@@ -97,7 +97,7 @@ def allow_operators(*names: str) -> None:
 
 
 @cache
-def _allow_those_of_environment() -> None:
+def _allow_from_environment() -> None:
     """Allow plans to name the operators and libraries that the environment variable ``PARTITION_ALLOW_OPERATORS``
     lists, separated by commas. Only the first call does something. Raise :class:`UntrustedOperatorError` for text that
     is no name of an operator or library.
@@ -132,7 +132,7 @@ def check_operator(name: str) -> None:
     """
     if name in _checked or name in _met or name == "getitem":
         return
-    _allow_those_of_environment()
+    _allow_from_environment()
     library, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     if library in _libraries or f"{library}::{packet}" in _operators:
@@ -150,12 +150,13 @@ def check_operator(name: str) -> None:
         raise UntrustedOperatorError(
             f"operator {name!r} is refused: {obstacle}; a plan file may name operators of aten that compute tensors, "
             "and operators of libraries that you trust: import the library and call "
-            f"partitioner.allow_operators({_suggest(name)!r}) first, or set {ENVIRONMENT}={_suggest(name)}"
+            f"partitioner.allow_operators({_suggest_argument(name)!r}) first, or set "
+            f"{ENVIRONMENT}={_suggest_argument(name)}"
         )
     _checked.add(name)
 
 
-def _suggest(name: str) -> str:
+def _suggest_argument(name: str) -> str:
     """Return the argument of :func:`allow_operators` with which plans may name the operator ``name``, for an error
     message: its library, or the operator itself if a library must not be allowed as a whole."""
     library, _, rest = name.partition(".")

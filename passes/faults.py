@@ -25,7 +25,7 @@ from typing import Any
 from partitioner.passes.errors import InputsError, InternalError, PartitionError, ResourceError, UserCodeError
 
 _ROOT = Path(__file__).parent.parent  # folder of the package `partitioner`
-_OURS = f"{_ROOT}/"
+_PROJECT_FOLDER = f"{_ROOT}/"
 FRAME = re.compile(r'File "(.+?)", line (\d+)')  # a frame in the text of a traceback
 _PYTHON = str(Path(traceback.__file__).parent)
 # Packages that this project calls. A traceback frame in them does not tell who caused the error.
@@ -33,20 +33,20 @@ _LIBRARIES = ("torch", "ortools", "networkx", "pydantic", "safetensors", "numpy"
 # (file, function) in which a phase begins -> name of the phase; messages name the innermost one of a traceback.
 PHASES = {
     ("passes/capture/inputs.py", "bind_inputs"): "reading the inputs",
-    ("passes/capture/export.py", "make_twin"): "copying the model without its numbers",
+    ("passes/capture/export.py", "make_fake_copy"): "copying the model without its numbers",
     ("passes/capture/capture.py", "capture"): "capturing the model",
     ("passes/capture/functionalize.py", "flatten_program"): "making the graph functional",
     ("passes/normalize/pipeline.py", "normalize"): "normalizing the graph",
     ("passes/shard/fold.py", "fold"): "folding layers into blocks",
     ("passes/ir/gradient_flow.py", "mark_gradients"): "marking gradients",
     ("passes/shard/shard_block.py", "shard_block"): "sharding a block",
-    ("passes/shard/differentiate.py", "joint_of"): "differentiating a block",
+    ("passes/shard/differentiate.py", "build_joint_graph"): "differentiating a block",
     ("partitioner/solve/sharding/batch.py", "shard_batch"): "splitting the batch",
     ("partitioner/solve/search/search.py", "search_for_plan"): "searching for a layout",
     ("partitioner/emit/program.py", "emit"): "emitting the programs",
     ("partitioner/plans/reference.py", "run_reference"): "running the unmodified model",
     ("runtime/prove/prove.py", "prove"): "proving the programs",
-    ("runtime/engine/batches.py", "batch_values"): "reading the batch",
+    ("runtime/engine/batches.py", "convert_batch"): "reading the batch",
     ("runtime/state/parameters.py", "check_weights"): "checking the weights",
     ("runtime/state/parameters.py", "load_states"): "loading the weights",
 }
@@ -76,12 +76,12 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
     except PartitionError:
         raise
     except Exception as error:
-        if passing(error) or _is_of_progress(error) or _is_of_call(error):
+        if passing(error) or _is_progress_error(error) or _is_signature_mismatch(error):
             raise
         raise build_typed_error(error, entry) from error
 
 
-def _is_of_call(error: Exception) -> bool:
+def _is_signature_mismatch(error: Exception) -> bool:
     """Return whether ``error`` was raised because the arguments of a call do not match the signature of a function that
     :func:`typed_errors` decorates. No line of the function was executed in that case, so the error is the caller's.
     """
@@ -95,27 +95,28 @@ def build_typed_error(error: Exception, entry: str) -> PartitionError:
     ``entry``: the name of the public function. The class depends on the cause: user code, missing resources, a wrong
     argument, or a bug.
     """
-    said = f"{type(error).__name__}: {_first_line(error)}"
+    said = f"{type(error).__name__}: {_get_first_line(error)}"
     if isinstance(error, OSError):
         file = error.filename2 or error.filename
         about = f"{file}: {error.strerror}" if file else said
         return ResourceError(f"{entry} failed: {about}; give another file or folder, or make room")
-    if _lacks_memory(error):
+    if _is_out_of_memory(error):
         return ResourceError(f"{entry} failed for want of memory: {said}; free some, or plan for more devices")
     frames = list(traceback.walk_tb(error.__traceback__))
-    codes = [(frame.f_code, line) for frame, line in frames if not _is_librarys(frame.f_code.co_filename)]
-    if codes and is_users(codes[-1][0].co_filename):
+    codes = [(frame.f_code, line) for frame, line in frames if not _is_library_file(frame.f_code.co_filename)]
+    if codes and is_user_file(codes[-1][0].co_filename):
         code, line = codes[-1]
         return UserCodeError(
             f"{entry} called {code.co_name} ({shorten_file_path(code.co_filename)}:{line}), which raised "
             f"{said}; mend it "
             "there, or do not pass it"
         )
-    if [is_ours(code.co_filename) for code, _ in codes] == [True, True] and isinstance(error, _OF_ARGUMENTS):
+    if [is_project_file(code.co_filename) for code, _ in codes] == [True, True] and isinstance(error, _OF_ARGUMENTS):
         return InputsError(f"an argument of {entry} is of the wrong kind: {said}; expected what its docstring names")
-    phase = phase_of(frames)
+    phase = find_phase(frames)
     return InternalError(
-        f"internal error of the partitioner in {entry}{f', {phase}' if phase else ''}{_operator_text(error)}: {said}\n"
+        "internal error of the partitioner in "
+        f"{entry}{f', {phase}' if phase else ''}{_format_failed_operator(error)}: {said}\n"
         f"It is raised at {_format_error_location(error)}. This is a fault of the partitioner and not of "
         f"the model. {_choose_phase_advice(phase)} "
         f"Please report it with the traceback (its cause) and the model: {format_versions()}.",
@@ -123,7 +124,7 @@ def build_typed_error(error: Exception, entry: str) -> PartitionError:
     )
 
 
-def phase_of(frames: list[tuple[FrameType, int]]) -> str:
+def find_phase(frames: list[tuple[FrameType, int]]) -> str:
     """Return the name of the innermost phase among the frames of a traceback; an empty string if no frame belongs to
     one.
 
@@ -132,14 +133,14 @@ def phase_of(frames: list[tuple[FrameType, int]]) -> str:
     """
     for frame, _ in reversed(frames):
         file = frame.f_code.co_filename
-        if is_ours(file):
+        if is_project_file(file):
             phase = PHASES.get((_format_project_path(file), frame.f_code.co_name))
             if phase is not None:
                 return phase
     return ""
 
 
-def operator_of(error: BaseException) -> Any:
+def find_failed_node(error: BaseException) -> Any:
     """Return the FX node whose operator was being processed when ``error`` was raised; ``None`` if there was none.
 
     The node is the local variable ``node`` of the innermost stack frame that has one, in the traceback of ``error`` or
@@ -157,16 +158,16 @@ def operator_of(error: BaseException) -> Any:
     return None
 
 
-def _operator_text(error: Exception) -> str:
+def _format_failed_operator(error: Exception) -> str:
     """Return a phrase for messages, such as `` at the operator mul (aten.mul.Tensor) of model.py:12 in layers.0``.
 
     It names the operator of the graph that was being processed when ``error`` was raised. It is empty if there was
     none.
     """
-    node = operator_of(error)
+    node = find_failed_node(error)
     if node is None:
         return ""
-    source, path = node.meta.get("source") or source_of(node.meta.get("stack_trace")), node.meta.get("path")
+    source, path = node.meta.get("source") or find_user_line(node.meta.get("stack_trace")), node.meta.get("path")
     of = f" of {source}" if source else ""
     return f" at the operator {node.name} ({node.target}){of}" + (f" in {path}" if path else "")
 
@@ -175,7 +176,7 @@ def _format_error_location(error: Exception) -> str:
     """Return the innermost line of this project in the traceback of ``error``, such as
     ``passes/shard/shard_block.py:112 (operator)``, with the name of the function in parentheses.
     """
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_project_file(f.filename)]
     if not frames:
         return "no line of the partitioner"
     return f"{_format_project_path(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})"
@@ -210,22 +211,22 @@ def _find_package_version(name: str) -> str:
         return "from source"
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
-def _lacks_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     """Return whether ``error`` says that memory of the host or of a device could not be allocated."""
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _NO_MEMORY)
     return isinstance(error, MemoryError)
 
 
-def _is_of_progress(error: Exception) -> bool:
+def _is_progress_error(error: Exception) -> bool:
     """Return whether ``error`` was raised by the progress callback that the user passed to the search for a plan. Such
     an error is passed on unchanged, because it is a way to stop the search.
     """
-    ours = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
+    ours = [f for f in traceback.extract_tb(error.__traceback__) if is_project_file(f.filename)]
     return bool(ours) and (_format_project_path(ours[-1].filename), ours[-1].name) == _REPORTS_PROGRESS
 
 
@@ -237,23 +238,23 @@ def _format_project_path(file: str) -> str:
 
 
 # --- whose a source file is -------------------------------------------------------------------------------------------
-def is_ours(file: str) -> bool:
+def is_project_file(file: str) -> bool:
     """Return whether the source file ``file`` belongs to the packages of this project."""
-    return file.startswith(_OURS)
+    return file.startswith(_PROJECT_FOLDER)
 
 
 @lru_cache(maxsize=4096)
-def is_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Return whether the source file ``file`` belongs to the user.
 
     It does if it does not belong to Python, to this project or to a library that this project calls.
     """
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return not in_python and not is_ours(file) and not file.startswith(("<", *_find_library_folders()))
+    return not in_python and not is_project_file(file) and not file.startswith(("<", *_find_library_folders()))
 
 
-def _is_librarys(file: str) -> bool:
-    return not is_ours(file) and not is_users(file)
+def _is_library_file(file: str) -> bool:
+    return not is_project_file(file) and not is_user_file(file)
 
 
 @cache
@@ -274,8 +275,8 @@ def shorten_file_path(file: str) -> str:
 
 
 @lru_cache(maxsize=65536)
-def source_of(stack_trace: str | None) -> str:
+def find_user_line(stack_trace: str | None) -> str:
     """Return ``file:line`` of the innermost frame in ``stack_trace``, the text of a traceback, that belongs to the
     user's code; ``""`` if none does."""
-    frames = [f for f in FRAME.findall(stack_trace or "") if is_users(f[0])]
+    frames = [f for f in FRAME.findall(stack_trace or "") if is_user_file(f[0])]
     return f"{shorten_file_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""

@@ -32,7 +32,7 @@ class CheckpointError(WeightsError):
     elsewhere = False
 
     @classmethod
-    def of_another(cls, message: str) -> Self:
+    def from_other_rank(cls, message: str) -> Self:
         """Return an error with text ``message`` that this rank raises because another rank failed: ``elsewhere`` is
         true.
         """
@@ -175,7 +175,7 @@ class RankError(PartitionError):
 
     def __init__(self, failures: tuple[Failure, ...], world_size: int) -> None:
         self.failures = failures
-        self.failure = first_cause(failures)
+        self.failure = find_first_cause(failures)
         self.world_size = world_size
         tail = f"\n{self.failure.traceback.rstrip()}\n" if self.failure.traceback else " "
         super().__init__(self._format_failures(tail))
@@ -197,7 +197,7 @@ class RankTimeout(PartitionError):
     """
 
 
-def first_cause(failures: tuple[Failure, ...]) -> Failure:
+def find_first_cause(failures: tuple[Failure, ...]) -> Failure:
     """Return the first of ``failures`` that is not a consequence of another rank's failure; the first of all if there
     is none.
     """

@@ -52,10 +52,10 @@ class FileCache:
         self.discard(name, "it is cut off or was changed")
         return None
 
-    def discard(self, name: str, why: str) -> None:
-        """Remove what is stored under ``name``, because it cannot be used. ``why``: the reason, for the warning."""
+    def discard(self, name: str, reason: str) -> None:
+        """Remove what is stored under ``name``, because it cannot be used. ``reason``: the reason, for the warning."""
         if self.folder is not None:
-            _log.warning("%s is damaged (%s); its content is made again", self.folder / name, why)
+            _log.warning("%s is damaged (%s); its content is made again", self.folder / name, reason)
             try:
                 (self.folder / name).unlink(missing_ok=True)
             except OSError as error:
@@ -107,12 +107,12 @@ def open_cache(folder: Path) -> FileCache:
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        why = find_foreign_access(folder)
+        reason = find_foreign_access(folder)
     except OSError as error:
-        why = str(error)
-    if not why:
+        reason = str(error)
+    if not reason:
         return FileCache(folder)
-    _warn_once(f"{folder} is not used to keep files ({why}); their content is made again at each start")
+    _warn_once(f"{folder} is not used to keep files ({reason}); their content is made again at each start")
     return FileCache(None)
 
 

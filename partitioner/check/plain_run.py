@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from partitioner.check.setup import CheckSetupError, Setup, load_setup, loss_of, run_model, seed_generators
-from partitioner.runtime.engine.batches import leaves_by_path
+from partitioner.runtime.engine.batches import flatten_by_path
 
 MAX_PIECES = 64
 
@@ -161,7 +161,7 @@ def run_plain(target: str) -> PlainResults:
     return PlainResults(
         weights=weights,
         grads={n: _copy_gradient(named[n]) for n in weights if named[n].requires_grad},
-        outputs={path: leaf.detach().clone() for path, leaf in leaves_by_path(output).items() if _is_number(leaf)},
+        outputs={path: leaf.detach().clone() for path, leaf in flatten_by_path(output).items() if _is_number(leaf)},
         loss=loss.detach().clone().reshape(()),
         aliases=_alias_groups(model),
         uses_random=_depends_on_seed(target),

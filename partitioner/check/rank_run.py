@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from partitioner.check.plain_run import ModuleTrace, WithoutDropout
 from partitioner.check.setup import CheckSetupError, Setup, StepResult, load_setup, loss_of, run_model, seed_generators
 from partitioner.passes.errors import UserCodeError
-from partitioner.runtime.engine.batches import leaves_by_path
+from partitioner.runtime.engine.batches import flatten_by_path
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOut
             "distribute() returned no module with parameters, and step() no gradients; expected a module, a tuple or "
             "dict that contains it, or StepResult(gradients={name: tensor})"
         )
-    outputs = {} if result.outputs is None else leaves_by_path(result.outputs)
+    outputs = {} if result.outputs is None else flatten_by_path(result.outputs)
     return RankOutcome(
         rank=dist.get_rank(),
         digest=digest,

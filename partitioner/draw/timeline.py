@@ -34,7 +34,7 @@ from partitioner.plans.figures import key_figures, picture_title, simulated_seco
 from partitioner.plans.outline import chunk_starts
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.program.sharded_buckets import rest_axes, zero_axes
+from partitioner.runtime.program.sharded_buckets import list_all_reduce_axes, zero_axes
 from partitioner.runtime.program.simulate import Timeline
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.units import format_percent, format_ranges, seconds_text
@@ -420,7 +420,9 @@ class _TimelineChart:
             bucket = self.program.stages[bar.stage].buckets[instruction.bucket]
             shared = zero_axes(self.program, bucket.states)
             what = "parameters" if instruction.op == "GATHER" and not instruction.gradients else "gradients"
-            over = instruction.axes or (rest_axes(self.program, bucket) if instruction.op == "REDUCE" else shared)
+            over = instruction.axes or (
+                list_all_reduce_axes(self.program, bucket) if instruction.op == "REDUCE" else shared
+            )
             lines.append(f"{len(bucket.states)} {what} over {' × '.join(over)}")
         lines.append(f"{seconds_text(bar.end - bar.start)}, from {seconds_text(bar.start)} to {seconds_text(bar.end)}")
         return "\n".join(lines)

@@ -20,7 +20,7 @@ from partitioner.emit.routes import StageCalls
 from partitioner.runtime.program.buckets import Compression
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.mesh import ALL_AXES
-from partitioner.runtime.program.sharded_buckets import Turn, left_of, turns_of
+from partitioner.runtime.program.sharded_buckets import Turn, list_level_collectives, list_remaining_axes
 from partitioner.schedules.actions import Order
 
 _LEAST_BUCKET = 25 * 2**20
@@ -241,14 +241,14 @@ def with_levels(
     if not axes:
         return bucket
     levels: tuple[tuple[str, ...], ...] = ()
-    rest = left_of(axes, shared, (), sizes.__getitem__)
+    rest = list_remaining_axes(axes, shared, (), sizes.__getitem__)
     inner, outer = (tuple(a for a in split(axes) if sizes[a] > 1) for split in (inner_axes, outer_axes))
     if how.inside and inner and outer and not shared:
         levels, rest = (inner,), outer
     compression = how.compression if _DATA & {*rest, *shared} else None
     if compression and _DATA & {*rest}:
         levels, rest = (*levels, rest), ()
-    return replace(bucket, levels=levels, compression=compression, turns=turns_of(levels, rest))
+    return replace(bucket, levels=levels, compression=compression, turns=list_level_collectives(levels, rest))
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.program import OFFLOADS, CallData, Offload
-from partitioner.runtime.program.sharded_buckets import COMPUTING, reads_of
+from partitioner.runtime.program.sharded_buckets import COMPUTING, list_states_read_by
 
 _BACKWARD = frozenset({"B", "I", "W"})
 
@@ -76,7 +76,7 @@ def with_fetches(
         start = i.calls[0] if i.calls is not None else 0
         for position in range(*i.calls) if i.op == "F" and i.calls is not None else (None,):
             here = i if position is None else i.model_copy(update={"calls": (position, position + 1)})
-            new = tuple(dict.fromkeys(s for s in reads_of(here, calls) if s in hosted and s not in seen))
+            new = tuple(dict.fromkeys(s for s in list_states_read_by(here, calls) if s in hosted and s not in seen))
             if not new:
                 continue
             fetches.append(Instruction(op="FETCH", stage=i.stage, states=new))

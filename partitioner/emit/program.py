@@ -36,7 +36,7 @@ from partitioner.emit.offload import select_offloads
 from partitioner.emit.routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit.stage import StageFlow, StageJob, stage_instructions, updates_of
 from partitioner.emit.zero import zero_axes
-from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
+from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, compute_gradient_flow, find_gradient_paths
 from partitioner.passes.ir.layouts import REPLICATED, Layout, can_shard_evenly, local_shape
 from partitioner.passes.ir.model import CallSignature, FoldedModel, TensorSpec
 from partitioner.passes.ir.serialize import block_to_data, dtype_name, dtype_of
@@ -57,9 +57,9 @@ from partitioner.runtime.program.program import (
     Stage,
     StateData,
     Value,
-    weights_fingerprint,
+    hash_weights,
 )
-from partitioner.runtime.program.state_bytes import is_hosted
+from partitioner.runtime.program.state_bytes import is_in_host_memory
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.registry import build_timetable, ranks_of, schedule_name
 from partitioner.schedules.steady_state import SteadyState, find_steady_state, parts_of
@@ -153,8 +153,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     num_stages = sizes["pp"]
     train = spec.objective == "train"
     trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
-    paths = {name: gradient_paths(block) for name, block in model.blocks.items()}
-    flow = gradient_flow(model.calls, paths, trainable, model.loss)
+    paths = {name: find_gradient_paths(block) for name, block in model.blocks.items()}
+    flow = compute_gradient_flow(model.calls, paths, trainable, model.loss)
     ranks = ranks_of(schedule, num_stages, spec.virtual_stages)
     routes = make_routes(model, stage_of_call, num_stages, ranks, flow)
 
@@ -232,7 +232,7 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
                 total_axes=_select_split_axes(("dp",), sizes),
                 zero=zero,
                 offload=kept,
-                hosted=frozenset(n for n, d in states.items() if s in d.stages and is_hosted(d, kept, train)),
+                hosted=frozenset(n for n, d in states.items() if s in d.stages and is_in_host_memory(d, kept, train)),
                 trained=tuple(n for n, d in states.items() if s in d.stages and n in with_gradient),
             )
             reduced = tuple(
@@ -299,7 +299,7 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         outputs=tuple(_build_output_data(model, routes, layouts)),
         loss=model.loss,
         stages=tuple(stages),
-        fingerprint=weights_fingerprint(states),
+        fingerprint=hash_weights(states),
         constants={n: model.constants[n].tolist() for n in states if n in model.constants},
         initial={n: model.initial[n] for n in states if n in model.initial},
         tree=model.tree,

@@ -54,7 +54,7 @@ from partitioner.plans.figures import (
 from partitioner.plans.mesh_axes import axis_text
 from partitioner.plans.outline import CallGroup, Outline, group_notes, outline_program
 from partitioner.runtime.family.data import BatchPadding
-from partitioner.runtime.program.program import updated_states
+from partitioner.runtime.program.program import list_updated_states
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import (
@@ -410,7 +410,7 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
     for stage in whole.stages if whole is not None else ():
         calls = ", ".join(_format_call_group(g) for g in stage.groups)
         yield format_text_line(f"stage {stage.index}: {calls}")
-    changed = updated_states(plan.program) if whole is not None else []
+    changed = list_updated_states(plan.program) if whole is not None else []
     if changed:
         names = ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")
         yield format_text_line(

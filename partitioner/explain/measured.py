@@ -16,12 +16,12 @@ from partitioner.plan import Plan
 from partitioner.runtime.observe.trace_events import (
     Event,
     TraceSpan,
-    events_of,
+    build_events,
+    list_spans,
+    load_measured_steps,
     make_complete_event,
     make_flow_events,
-    measured_steps,
-    process_name,
-    spans_of,
+    make_process_name_events,
     write_trace,
 )
 from partitioner.runtime.program.program import Program
@@ -53,13 +53,13 @@ def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
     events: list[Event] = []
     if folder is not None:
         folder = newest_attempt(folder)
-        steps = measured_steps(folder)
+        steps = load_measured_steps(folder)
         if len(steps) != plan.program.world_size:
             raise PlanError(
                 f"{folder} has a step of {len(steps)} ranks, but the plan has {plan.program.world_size}; give the "
                 "folder of a run of this plan"
             )
-        events += events_of(spans_of(steps), steps)
+        events += build_events(list_spans(steps), steps)
     return write_trace(path, events + list(predicted_events(plan_timeline(plan))))
 
 
@@ -71,7 +71,7 @@ def predicted_events(timeline: Timeline) -> Iterator[Event]:
     number = _PREDICTED
     for stage, lane in enumerate(timeline.stages):
         process = _PREDICTED + stage
-        yield from process_name(process, f"stage {stage} (predicted)", 2 * stage + 1)
+        yield from make_process_name_events(process, f"stage {stage} (predicted)", 2 * stage + 1)
         for s in lane.spans:
             if s.end > s.start:
                 op, of = s.instruction.word, {"stage": stage, "index": s.index, "work_s": s.work}

@@ -20,7 +20,7 @@ from partitioner.plans.block_outline import BlockCollective, Weight, block_colle
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.instructions import Instruction, count_repetitions
 from partitioner.runtime.program.program import Program, Stage
-from partitioner.runtime.program.sharded_buckets import count_gradient_shards, rest_axes, zero_axes
+from partitioner.runtime.program.sharded_buckets import count_gradient_shards, list_all_reduce_axes, zero_axes
 from partitioner.runtime.program.state_bytes import state_sizes
 from partitioner.units import bytes_text
 
@@ -106,7 +106,7 @@ def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tu
     moved = sum(getattr(state_sizes(program, state), size) for state in bucket.states)
     if axes or op == "REDUCE":
         moved //= count_gradient_shards(program, bucket, level)
-    axes = axes or (rest_axes(program, bucket) if op == "REDUCE" else zero_axes(program, bucket.states))
+    axes = axes or (list_all_reduce_axes(program, bucket) if op == "REDUCE" else zero_axes(program, bucket.states))
     what, kind = "parameters" if size == "part" else "gradients", BUCKET_OPS[op]
     if bucket.compression and what == "gradients" and level == max(0, len(bucket.levels) - 1) and op != "REDUCE":
         from partitioner.runtime.program.codecs import wire_share  # where gradients are compressed: it imports PyTorch

@@ -18,18 +18,24 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partitioner.passes.capture.buffers import aliases_of
+from partitioner.passes.capture.buffers import find_state_aliases
 from partitioner.passes.capture.capture import PRECISIONS
-from partitioner.passes.capture.export import in_containers, place_of
+from partitioner.passes.capture.export import convert_to_containers, locate_error
 from partitioner.passes.capture.wrappers import copy_model
 from partitioner.passes.errors import InputsError, PartitionError
-from partitioner.passes.ir.rewrite import as_type
+from partitioner.passes.ir.rewrite import replace_floating_dtype
 from partitioner.passes.normalize.decompose import RecurrentLayers
-from partitioner.passes.ops.fake_quantize import FORMULAS, fused_quantizers_traced
-from partitioner.passes.ops.random import Sampler, apply_dropout, arguments_of, draw_whole_tensor, formula_of
-from partitioner.passes.trace.autograd_functions import collections_kept, drop_looking_hooks, looking_hooks_skipped
-from partitioner.runtime.engine.batches import leaves_by_path
-from partitioner.runtime.state.weights import number_of
+from partitioner.passes.ops.fake_quantize import FORMULAS, trace_fused_quantizers
+from partitioner.passes.ops.random import (
+    Sampler,
+    apply_dropout,
+    bind_arguments,
+    draw_whole_tensor,
+    find_sampling_function,
+)
+from partitioner.passes.trace.autograd_functions import drop_looking_hooks, skip_observing_hooks, undo_hook_changes
+from partitioner.runtime.engine.batches import flatten_by_path
+from partitioner.runtime.state.weights import get_number_attribute
 
 _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
 
@@ -147,7 +153,9 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Te
 
 
 def _widen_reduced_dtype(value: Any) -> Any:
-    return as_type(value, torch.float64) if isinstance(value, torch.dtype) and value in _REDUCED else value
+    return (
+        replace_floating_dtype(value, torch.float64) if isinstance(value, torch.dtype) and value in _REDUCED else value
+    )
 
 
 class _Drawing(TorchDispatchMode):
@@ -161,10 +169,10 @@ class _Drawing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        formula = formula_of(func, args, kwargs)
+        formula = find_sampling_function(func, args, kwargs)
         if formula is None:
             return func(*args, **kwargs)
-        given = arguments_of(func, args, kwargs)
+        given = bind_arguments(func, args, kwargs)
         if func._schema.is_mutable:
             given = {n: v.clone() if isinstance(v, Tensor) else v for n, v in given.items()}
         made = func(*args, **kwargs)
@@ -202,7 +210,7 @@ class _ByPlace(TorchFunctionMode):
         bound = _bind_arguments(replacement, args, kwargs) if replacement is not None else None
         if replacement is not None and bound is not None:
             return replacement(self, **bound)
-        if getattr(func, "__name__", "") in _RECURRENT and len(args) == 9 and RecurrentLayers(*args[3:]).drops:
+        if getattr(func, "__name__", "") in _RECURRENT and len(args) == 9 and RecurrentLayers(*args[3:]).has_dropout:
             x, state, weights, *layers = args
             return self.recurrent(func, x, state, weights, RecurrentLayers(*layers))
         if getattr(func, "__module__", "") == nn.functional.__name__:
@@ -247,7 +255,7 @@ class _ByPlace(TorchFunctionMode):
         state, or a pair of states. ``weights``: the weights of all layers. ``stack``: the number of layers and their
         options.
         """
-        each, ways = len(weights) // stack.layers, stack.ways
+        each, ways = len(weights) // stack.layers, stack.num_directions
         several = not isinstance(state, Tensor)
         last: list[tuple[Tensor, ...]] = []
         for layer in range(stack.layers):
@@ -255,7 +263,7 @@ class _ByPlace(TorchFunctionMode):
                 x = self.drop(x, stack.p)
             first = [s[layer * ways : (layer + 1) * ways] for s in (state if several else [state])]
             own = weights[layer * each : (layer + 1) * each]
-            x, *ends = func(x, first if several else first[0], own, *stack.of_one)
+            x, *ends = func(x, first if several else first[0], own, *stack.single_layer)
             last.append(tuple(ends))
         return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
 
@@ -356,7 +364,7 @@ def keep_in_float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
             _Float64(),
             _DoubleData(default, dtype),
             mock.patch.object(torch, "finfo", limits),
-            fused_quantizers_traced(),
+            trace_fused_quantizers(),
         ):
             yield
     finally:
@@ -435,10 +443,10 @@ class _ReferenceRun:
         model, double = _copy_model_by_value(self.model), self.planned is not None
         drop_looking_hooks(model)
         if double:
-            aliases = aliases_of(model)
+            aliases = find_state_aliases(model)
             model = model._apply(_build_tensor_doubler())
             for alias in aliases:
-                alias.follow()
+                alias.update()
         inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
         inputs = pytree.tree_map(functools.partial(_as_input, double=double), inputs)
         held = _list_model_tensors(model)
@@ -454,8 +462,8 @@ class _ReferenceRun:
             _ByPlace(self.seed, self.group) as streams,
             _Drawing(streams),
             _nothing_recomputed(),
-            looking_hooks_skipped(),
-            collections_kept(self.model, []),
+            skip_observing_hooks(),
+            undo_hook_changes(self.model, []),
         ):
             return _run_copied_model(model, inputs, self.loss, self.train, grad, self.counters)
 
@@ -520,7 +528,7 @@ def _as_input(value: Any, double: bool) -> Any:
 
 
 def _tensor_to_float64(value: Any) -> Any:
-    return value.to(as_type(value.dtype, torch.float64)) if isinstance(value, Tensor) else value
+    return value.to(replace_floating_dtype(value.dtype, torch.float64)) if isinstance(value, Tensor) else value
 
 
 def _run_copied_model(
@@ -551,10 +559,10 @@ def _run_copied_model(
         name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items() if p.requires_grad
     }
     grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
-    found = {"": output} if isinstance(output, Tensor) else leaves_by_path(in_containers(output))
+    found = {"": output} if isinstance(output, Tensor) else flatten_by_path(convert_to_containers(output))
     leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
     after = {name: held.detach() for name, held in _list_model_tensors(model).items()}
-    numbers = {name: number_of(model, name) for name in counters}
+    numbers = {name: get_number_attribute(model, name) for name in counters}
     after |= {name: number for name, number in numbers.items() if number is not None}
     changed = frozenset(name for name, held in after.items() if not _is_tensor_unchanged(held, before.get(name)))
     total = None if total is None else total.detach()
@@ -580,7 +588,8 @@ def _label_model_failures(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         raise InputsError(
-            f"{type(model).__name__} fails on these inputs, without a plan{place_of(error, but=__file__)}: "
+            f"{type(model).__name__} fails on these inputs, without a "
+            f"plan{locate_error(error, excluded_file=__file__)}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -600,6 +609,6 @@ def find_loss(output: Any) -> Tensor | None:
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(output, Tensor) or not isinstance(found, Tensor):
-        leaves = pytree.tree_leaves(in_containers(output))
+        leaves = pytree.tree_leaves(convert_to_containers(output))
         found = leaves[0] if len(leaves) == 1 else None
     return found if isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point() else None

@@ -24,7 +24,7 @@ from partitioner.runtime.launch.local import run_threads
 from partitioner.runtime.launch.process_pool import Run
 from partitioner.runtime.program.precision import remove_compression
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.state.weights import number_of
+from partitioner.runtime.state.weights import get_number_attribute
 from partitioner.solve.evaluate.prepared_model import modes_of_a_new_process
 from partitioner.validate import type_of
 
@@ -195,7 +195,7 @@ def counters_of(program: Program, model: nn.Module) -> list[str]:
     """
     held = dict(model.named_buffers(remove_duplicate=False))
     changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
-    return [name for name in changed if number_of(model, name) is not None]
+    return [name for name in changed if get_number_attribute(model, name) is not None]
 
 
 def compare(run: Run, reference: Reference, program: Program) -> dict[str, float]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.errors import PlanError
-from partitioner.passes.capture.export import make_twin, try_forward
+from partitioner.passes.capture.export import make_fake_copy, try_forward
 from partitioner.passes.ops.caches import write_cache
 from partitioner.passes.shard.repeated_heads import read_heads_once
 from partitioner.pretrained.configuration import import_transformers
@@ -108,7 +108,7 @@ def find_cache_shapes(name: str, model: nn.Module, dtype: torch.dtype | None) ->
         )
     found: dict[int, tuple[Tensor, Tensor]] = {}
     crossing: dict[int, tuple[Tensor, Tensor]] = {}
-    twin = make_twin(model, dtype)
+    twin = make_fake_copy(model, dtype)
     tokens = twin.mode.from_tensor(torch.zeros(1, 2, dtype=torch.int64))
     given: dict[str, Any] = {"input_ids": tokens, "use_cache": True}
     cache = _make_cache(None, None, 0, found)

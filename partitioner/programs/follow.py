@@ -20,7 +20,7 @@ from torch import Tensor
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.errors import CapacityError
-from partitioner.passes.capture.capture import given_samples
+from partitioner.passes.capture.capture import find_batch_dims
 from partitioner.passes.capture.export import leaf_paths
 from partitioner.passes.capture.inputs import split_inputs
 from partitioner.passes.errors import PartitionError
@@ -70,10 +70,10 @@ def list_further_sizes(
         if isinstance(asked, Generate):
             samples.add(asked.batch)
         elif asked.inputs is None:
-            own = 0 if prepared.inputs is None else given_samples(prepared.model, prepared.inputs)[0]
+            own = 0 if prepared.inputs is None else find_batch_dims(prepared.model, prepared.inputs)[0]
             samples.add(global_batch or own)
         else:
-            samples.add(given_samples(prepared.model, asked.inputs)[0])
+            samples.add(find_batch_dims(prepared.model, asked.inputs)[0])
             positions.add(_count_positions(prepared.model, asked.inputs))
     return FurtherSizes(tuple(sorted(samples - {0})), tuple(sorted(positions - {0})))
 

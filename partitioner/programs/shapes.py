@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.background import Future, can_help
-from partitioner.passes.capture.capture import given_samples
+from partitioner.passes.capture.capture import find_batch_dims
 from partitioner.passes.capture.export import leaf_paths, map_leaves
 from partitioner.passes.capture.inputs import split_inputs
 from partitioner.passes.ir.gradient_flow import mark_gradients
@@ -86,7 +86,7 @@ class ShapeFamily:
         """
         if not isinstance(sample.model, nn.Module) or sample.inputs is None:
             raise ShapeError("shapes= needs a module and inputs= of one shape; pass the module and one global batch")
-        batch, dims = given_samples(sample.model, sample.inputs)
+        batch, dims = find_batch_dims(sample.model, sample.inputs)
         batch_dims = {path: dim for path, dim in dims.items() if dim is not None}
         leaves = dict(_list_leaves(sample.model, sample.inputs))
         length_dims, length = _find_length_dims(leaves, batch_dims)

@@ -21,7 +21,7 @@ from partitioner.runtime.program.memory import (
     residual_bytes,
 )
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.program.state_bytes import host_states
+from partitioner.runtime.program.state_bytes import list_host_states
 from partitioner.topology.groups import stage_ranks
 
 Sizes = dict[str, int]  # bytes by kind
@@ -34,7 +34,7 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
     from the program, such as the bytes of its parameters on a rank. ``stage``: index of the stage. ``optimizer``: name,
     such as ``"adamw"``.
     """
-    program, hosted = facts.program, host_states(facts.program, stage)
+    program, hosted = facts.program, list_host_states(facts.program, stage)
     sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
     for name, state in program.states.items():
         if stage not in state.stages:
@@ -85,7 +85,7 @@ def _find_fullest_moment(
     """
     if isinstance(instructions, Listing) and instructions.steps > 2:
         first, second = (
-            _find_fullest_moment(facts, stage, instructions.grown(steps).expanded, needs) for steps in (1, 2)
+            _find_fullest_moment(facts, stage, instructions.extend(steps).all_instructions, needs) for steps in (1, 2)
         )
         if _sum_moment_bytes(first) == _sum_moment_bytes(second):
             return second

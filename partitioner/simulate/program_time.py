@@ -33,7 +33,7 @@ from partitioner.runtime.program.mesh import HYBRID_AXES
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.program.sharded_buckets import zero_axes
 from partitioner.runtime.program.simulate import Part, Sharing, Timeline, simulate, simulate_step_time
-from partitioner.runtime.program.state_bytes import host_states
+from partitioner.runtime.program.state_bytes import list_host_states
 from partitioner.schedules.formulas import is_split
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology.group import Group
@@ -138,7 +138,7 @@ def _list_pipelines(
     for place, seats in enumerate(machine.pipelines):
         alike.setdefault((plan.program.data_shares[place], seats if apart else machine.seats), []).append(place)
     for (share, seats), places_of in alike.items():
-        own = facts.of_share(share)
+        own = facts.restrict_to_share(share)
         yield PlanDurations(plan, seats, facts=own), own, tuple(places_of)
 
 
@@ -255,7 +255,7 @@ class PlanDurations:
         """Return the seconds in which the optimizer updates the parameters of a pipeline stage: on the device, and on
         the host for states that are kept in host memory. ``stage``: index of the stage."""
         program, optimizer = self.plan.program, self.plan.optimizer
-        hosted, costs = host_states(program, stage), []
+        hosted, costs = list_host_states(program, stage), []
         for name in self.facts.with_gradient:
             state = program.states[name]
             if stage not in state.stages:

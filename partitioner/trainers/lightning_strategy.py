@@ -50,7 +50,7 @@ from partitioner.api import partition
 from partitioner.constraints import Constraints
 from partitioner.plan import Plan
 from partitioner.programs.requests import Evaluate, Shapes
-from partitioner.runtime.checkpoint.training_state import random_state, set_random_state
+from partitioner.runtime.checkpoint.training_state import collect_random_state, set_random_state
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.engine.outputs import select_outputs
 from partitioner.topology import Topology
@@ -549,7 +549,7 @@ class EqualLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.strategy.world_size > 1:
             device = self.strategy.root_device
-            set_random_state(self.strategy.broadcast(random_state(device)), device)
+            set_random_state(self.strategy.broadcast(collect_random_state(device)), device)
         own = self._find_own()
         self.reads_own = own is not None
         return iter(self.loader if own is None else own)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from partitioner.plan import Plan
-from partitioner.runtime.checkpoint.training_state import random_state, set_random_state
+from partitioner.runtime.checkpoint.training_state import collect_random_state, set_random_state
 from partitioner.trainers.arguments import TrainerError
 
 
@@ -50,7 +50,7 @@ def keep_generators() -> Iterator[None]:
     at its start.
     """
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    before = random_state(device)
+    before = collect_random_state(device)
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ from partitioner.api import partition
 from partitioner.constraints import Constraints
 from partitioner.plan import Plan
 from partitioner.programs.requests import Evaluate, Shapes
-from partitioner.runtime.checkpoint.training_state import random_state, set_random_state
+from partitioner.runtime.checkpoint.training_state import collect_random_state, set_random_state
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.engine.outputs import select_outputs
 from partitioner.topology import Topology
@@ -523,7 +523,7 @@ class PartitionedTrainer(Trainer):
             return
         optimizer, extra = self._list_saved()
         self.engine.load(Path(checkpoint) / STATE, optimizer, extra=extra)
-        self._generators = random_state(self.engine.device)
+        self._generators = collect_random_state(self.engine.device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._generators is not None:

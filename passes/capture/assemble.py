@@ -21,8 +21,8 @@ from partitioner.passes.errors import InputsError, UnsupportedError
 from partitioner.passes.experts.loops import SELECTS
 from partitioner.passes.experts.trace_marks import MARKS
 from partitioner.passes.experts.traced_branches import find_empty_expert_masks
-from partitioner.passes.experts.traced_loops import empty_mask, is_turn
-from partitioner.passes.faults import source_of
+from partitioner.passes.experts.traced_loops import append_empty_mask, is_iteration_of_parity
+from partitioner.passes.faults import find_user_line
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.model import (
     CallSignature,
@@ -55,7 +55,7 @@ def assemble_program_graph(
     canonical: Mapping[str, str],
     with_loss: bool,
     *,
-    empty_turns: int | None = None,
+    parity: int | None = None,
     decided: Collection[int] = (),
     numbers: Mapping[str, int | float] | None = None,
 ) -> Captured:
@@ -66,7 +66,7 @@ def assemble_program_graph(
         program: a program whose graph has no sub-graphs and no operators that write in place.
         canonical: maps every name of a state to the one name that is used for it; tied weights have several names.
         with_loss: whether the last result of the program is the loss.
-        empty_turns: 0 or 1 to build the graph as if no row (token) had chosen an expert with an even (0) or odd (1)
+        parity: 0 or 1 to build the graph as if no row (token) had chosen an expert with an even (0) or odd (1)
             number: the masks of these experts' rows become masks of zeros. This is done for masks that a loop over
             experts reads, and for masks that were listed at one of the places ``decided``. ``None`` keeps all masks.
         decided: places in the trace, numbered from 1, where forward listed an expert's rows and branched on whether
@@ -90,12 +90,12 @@ def assemble_program_graph(
             env[node] = made[name]
     inputs = []
     fixed: dict[str, Plain] = {}
-    paths = _input_paths(program)
+    paths = _iterate_input_paths(program)
     for node, spec in sources.items():
         if spec.kind is InputKind.USER_INPUT:
             path = next(paths)
             if isinstance(node.meta.get("val"), Tensor):
-                inputs.append(ModelInput(path, path, _build_tensor_spec(node), _number_kind((numbers or {}).get(path))))
+                inputs.append(ModelInput(path, path, _build_tensor_spec(node), _get_kind((numbers or {}).get(path))))
                 env[node] = _make_placeholder(graph, node, inputs[-1].spec)
                 placeholders[env[node].name] = path
             else:
@@ -106,10 +106,10 @@ def assemble_program_graph(
             )
     classes: dict[str, str] = {}
     selected = SelectedRows(graph, nodes)
-    empty = find_empty_expert_masks(nodes, empty_turns, decided) if empty_turns is not None else ()
+    empty = find_empty_expert_masks(nodes, parity, decided) if parity is not None else ()
     for node in nodes:
-        if empty_turns is not None and (is_turn(node, empty_turns) or node in empty):
-            env[node] = empty_mask(graph, node, _find_model_location(node, classes))
+        if parity is not None and (is_iteration_of_parity(node, parity) or node in empty):
+            env[node] = append_empty_mask(graph, node, _find_model_location(node, classes))
         elif node.target in MARKS:
             env[node] = env[node.args[0]]
         elif node.op == "call_function" and selected.concerns_node(node, env):
@@ -118,8 +118,8 @@ def assemble_program_graph(
             env[node] = graph.node_copy(node, env.__getitem__)
             env[node].target = _STRIDE_FREE.get(node.target, node.target)
             env[node].meta = _clean_meta(node, classes)
-            env[node].args = fx.node.map_aggregate(env[node].args, _on_meta)
-            env[node].kwargs = fx.node.map_aggregate(env[node].kwargs, _on_meta)
+            env[node].args = fx.node.map_aggregate(env[node].args, _to_meta)
+            env[node].kwargs = fx.node.map_aggregate(env[node].kwargs, _to_meta)
     outputs, loss, tree, updates = _collect_model_outputs(program, env, with_loss, canonical)
     results = dict.fromkeys([o.value for o in outputs if o.value is not None] + ([loss] if loss else []))
     results |= dict.fromkeys(updates.values())
@@ -133,7 +133,7 @@ def assemble_program_graph(
     return found.with_(signature=CallSignature(fixed=fixed))
 
 
-def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
+def _get_kind(value: int | float | None) -> Literal["int", "float"] | None:
     """Return the name of the Python type of ``value``, an input of the model: ``"int"`` or ``"float"``. Return ``None``
     if ``value`` is ``None``, which stands for an input that is a tensor."""
     if value is None:
@@ -180,7 +180,7 @@ def _make_placeholder(graph: fx.Graph, node: fx.Node, spec: TensorSpec) -> fx.No
     return made
 
 
-def _on_meta(argument: Any) -> Any:
+def _to_meta(argument: Any) -> Any:
     return META if isinstance(argument, torch.device) else argument
 
 
@@ -209,7 +209,7 @@ def _format_node_location(node: fx.Node) -> str:
     messages.
     """
     stack = node.meta.get("nn_module_stack") or {"": ("the model", "")}
-    return f"{next(reversed(stack.values()))[0] or 'the model'}, {source_of(node.meta.get('stack_trace'))}"
+    return f"{next(reversed(stack.values()))[0] or 'the model'}, {find_user_line(node.meta.get('stack_trace'))}"
 
 
 def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
 
     ``classes``: receives the class names of the modules, by module path.
     """
-    value = pytree.tree_map(lambda v: _meta_value(node, v), node.meta.get("val"))
+    value = pytree.tree_map(lambda v: _make_meta_value(node, v), node.meta.get("val"))
     return {"val": value, **_find_model_location(node, classes)}
 
 
@@ -236,12 +236,12 @@ def _find_model_location(node: fx.Node, classes: dict[str, str]) -> dict[str, An
         classes[path] = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
     return {
         "path": next(reversed(stack.values()))[0] if stack else "",
-        "source": source_of(node.meta.get("stack_trace")),
+        "source": find_user_line(node.meta.get("stack_trace")),
         "stack": tuple(c for c in calls if c),
     }
 
 
-def _meta_value(node: fx.Node, value: Any) -> Any:
+def _make_meta_value(node: fx.Node, value: Any) -> Any:
     """Return ``value``, a result of ``node``, as a meta tensor with the same shape, strides and dtype; other values
     unchanged.
     """
@@ -269,7 +269,7 @@ def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]
         kind = _KINDS[spec.kind]
         trains = kind == "parameter" and tensor.requires_grad
         others = tuple(n for n in names.get(name, ()) if n != name)
-        states.setdefault(name, ModelState(name, TensorSpec.of(tensor), kind, trains, others))
+        states.setdefault(name, ModelState(name, TensorSpec.from_tensor(tensor), kind, trains, others))
     return states
 
 
@@ -292,7 +292,7 @@ def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[st
     return constants
 
 
-def _input_paths(program: ExportedProgram) -> Iterator[str]:
+def _iterate_input_paths(program: ExportedProgram) -> Iterator[str]:
     """Yield the path of each leaf of the arguments with which ``program`` is called, in order: ``0`` for the first
     positional argument, ``input_ids`` for a keyword argument, ``past.0.key`` for a nested one."""
     spec = program.call_spec.in_spec

@@ -2,20 +2,19 @@
 
 Requires: a module before it is traced, or its captured graph. Provides, in this order:
 
-* :func:`writes_traced` traces writes that torch.export loses or cannot trace. If forward assigns a new tensor to a
-  buffer or frozen parameter, the value is copied into the old one at the end of forward. ``x.data`` is traced as
+* :func:`trace_buffer_writes` traces writes that torch.export loses or cannot trace. If forward assigns a new tensor to
+  a buffer or frozen parameter, the value is copied into the old one at the end of forward. ``x.data`` is traced as
   ``x.detach()``. A tensor assigned to ``x.data`` is read instead of ``x`` from then on, and copied into ``x`` at the
   end, so that views of the old memory keep their values. A batch norm with a cumulative average (``momentum=None``)
   counts its batches by a tensor; torch would need the count as a Python number.
-* :func:`aliases_traced` traces parameters and buffers that plain objects hold too.
+* :func:`trace_state_aliases` traces parameters and buffers that plain objects hold too.
 * :func:`spell_out` decomposes norms that write to running statistics, although their schema does not say so, if
   torch's own functionalisation does not handle them.
 * :func:`settle_updates` takes a captured graph in normal form. For every state (parameter or buffer) that forward
   changes, it adds an operator whose result becomes the state's value at the end of a step. The result has the state's
   dtype, no gradient, and memory of its own.
-* :func:`initial_values` describes the buffers' values before the first step, if a few numbers suffice. A run that has
-  no weights starts from them.
-"""
+* :func:`collect_initial_values` describes the buffers' values before the first step, if a few numbers suffice. A run
+  that has no weights starts from them."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.inplace import is_view
 from partitioner.passes.ir.interpret import infer_meta_value
 from partitioner.passes.ir.model import Captured, FoldedModel, ModelState
-from partitioner.passes.trace.concrete_scalars import memory_of, written_by
+from partitioner.passes.trace.concrete_scalars import find_allocating_node, list_written_operands
 
 aten = torch.ops.aten
 
@@ -63,7 +62,7 @@ def spell_out(graph: fx.Graph) -> bool:
     found = [n for n in graph.nodes if n.target in _NORMS and n.args[_FROM_BATCH] and _list_changed_statistics(n)]
     for node in found:
         if node.target is aten.instance_norm.default:
-            _as_batch_norm(graph, node)
+            _replace_by_batch_norm(graph, node)
     return bool(found)
 
 
@@ -73,7 +72,7 @@ def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
     return [a for a in (node.args[place] for place in _STATISTICS) if isinstance(a, fx.Node)]
 
 
-def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
+def _replace_by_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
     """Replace ``node`` in ``graph``, an instance norm that updates running statistics, by a batch norm with reshapes
     around it, in place; the results are those of the instance norm. The samples become channels of the batch norm, so
     each sample is normalised by itself and updates its own copy of the running statistics. The mean of these copies is
@@ -82,25 +81,25 @@ def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
     assert isinstance(x, fx.Node), node
     samples, channels, *rest = x.meta["val"].shape
 
-    def add(target: Any, *args: Any) -> fx.Node:
+    def append(target: Any, *args: Any) -> fx.Node:
         made = graph.call_function(target, args)
         made.meta = dict(node.meta)
         return made
 
-    def repeated(operand: Any) -> Any:
-        return add(aten.repeat.default, operand, [samples]) if isinstance(operand, fx.Node) else operand
+    def repeat(operand: Any) -> Any:
+        return append(aten.repeat.default, operand, [samples]) if isinstance(operand, fx.Node) else operand
 
     with graph.inserting_before(node):
-        of_samples = [repeated(s) for s in statistics]
-        each = add(aten.reshape.default, x, [1, samples * channels, *rest])
-        normed = add(
-            aten.batch_norm.default, each, repeated(weight), repeated(bias), *of_samples, True, momentum, eps, cudnn
+        of_samples = [repeat(s) for s in statistics]
+        each = append(aten.reshape.default, x, [1, samples * channels, *rest])
+        normed = append(
+            aten.batch_norm.default, each, repeat(weight), repeat(bias), *of_samples, True, momentum, eps, cudnn
         )
-        for held, moved in zip(statistics, of_samples, strict=True):
-            if isinstance(held, fx.Node):
-                seen = add(aten.mean.dim, add(aten.reshape.default, moved, [samples, channels]), [0])
-                add(aten.copy_.default, held, seen)
-        node.replace_all_uses_with(add(aten.reshape.default, normed, [samples, channels, *rest]))
+        for snapshot, moved in zip(statistics, of_samples, strict=True):
+            if isinstance(snapshot, fx.Node):
+                seen = append(aten.mean.dim, append(aten.reshape.default, moved, [samples, channels]), [0])
+                append(aten.copy_.default, snapshot, seen)
+        node.replace_all_uses_with(append(aten.reshape.default, normed, [samples, channels, *rest]))
     graph.erase_node(node)
 
 
@@ -112,7 +111,7 @@ _MOST_OBJECTS = 100_000  # that are searched for tensors
 
 
 @contextmanager
-def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
+def trace_buffer_writes(model: nn.Module, *, in_float64: bool) -> Iterator[None]:
     """Return a context in which assignments of forward to buffers, frozen parameters and ``.data`` can be traced.
 
     Inside it, the forward of ``model`` copies the assigned values into the model's own tensors before it returns. It
@@ -121,27 +120,27 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
     trained or changed in place.
 
     Args:
-        double: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype from
-            the tensor that it replaces.
+        in_float64: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype
+        from the tensor that it replaces.
     """
     averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_cumulative_average(m)]
     for module in averaging:
-        module.__dict__["forward"] = functools.partial(_averaging_forward, module)
+        module.__dict__["forward"] = functools.partial(_forward_with_cumulative_average, module)
     own = model.__dict__.get("forward")
     forward: Callable[..., Any] = model.forward
 
     @functools.wraps(forward)
-    def writing(*args: Any, **kwargs: Any) -> Any:
+    def forward_with_writes(*args: Any, **kwargs: Any) -> Any:
         """Call the model's forward with the given arguments, copy the values that it assigned to parameters and buffers
         into the model's own tensors, and return its output.
         """
-        held = _HeldStates.by(model)  # the tensors of this trace
-        with _hide_assignments_from_export(), _DataAccess(held, (args, kwargs), double) as data:
-            output = data.output(forward(*args, **kwargs))
-        _write_all([*data.writes(), *held.set_anew(data)], held, double)
+        snapshot = _StateSnapshot.take(model)  # the tensors of this trace
+        with _hide_assignments_from_export(), _DataAssignmentMode(snapshot, (args, kwargs), in_float64) as data:
+            output = data.replace_in_output(forward(*args, **kwargs))
+        _write_all([*data.iterate_writes(), *snapshot.restore_replaced(data)], snapshot, in_float64)
         return output
 
-    model.__dict__["forward"] = writing
+    model.__dict__["forward"] = forward_with_writes
     try:
         yield
     finally:
@@ -153,31 +152,31 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
 
 
 @contextmanager
-def aliases_traced(model: nn.Module) -> Iterator[None]:
+def trace_state_aliases(model: nn.Module) -> Iterator[None]:
     """Return a context in which forward uses the traced parameters and buffers of ``model`` also where plain objects
     hold them.
 
     torch.export replaces the tensors of modules only. A list, a dict or another object that holds a parameter or
     buffer, such as a generation cache, would otherwise keep the tensor from before the trace.
     """
-    aliases = aliases_of(model)
+    aliases = find_state_aliases(model)
     forward, own = model.forward, model.__dict__.get("forward")
 
     @functools.wraps(forward)
-    def following(*args: Any, **kwargs: Any) -> Any:
+    def forward_with_aliases(*args: Any, **kwargs: Any) -> Any:
         """Call the model's forward and return its output. Meanwhile all places outside of modules that hold a parameter
         or buffer, such as a list, hold the traced tensor instead."""
         before = [alias.holder[alias.key] for alias in aliases]
         try:
             for alias in aliases:
-                alias.follow()
+                alias.update()
             return forward(*args, **kwargs)
         finally:
             for alias, tensor in zip(aliases, before, strict=True):
                 alias.holder[alias.key] = tensor
 
     if aliases:
-        model.__dict__["forward"] = following
+        model.__dict__["forward"] = forward_with_aliases
     try:
         yield
     finally:
@@ -201,13 +200,13 @@ class StateAlias:
     states: dict[str, Any]
     name: str
 
-    def follow(self) -> None:
+    def update(self) -> None:
         """Make the place that this alias describes, such as an entry of a list, hold the parameter or buffer that the
         module's own table has now."""
         self.holder[self.key] = self.states[self.name]
 
 
-def aliases_of(model: nn.Module) -> list[StateAlias]:
+def find_state_aliases(model: nn.Module) -> list[StateAlias]:
     """Return the places that hold a parameter or buffer of ``model`` outside of the modules' own tables of them.
 
     Lists, dicts and objects that can be reached from attributes of the modules are searched, up to a maximum number.
@@ -255,18 +254,17 @@ def _hide_assignments_from_export() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Write:
-    """A write to be done at the end of forward: copy ``value`` into the model's tensor ``tensor``. ``how``: words for
-    what forward did to the tensor, such as an assignment, for error messages.
-    """
+class _TensorWrite:
+    """A write to be done at the end of forward: copy ``value`` into the model's tensor ``tensor``. ``description``:
+    words for what forward did to the tensor, such as an assignment, for error messages."""
 
     tensor: Tensor
     value: Tensor
-    how: str
+    description: str
 
 
 @dataclass
-class _HeldStates:
+class _StateSnapshot:
     """The parameters and buffers of ``model`` at the start of forward, to find out which of them forward assigns to.
 
     ``states``: the tensors, by (module, name of the module's table, key in the table); the tables are ``_parameters``
@@ -281,21 +279,21 @@ class _HeldStates:
     plain: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def by(cls, model: nn.Module) -> _HeldStates:
+    def take(cls, model: nn.Module) -> _StateSnapshot:
         """Return a record of the parameters, buffers and plain tensor attributes that ``model`` has now."""
-        held = cls(model)
+        snapshot = cls(model)
         for path, module in model.named_modules():
             for table in _TABLES:
                 for key, tensor in module.__dict__[table].items():
-                    held.states[module, table, key] = tensor
+                    snapshot.states[module, table, key] = tensor
                     if tensor is not None:
-                        held.names.setdefault(id(tensor), f"{path}.{key}" if path else key)
+                        snapshot.names.setdefault(id(tensor), f"{path}.{key}" if path else key)
             for key, value in vars(module).items():
                 if isinstance(value, Tensor):
-                    held.plain[module, key] = value
-        return held
+                    snapshot.plain[module, key] = value
+        return snapshot
 
-    def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
+    def restore_replaced(self, data: _DataAssignmentMode) -> Iterator[_TensorWrite]:
         """Put the original tensors back where forward assigned new tensors to buffers and frozen parameters. Yield a
         write for each: a copy of the assigned value into the original tensor. The caller executes the writes at the end
         of forward.
@@ -339,13 +337,13 @@ class _HeldStates:
                     "which the optimizer would not get; expected a frozen parameter that is changed in place "
                     "(.copy_(...))"
                 )
-            if any(held is before and now[place] is not value for place, held in self.states.items()):
+            if any(snapshot is before and now[place] is not value for place, snapshot in self.states.items()):
                 raise UnsupportedError(
                     f"forward sets the {kind} {name!r}, which has several names in the model, under one of them only; "
                     "expected a change in place (.copy_(...)), which changes it under all names"
                 )
             module.__dict__[table][key] = before
-            yield _Write(before, data.now(value), f"sets the {kind} {name!r}")
+            yield _TensorWrite(before, data.get_assigned(value), f"sets the {kind} {name!r}")
 
     def _format_tensor_name(self, module: nn.Module, key: str) -> str:
         """Return the full name of the attribute ``key`` of ``module``, such as ``layers.0.running_mean``, for
@@ -355,7 +353,7 @@ class _HeldStates:
         return f"{path}.{key}" if path else key
 
 
-class _DataAccess(TorchFunctionMode):
+class _DataAssignmentMode(TorchFunctionMode):
     """Function mode that makes assignments to ``x.data`` traceable: after one, functions that read ``x`` get the
     assigned tensor instead. ``values``: for each tensor to whose ``.data`` forward assigned, by its ``id``: (that
     tensor, the tensor that replaces it). ``read``: the ids of plain tensor attributes of modules (neither parameters
@@ -364,13 +362,13 @@ class _DataAccess(TorchFunctionMode):
     differ in dtype from the tensor that it replaces.
     """
 
-    def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
+    def __init__(self, snapshot: _StateSnapshot, inputs: Any, in_float64: bool) -> None:
         super().__init__()
-        self.held, self.double = held, double
+        self.held, self.double = snapshot, in_float64
         self.inputs = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
         self.values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity of a tensor: it, and what stands for it
         self.read: set[int] = set()
-        self._plain = {id(t) for t in held.plain.values()}
+        self._plain = {id(t) for t in snapshot.plain.values()}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -383,16 +381,16 @@ class _DataAccess(TorchFunctionMode):
         if self._plain:
             self.read |= {id(a) for a in pytree.tree_leaves((args, kwargs))} & self._plain
         if func == _DATA_SET and isinstance(args[1], Tensor):
-            value = self.now(args[1])
-            _check_alike(f"sets .data of {self._format_tensor_name(args[0])}", args[0], value, self.double)
+            value = self.get_assigned(args[1])
+            _check_same_spec(f"sets .data of {self._format_tensor_name(args[0])}", args[0], value, self.double)
             self.values[id(args[0])] = args[0], value
             return None
         if self.values:
             alone = func == _DATA_GET or func is Tensor.detach or not torch.is_grad_enabled()
-            args, kwargs = pytree.tree_map(functools.partial(self.now, alone=alone), (args, kwargs))
+            args, kwargs = pytree.tree_map(functools.partial(self.get_assigned, alone=alone), (args, kwargs))
         return args[0].detach() if func == _DATA_GET else func(*args, **kwargs)
 
-    def now(self, value: Any, *, alone: bool = True) -> Any:
+    def get_assigned(self, value: Any, *, alone: bool = True) -> Any:
         """Return the tensor that has the present value of ``value``, an operand: the tensor that forward assigned to
         ``value.data`` during the trace, or ``value`` itself if it assigned none.
 
@@ -411,18 +409,18 @@ class _DataAccess(TorchFunctionMode):
             )
         return self.values[id(value)][1]
 
-    def output(self, output: Any) -> Any:
+    def replace_in_output(self, output: Any) -> Any:
         """Return ``output``, the value that forward returns, with each tensor to whose ``.data`` forward assigned
         replaced by the assigned tensor."""
-        return pytree.tree_map(functools.partial(self.now, alone=False), output) if self.values else output
+        return pytree.tree_map(functools.partial(self.get_assigned, alone=False), output) if self.values else output
 
-    def writes(self) -> Iterator[_Write]:
+    def iterate_writes(self) -> Iterator[_TensorWrite]:
         """Yield a write of the assigned value for each parameter, buffer or input to whose ``.data`` forward assigned a
         tensor.
         """
         for tensor, value in self.values.values():
             if id(tensor) in self.held.names or id(tensor) in self.inputs:
-                yield _Write(tensor, value, f"sets .data of {self._format_tensor_name(tensor)}")
+                yield _TensorWrite(tensor, value, f"sets .data of {self._format_tensor_name(tensor)}")
 
     def _format_tensor_name(self, tensor: Tensor) -> str:
         """Return the quoted name of ``tensor``, a parameter or buffer of the model, for messages; the text ``a tensor``
@@ -431,58 +429,60 @@ class _DataAccess(TorchFunctionMode):
         return "a tensor" if name is None else repr(name)
 
 
-def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> None:
+def _write_all(writes: Iterable[_TensorWrite], snapshot: _StateSnapshot, in_float64: bool) -> None:
     """Copy values that forward assigned into the model's own tensors, at the end of forward. Raises
     :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory afterwards
     although one is trained or changed in place.
 
     Args:
-        double: whether the model is traced in float64, so that an assigned floating-point tensor may differ in dtype
-            from the tensor that receives it.
-        writes: the tensors to change, with their new values.
-        held: the model's tensors at the start of forward.
+        in_float64: whether the model is traced in float64, so that an assigned floating-point tensor may differ in
+        dtype from the tensor that receives it. writes: the tensors to change, with their new values. snapshot: the
+        model's tensors at the start of forward.
     """
     last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
     if not last:
         return
     for write in last.values():
-        _check_alike(write.how, write.tensor, write.value, double)
-    _check_apart(last, held)
-    values = [w.value.clone() if _is_given(w.value) else w.value for w in last.values()]
+        _check_same_spec(write.description, write.tensor, write.value, in_float64)
+    _check_unshared(last, snapshot)
+    values = [w.value.clone() if _is_state_or_input(w.value) else w.value for w in last.values()]
     with torch.no_grad():
         for write, value in zip(last.values(), values, strict=True):
             write.tensor.copy_(value)
 
 
-def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
+def _check_unshared(writes: Mapping[int, _TensorWrite], snapshot: _StateSnapshot) -> None:
     """Raise :class:`UnsupportedError` if parameters or buffers share memory because of what forward assigned, and one
     of those that share is trained or changed in place.
 
     Args:
         writes: the values that forward assigned, by the ``id`` of the tensor that receives the value.
-        held: the model's tensors at the start of forward.
+        snapshot: the model's tensors at the start of forward.
     """
-    before = {id(t): t for t in held.states.values() if t is not None}
+    before = {id(t): t for t in snapshot.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
     memory = {key: _find_tensor_memory(tensor) for key, tensor in after.items()}
-    changed = {memory_of(to) for node in _find_graph_nodes(memory.values()) for to in written_by(node)}
+    changed = {
+        find_allocating_node(to) for node in _find_graph_nodes(memory.values()) for to in list_written_operands(node)
+    }
     for key, write in writes.items():
         sharing = [k for k in after if memory[k] is memory.get(key) and _can_share_elements(after[k], write.value)]
         moved = any(before[k].requires_grad or _find_tensor_memory(before[k]) in changed for k in sharing)
         if key in memory and memory[key] is not None and len(sharing) > 1 and moved:
-            others = ", ".join(repr(held.names[k]) for k in sharing if k != key)
+            others = ", ".join(repr(snapshot.names[k]) for k in sharing if k != key)
             raise UnsupportedError(
-                f"forward {write.how} to memory that it then shares with {others}, and one of these is changed in "
+                f"forward {write.description} to memory that it then shares with {others}, and one of these is "
+                "changed in "
                 "place; expected a copy"
                 ": .copy_(...), or clone()"
             )
 
 
-def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
-    """Return all nodes of one graph: the graph that the nodes in ``some`` belong to. ``some``: nodes of one graph, or
+def _find_graph_nodes(nodes: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
+    """Return all nodes of one graph: the graph that the nodes in ``nodes`` belong to. ``nodes``: nodes of one graph, or
     ``None``. The result is empty if all of them are ``None``.
     """
-    return next((node.graph.nodes for node in some if node is not None), ())
+    return next((node.graph.nodes for node in nodes if node is not None), ())
 
 
 def _can_share_elements(one: Tensor, other: Tensor) -> bool:
@@ -495,7 +495,7 @@ def _can_share_elements(one: Tensor, other: Tensor) -> bool:
     return start <= last and first <= end
 
 
-def _is_given(tensor: Tensor) -> bool:
+def _is_state_or_input(tensor: Tensor) -> bool:
     """Return whether the traced ``tensor`` is a parameter, buffer or input of the graph, or a view of one. If so,
     writes to the model's tensors may change it, and the caller copies it before such writes.
     """
@@ -503,24 +503,24 @@ def _is_given(tensor: Tensor) -> bool:
     return memory is not None and memory.op == "placeholder"
 
 
-def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None:
+def _check_same_spec(description: str, tensor: Tensor, value: Tensor, in_float64: bool) -> None:
     """Raise :class:`UnsupportedError` unless ``value``, which forward assigns to ``tensor``, has the shape and dtype of
     ``tensor``.
 
-    ``what``: words for what forward does, such as ``sets the buffer 'mean'``, for the message. ``double``: whether the
-    model is traced in float64, so that two floating-point dtypes may differ.
-    """
-    both_float = double and tensor.dtype.is_floating_point and value.dtype.is_floating_point
+    ``description``: words for what forward does, such as ``sets the buffer 'mean'``, for the message. ``in_float64``:
+    whether the model is traced in float64, so that two floating-point dtypes may differ."""
+    both_float = in_float64 and tensor.dtype.is_floating_point and value.dtype.is_floating_point
     if tensor.shape == value.shape and (tensor.dtype == value.dtype or both_float):
         return
     wanted = "shape" if tensor.shape != value.shape else "type"
     raise UnsupportedError(
-        f"forward {what}, {_format_tensor_spec(tensor)}, to {_format_tensor_spec(value)}; expected the same {wanted}: "
+        f"forward {description}, {_format_tensor_spec(tensor)}, to {_format_tensor_spec(value)}; expected the same "
+        f"{wanted}: "
         "buffers and parameters of a plan have fixed shapes and dtypes"
     )
 
 
-def _node_of(tensor: Tensor) -> fx.Node | None:
+def _get_node(tensor: Tensor) -> fx.Node | None:
     """Return the graph node that computes ``tensor`` in the present trace; ``None`` if the tensor is not traced."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
@@ -530,8 +530,8 @@ def _node_of(tensor: Tensor) -> fx.Node | None:
 def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
     """Return the graph node that first created the memory in which ``tensor`` lies (a view shares the memory of its
     base); ``None`` if the tensor is not traced."""
-    node = _node_of(tensor)
-    return memory_of(node) if node is not None else None
+    node = _get_node(tensor)
+    return find_allocating_node(node) if node is not None else None
 
 
 def _format_tensor_spec(value: Tensor | None) -> str:
@@ -549,7 +549,7 @@ def _has_cumulative_average(module: _BatchNorm) -> bool:
     return plain and module.momentum is None and module.training and module.num_batches_tracked is not None
 
 
-def _averaging_forward(self: _BatchNorm, input: Tensor) -> Tensor:
+def _forward_with_cumulative_average(self: _BatchNorm, input: Tensor) -> Tensor:
     """Return the batch norm of ``input`` with a cumulative average, and update the module's running statistics and its
     batch counter. This replaces ``forward`` of the batch norm: torch's own reads the counter as a Python number, which
     cannot be traced; this one reads it as a tensor."""
@@ -560,8 +560,8 @@ def _averaging_forward(self: _BatchNorm, input: Tensor) -> Tensor:
     self.num_batches_tracked.add_(1)
     mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
     result = nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-    for held, seen in ((self.running_mean, mean), (self.running_var, variance)):
-        held.add_((seen - held) / self.num_batches_tracked)
+    for snapshot, seen in ((self.running_mean, mean), (self.running_var, variance)):
+        snapshot.add_((seen - snapshot) / self.num_batches_tracked)
     return result
 
 
@@ -586,14 +586,14 @@ def settle_updates(captured: Captured) -> dict[str, fx.Node]:
     for state, name in captured.updates.items():
         value = by_name[name]
         with graph.inserting_before(output if value.op == "placeholder" else value.next):
-            made[state] = _settle_written_value(graph, value, captured.states[state])
+            made[state] = _fit_written_value(graph, value, captured.states[state])
     named = {captured.loss, *(o.value for o in captured.outputs)}
     returned: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
     output.args = ((*(n for n in returned if n.name in named), *made.values()),)
     return made
 
 
-def with_frozen_as_buffers(states: Mapping[str, ModelState], changed: Collection[str]) -> dict[str, ModelState]:
+def mark_changed_as_buffers(states: Mapping[str, ModelState], changed: Collection[str]) -> dict[str, ModelState]:
     """Return ``states`` (by name) with the kind ``buffer`` for those parameters whose names are in ``changed``.
 
     ``changed``: names of the parameters and buffers that forward changes. No optimizer updates such a parameter, and
@@ -615,7 +615,7 @@ def _check_frozen(captured: Captured) -> None:
             )
 
 
-def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) -> fx.Node:
+def _fit_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) -> fx.Node:
     """Append to ``graph`` operators that make ``value`` the new value of the parameter or buffer ``state``, and return
     the last of them. Its result has the dtype of the state, no gradient, and memory of its own."""
     place = {k: value.meta[k] for k in _PLACE if k in value.meta}
@@ -630,10 +630,10 @@ def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) ->
     made = then(aten.detach.default, value)
     if made.meta["val"].dtype != state.spec.dtype:
         return then(aten._to_copy.default, made, dtype=state.spec.dtype)
-    return then(aten.clone.default, made) if _may_be_held(value) else made
+    return then(aten.clone.default, made) if _may_share_memory(value) else made
 
 
-def _may_be_held(node: fx.Node) -> bool:
+def _may_share_memory(node: fx.Node) -> bool:
     """Return whether the value of ``node`` may share its memory with a parameter, a buffer or an input of the graph, so
     that it must be copied before it is stored.
     """
@@ -642,7 +642,7 @@ def _may_be_held(node: fx.Node) -> bool:
     return node.op == "placeholder"
 
 
-def leading_to(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node]:
+def list_ancestors_of(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes ``ends`` of ``graph`` and all operators whose results are used only to compute them."""
     found = set(ends)
     if not found:
@@ -655,13 +655,14 @@ def leading_to(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node]:
 
 _LISTED = 256  # elements of a buffer whose values are listed; of larger ones only one value that all have is kept
 
-_LOOKED_AT = 1 << 20  # elements
+_MAX_COMPARED_ELEMENTS = 1 << 20  # elements
 
 
-def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> dict[str, Any]:
+def collect_initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> dict[str, Any]:
     """Return the values of the model's buffers before the first step: name -> value. A value is one number if all
     elements are equal, otherwise nested lists. Constants and buffers without values (on ``meta``) are left out, and so
-    are buffers of more than ``_LISTED`` (256) elements that differ, or of more than ``_LOOKED_AT`` (2**20) elements.
+    are buffers of more than ``_LISTED`` (256) elements that differ, or of more than ``_MAX_COMPARED_ELEMENTS`` (2**20)
+    elements.
 
     ``model``: the original model, which has the values. ``folded``: the same model as captured graphs; it has the names
     of the buffers.
@@ -684,10 +685,10 @@ def _read_written_numbers(value: Tensor) -> Any | None:
     """Return ``value``, the tensor of a buffer, as one number if all elements are equal, otherwise as nested lists.
 
     Return ``None`` if it has no plain values (a fake, meta, complex, sparse or quantized tensor), no elements, more
-    than ``_LISTED`` (256) elements that differ, or more than ``_LOOKED_AT`` (2**20) elements.
+    than ``_LISTED`` (256) elements that differ, or more than ``_MAX_COMPARED_ELEMENTS`` (2**20) elements.
     """
     known = not (value.is_meta or isinstance(value, FakeTensor) or value.is_complex() or value.is_quantized)
-    if not known or value.layout != torch.strided or not 0 < value.numel() <= _LOOKED_AT:
+    if not known or value.layout != torch.strided or not 0 < value.numel() <= _MAX_COMPARED_ELEMENTS:
         return None
     first = value.detach().flatten()[0]
     if bool((value == first).all()):

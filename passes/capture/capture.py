@@ -27,7 +27,7 @@ from partitioner.passes.capture.export import (
     cast_floating_dtype,
     export_parameterless_copy,
     leaf_paths,
-    make_twin,
+    make_fake_copy,
     try_forward,
 )
 from partitioner.passes.capture.functionalize import flatten_program
@@ -36,33 +36,33 @@ from partitioner.passes.capture.inputs import (
     Bound,
     Inputs,
     bind_inputs,
+    infer_batch_dims,
+    make_fake_arguments,
     sample_batch,
-    sample_dims_of,
     split_inputs,
-    without_numbers,
 )
-from partitioner.passes.capture.tracing import Tracer, make_hookless_twin, notes_on_fixed
+from partitioner.passes.capture.tracing import Tracer, list_fixed_input_notes, make_hookless_copy
 from partitioner.passes.capture.wrappers import check_inputs, check_model
 from partitioner.passes.errors import InputsError, UnsupportedError
 from partitioner.passes.ir.interpret import refresh_graph_values
 from partitioner.passes.ir.model import Captured, TensorSpec
 from partitioner.passes.ir.rewrite import cast_graph_dtype
-from partitioner.passes.trace.autocast import autocast_on
+from partitioner.passes.trace.autocast import get_autocast_region
 from partitioner.passes.trace.autograd_functions import (
     check_hooks,
-    collections_kept,
-    forward_hooks_of,
-    global_hooks_dropped,
-    hooks_refused,
+    disable_observing_global_hooks,
+    list_forward_hooks,
+    refuse_gradient_hooks,
+    undo_hook_changes,
 )
-from partitioner.passes.trace.kv_cache import caches_matter
+from partitioner.passes.trace.kv_cache import do_caches_matter
 
 __all__ = ["PRECISIONS", "Captured", "capture"]
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # A value of a non-persistent buffer is in no checkpoint; small ones are kept with the plan.
 _KEPT_BUFFER_NUMEL = 1 << 16
-_FEW = 2  # samples of a batch, to see what forward does
+_SMALL_BATCH = 2  # samples of a batch, to see what forward does
 _CACHES_OFF = "generation caches are left out: use_cache is off in the plan"
 _CACHES_KEPT = (
     "forward computes something else where it makes generation caches: the plan makes them, and returns none; "
@@ -103,7 +103,7 @@ def capture(
     """
     if precision is not None and precision not in PRECISIONS:
         raise InputsError(f"precision must be one of {', '.join(PRECISIONS)} or None; got {precision!r}")
-    if autocast_on() is not None:
+    if get_autocast_region() is not None:
         raise InputsError(
             "the call is inside a region of torch.autocast, which is not part of the model; call it outside of the "
             "region, and give precision="
@@ -114,32 +114,32 @@ def capture(
         check_model(model)
     check_inputs([leaf for part in split_inputs(model, inputs) for leaf in leaf_paths(part)])
     if isinstance(model, ExportedProgram):
-        program, notes = _fit_program(model, inputs, global_batch)
+        program, notes = _keep_shapes_fixed(model, inputs, global_batch)
         if loss is not None:
             raise InputsError("loss= needs the module: an ExportedProgram must return its loss itself")
-        canonical, kept = _canonical_names(program.state_dict.items()), {}
+        canonical, kept = _map_canonical_names(program.state_dict.items()), {}
         captured = assemble_program_graph(flatten_program(program), canonical, with_loss=False)
     else:
         train = objective == "train"
         of_hooks = list(check_hooks(model, train=train))
-        twin = make_hookless_twin(model, dtype, casts=device if dtype != torch.float64 else None)
+        fake_copy = make_hookless_copy(model, dtype, casts=device if dtype != torch.float64 else None)
         arguments = bind_inputs(
-            twin, model, inputs, global_batch=global_batch, dtype=dtype, with_labels=train and loss is None
+            fake_copy, model, inputs, global_batch=global_batch, dtype=dtype, with_labels=train and loss is None
         )
-        canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
+        canonical, kept = _map_canonical_names(_list_named_tensors(model)), _collect_nonpersistent_buffers(model, dtype)
         with (
-            hooks_refused(of_hooks) if train else nullcontext(),
-            global_hooks_dropped(),
-            collections_kept(model, of_hooks),
+            refuse_gradient_hooks(of_hooks) if train else nullcontext(),
+            disable_observing_global_hooks(),
+            undo_hook_changes(model, of_hooks),
         ):
-            tracer = Tracer(model, dtype, loss, canonical, train, tuple(forward_hooks_of(model)))
-            before = tracer.state_of(twin.module)
-            twin, notes = _with_caches_settled(model, twin, arguments, dtype)
-            trace = tracer.capture(twin, arguments, lift_numbers, before)
+            tracer = Tracer(model, dtype, loss, canonical, train, tuple(list_forward_hooks(model)))
+            before = tracer.take_snapshot(fake_copy.module)
+            fake_copy, notes = _choose_cache_use(model, fake_copy, arguments, dtype)
+            trace = tracer.capture(fake_copy, arguments, lift_numbers, before)
         captured = trace.captured
-        notes += (*dict.fromkeys(of_hooks), *_other_losses(captured, loss))
-        notes += _list_decision_notes(captured, {canonical[name] for name in twin.asked})
-        notes += tuple(notes_on_fixed(captured.signature, trace.uses))
+        notes += (*dict.fromkeys(of_hooks), *_note_ignored_loss(captured, loss))
+        notes += _list_decision_notes(captured, {canonical[name] for name in fake_copy.read_buffers})
+        notes += tuple(list_fixed_input_notes(captured.signature, trace.uses))
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast_inputs_and_states(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -150,21 +150,21 @@ def capture(
     return captured
 
 
-def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
+def find_batch_dims(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
     """Return the number of samples in ``inputs``, and for each input tensor, by path, the index of its batch dim
     (``None`` if it has none).
 
     Raises :class:`InputsError` if no input has a batch dim. ``model``: gives the sample inputs if ``inputs`` is
     ``None``.
     """
-    count, dims = sample_dims_of(split_inputs(model, inputs))
+    count, dims = infer_batch_dims(split_inputs(model, inputs))
     if count is None:
         raise InputsError(NO_BATCH)
     return count, dims
 
 
-def _with_caches_settled(
-    model: nn.Module, twin: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
+def _choose_cache_use(
+    model: nn.Module, fake_copy: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
     """Decide whether ``model`` is traced with its generation (key/value) caches. Return two values: the copy of the
     model with fake parameters that is to be traced, and notes for the user (a tuple of texts).
@@ -172,42 +172,48 @@ def _with_caches_settled(
     Caches stay on only if the result of forward depends on them. To find this out, forward is run without a trace.
 
     Args:
-        twin: a copy of the model with fake parameters and with the caches off. It is returned itself if the model has
-            no caches.
-        arguments: (positional arguments, keyword arguments) of forward.
-        dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
+        fake_copy: a copy of the model with fake parameters and with the caches off. It is returned itself if the model
+        has no caches. arguments: (positional arguments, keyword arguments) of forward. dtype: the dtype to which
+        floating-point tensors are cast; ``None`` keeps their dtypes.
     """
-    if not twin.caches:
-        return twin, ()
+    if not fake_copy.caches:
+        return fake_copy, ()
     args, kwargs = (
-        without_numbers(arguments, twin, _FEW, dtype) if sample_batch(pytree.tree_leaves(arguments)) else arguments
+        make_fake_arguments(arguments, fake_copy, _SMALL_BATCH, dtype)
+        if sample_batch(pytree.tree_leaves(arguments))
+        else arguments
     )
-    run = functools.partial(try_forward, twin, args, kwargs, constants=True)
-    matter = caches_matter(twin.module, twin.mode, twin.caches, run)
-    twin = replace(make_hookless_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
-    return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
+    run = functools.partial(try_forward, fake_copy, args, kwargs, constants=True)
+    matter = do_caches_matter(fake_copy.module, fake_copy.mode, fake_copy.caches, run)
+    fake_copy = replace(
+        make_hookless_copy(model, dtype, fake_copy.mode, fake_copy.casts, keep_caches=matter),
+        read_buffers=fake_copy.read_buffers,
+    )
+    return fake_copy, (_CACHES_KEPT if matter else _CACHES_OFF,)
 
 
-def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]:
+def _list_decision_notes(captured: Captured, read_buffers: set[str]) -> tuple[str, ...]:
     """Return a note for the user, as a tuple of one text, that names the buffers on whose values forward branched (as
     by ``if``) while it was traced; an empty tuple if there are none. The branch that was taken is fixed in the plan.
     Raises :class:`UnsupportedError` if forward also changes such a buffer.
 
     Args:
         captured: the captured model, which tells the buffers that forward changes.
-        asked: names of the buffers on whose values forward branched.
+        read_buffers: names of the buffers on whose values forward branched.
     """
-    changed = sorted(asked & set(captured.updates))
+    changed = sorted(read_buffers & set(captured.updates))
     if changed:
         raise UnsupportedError(
             f"forward branches on the values of {changed[0]!r}, a buffer that it changes, but a plan contains only "
             "one branch; run the first step in one process, or branch outside of the model"
         )
-    names = ", ".join(sorted(asked)[:3]) + (", ..." if len(asked) > 3 else "")
-    return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()
+    names = ", ".join(sorted(read_buffers)[:3]) + (", ..." if len(read_buffers) > 3 else "")
+    return (
+        (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if read_buffers else ()
+    )
 
 
-def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
+def _note_ignored_loss(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
     """Return a note for the user, as a tuple of one text, if the output of the model ``captured`` has a loss of its own
     that the function ``loss`` replaces. Return an empty tuple if it has none, or if ``loss`` is ``None``."""
     returned = [output.value for output in captured.outputs if output.path == "loss"]
@@ -217,11 +223,11 @@ def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> t
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def _map_canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Return a dict from every name of a tensor to the first name of the same tensor, since tied weights have several.
     ``named``: pairs of name and tensor."""
     first: dict[Any, str] = {}
@@ -234,17 +240,17 @@ def _build_tensor_key(tensor: Tensor) -> Any:
 
     For a tensor without values or elements, the key is its ``id``.
     """
-    if _without_numbers(tensor) or tensor.numel() == 0:
+    if _has_no_values(tensor) or tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _without_numbers(tensor: Tensor) -> bool:
+def _has_no_values(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has no values: it is fake or on the meta device."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _collect_nonpersistent_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return a dict from name to value, on the CPU, of the non-persistent buffers of ``model``, which no checkpoint
     contains. Buffers without values (on ``meta``) and those of more than ``_KEPT_BUFFER_NUMEL`` (2**16) elements are
     left out. ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
@@ -258,7 +264,7 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
 
 
 # --- an exported program ----------------------------------------------------------------------------------------------
-def _fit_program(
+def _keep_shapes_fixed(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Return two values: an exported program with fixed shapes for ``inputs``, and an empty tuple, because this step
@@ -272,8 +278,8 @@ def _fit_program(
         return program, ()
     args, kwargs = split_inputs(program, inputs)
     module = program.module(check_guards=False)
-    twin = make_twin(module, None)
-    args, kwargs = without_numbers((args, kwargs), twin, global_batch, None)
+    fake_copy = make_fake_copy(module, None)
+    args, kwargs = make_fake_arguments((args, kwargs), fake_copy, global_batch, None)
     fixed = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs]
     leaves = pytree.tree_leaves((args, kwargs))
     if len(leaves) != len(fixed):
@@ -287,7 +293,7 @@ def _fit_program(
                 f"the ExportedProgram was made for {node.name} of shape {tuple(want.shape)}; got {tuple(leaf.shape)}: "
                 "export it with a dynamic batch dim, or pass the module"
             )
-    return (program if _is_static(program) else export_parameterless_copy(twin, args, kwargs)), ()
+    return (program if _is_static(program) else export_parameterless_copy(fake_copy, args, kwargs)), ()
 
 
 def _is_static(program: ExportedProgram) -> bool:
@@ -303,11 +309,11 @@ def _cast_inputs_and_states(captured: Captured, dtype: torch.dtype, kinds: tuple
     ``kinds``: the kinds of states that are cast, of ``parameter``, ``buffer`` and ``constant``.
     """
 
-    def recast(spec: TensorSpec) -> TensorSpec:
+    def cast_spec(spec: TensorSpec) -> TensorSpec:
         return replace(spec, dtype=cast_floating_dtype(spec.dtype, dtype))
 
-    states = {k: replace(s, spec=recast(s.spec)) if s.kind in kinds else s for k, s in captured.states.items()}
-    inputs = [replace(i, spec=recast(i.spec)) for i in captured.inputs]
+    states = {k: replace(s, spec=cast_spec(s.spec)) if s.kind in kinds else s for k, s in captured.states.items()}
+    inputs = [replace(i, spec=cast_spec(i.spec)) for i in captured.inputs]
     specs = {k: s.spec for k, s in states.items()} | {i.value: i.spec for i in inputs}
     for node in captured.graph.nodes:
         if node.op == "placeholder":

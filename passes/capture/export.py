@@ -1,4 +1,4 @@
-"""Run ``torch.export`` on a twin of the user's model: a deep copy whose parameters and buffers are fake tensors.
+"""Run ``torch.export`` on a fake copy of the user's model: a deep copy whose parameters and buffers are fake tensors.
 
 A fake tensor has a shape and a dtype but no values, so neither is the user's model changed nor a weight copied. Tied
 weights stay tied. Plain tensors that a module holds as attributes are constants of the model and keep their values.
@@ -33,21 +33,21 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
-from partitioner.passes.capture.buffers import aliases_traced, writes_traced
-from partitioner.passes.capture.wrappers import copy_model, leaves_text
+from partitioner.passes.capture.buffers import trace_buffer_writes, trace_state_aliases
+from partitioner.passes.capture.wrappers import copy_model, format_leaves
 from partitioner.passes.errors import CaptureError, InputsError, PartitionError
-from partitioner.passes.experts.traced_loops import TracedLoops, hits_traced
-from partitioner.passes.faults import FRAME, is_users, shorten_file_path
-from partitioner.passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
-from partitioner.passes.normalize.attention_masks import flex_attention_traced
-from partitioner.passes.ops.experts import grouped_traced
-from partitioner.passes.ops.fake_quantize import OBSERVERS_OFF, fused_quantizers_traced
-from partitioner.passes.ops.random import draws_traced
-from partitioner.passes.select.traced_selections import selections_traced
-from partitioner.passes.trace.autocast import casts_traced
-from partitioner.passes.trace.autograd_functions import traced_with_own_gradients
-from partitioner.passes.trace.concrete_scalars import conversions_traced, numbers_known
-from partitioner.passes.trace.inner_gradients import inner_gradients_traced
+from partitioner.passes.experts.traced_loops import TracedLoops, trace_expert_loops
+from partitioner.passes.faults import FRAME, is_user_file, shorten_file_path
+from partitioner.passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, trace_number_functions
+from partitioner.passes.normalize.attention_masks import trace_flex_attention
+from partitioner.passes.ops.experts import trace_grouped_products
+from partitioner.passes.ops.fake_quantize import OBSERVERS_OFF, trace_fused_quantizers
+from partitioner.passes.ops.random import trace_random_draws
+from partitioner.passes.select.traced_selections import trace_selections
+from partitioner.passes.trace.autocast import trace_autocast
+from partitioner.passes.trace.autograd_functions import trace_custom_functions
+from partitioner.passes.trace.concrete_scalars import trace_concrete_scalars, trace_module_conversions
+from partitioner.passes.trace.inner_gradients import trace_inner_gradients
 from partitioner.passes.trace.kv_cache import switch_caches_off
 from partitioner.passes.trace.layer_equality import is_simple
 
@@ -61,9 +61,8 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 class Counter:
     """A Python number that forward changes: the attribute ``name`` of the module with path ``path``.
 
-    The twin (the copy that is traced) holds it as a 0-dimensional buffer named ``buffer``. ``value`` is the number
-    before the first call.
-    """
+    The fake copy (the copy with fake tensors that is traced) holds it as a 0-dimensional buffer named ``buffer``.
+    ``value`` is the number before the first call."""
 
     path: str
     name: str
@@ -81,39 +80,41 @@ class Counter:
 
 @dataclass(frozen=True)
 class ParameterlessCopy:
-    """A copy of a model for tracing (also called the twin), whose parameters and buffers are fake tensors, with options
-    and records of the trace.
+    """A copy of a model for tracing (also called the fake copy), whose parameters and buffers are fake tensors, with
+    options and records of the trace.
 
     ``mode``: the mode of the fake tensors. ``caches``: configurations in which generation caches were on; they are
-    switched off unless ``kept`` is true. ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions
-    take effect; ``None`` if none do. ``module``: the copy. ``held``: the original model's buffers with values, by name.
-    ``asked``: names of the buffers on whose values forward branched. ``hits``: a record of the traced loops over the
-    experts that have rows. ``numbers``: values of inputs that are Python numbers, by path. Forward gets a tensor-like
-    lifted number for each, and ``scope`` records how forward used them. ``counters``: Python numbers that forward
-    changes, held as buffers. ``attributes``: values by (module path, attribute name) that are set before forward runs.
-    ``warm_up``: called on each new twin before it is traced, to run forward once.
+    switched off unless ``caches_kept`` is true. ``casts``: device type (``cpu`` or ``cuda``) whose ``torch.autocast``
+    regions take effect; ``None`` if none do. ``module``: the copy. ``buffer_values``: the original model's buffers with
+    values, by name.
+    ``read_buffers``: names of the buffers on whose values forward branched. ``loops``: a record of the traced loops
+    over the experts that have rows. ``numbers``: values of inputs that are Python numbers, by path. Forward gets a
+    tensor-like lifted number for each, and ``scope`` records how forward used them. ``counters``: Python numbers that
+    forward changes, held as buffers. ``attributes``: values by (module path, attribute name) that are set before
+    forward runs.
+    ``warm_up``: called on each new fake copy before it is traced, to run forward once.
     """
 
     module: nn.Module
     mode: FakeTensorMode
     caches: tuple[Any, ...] = ()
     casts: str | None = None
-    kept: bool = False
-    held: Mapping[str, Tensor] = field(default_factory=dict)
-    asked: set[str] = field(default_factory=set)
-    hits: TracedLoops = field(default_factory=TracedLoops)
+    caches_kept: bool = False
+    buffer_values: Mapping[str, Tensor] = field(default_factory=dict)
+    read_buffers: set[str] = field(default_factory=set)
+    loops: TracedLoops = field(default_factory=TracedLoops)
     numbers: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
     counters: tuple[Counter, ...] = ()
     attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     warm_up: Callable[[ParameterlessCopy], None] | None = None
-    scope: LiftScope = field(default_factory=lambda: LiftScope(_line_now))
+    scope: LiftScope = field(default_factory=lambda: LiftScope(_format_current_line))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.mode:
             return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
-def make_twin(
+def make_fake_copy(
     model: nn.Module,
     dtype: torch.dtype | None,
     mode: FakeTensorMode | None = None,
@@ -134,23 +135,23 @@ def make_twin(
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     memo: dict[int, Any] = {}
 
-    def fake(tensor: Tensor) -> Tensor:
+    def make_fake(tensor: Tensor) -> Tensor:
         empty = torch.empty(tensor.shape, dtype=cast_floating_dtype(tensor.dtype, dtype), device=_META)
         return FakeTensor(mode, empty, _CPU)  # ten times as fast as an operator in the mode
 
     for parameter in model.parameters():
-        made = memo[id(parameter)] = fake(parameter).requires_grad_(parameter.requires_grad)
+        made = memo[id(parameter)] = make_fake(parameter).requires_grad_(parameter.requires_grad)
         made._is_param = True  # as ``nn.Parameter`` says it of a fake tensor, of which it takes another view first
     for buffer in model.buffers():
-        memo[id(buffer)] = fake(buffer)
+        memo[id(buffer)] = make_fake(buffer)
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = fake(value) if value.is_meta else value.detach().to(_CPU)
+                memo[id(value)] = make_fake(value) if value.is_meta else value.detach().to(_CPU)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            twin = copy_model(model, memo)
+            fake_copy = copy_model(model, memo)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
@@ -158,7 +159,9 @@ def make_twin(
             "or pass an ExportedProgram"
         ) from error
     held = {n: b for n, b in model.named_buffers() if not b.is_meta and not isinstance(b, FakeTensor)}
-    return ParameterlessCopy(twin, mode, () if keep_caches else switch_caches_off(twin), casts, keep_caches, held)
+    return ParameterlessCopy(
+        fake_copy, mode, () if keep_caches else switch_caches_off(fake_copy), casts, keep_caches, held
+    )
 
 
 def cast_floating_dtype(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
@@ -167,9 +170,15 @@ def cast_floating_dtype(dtype: torch.dtype, to: torch.dtype | None) -> torch.dty
 
 
 def export_parameterless_copy(
-    twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
+    fake_copy: ParameterlessCopy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool = True,
+    diagnose: bool = True,
 ) -> ExportedProgram:
-    """Trace ``twin``, a copy of the model with fake tensors, with ``torch.export``, and return the exported program.
+    """Trace ``fake_copy``, a copy of the model with fake tensors, with ``torch.export``, and return the exported
+    program.
 
     Raises :class:`InputsError` if forward fails on these inputs even without a trace, and :class:`CaptureError` with
     the model's source line and torch.export's reason if it cannot be traced.
@@ -180,49 +189,51 @@ def export_parameterless_copy(
         train: trace the ``backward`` of user-defined ``torch.autograd.Function`` classes too.
         diagnose: whether failures are explained by these errors; if false, the original exception is raised.
     """
-    drawn: list[str] = []
+    random_operators: list[str] = []
     try:
-        own = traced_with_own_gradients() if train else contextlib.nullcontext()
-        casts = casts_traced(twin.casts, _line_now)
-        known = numbers_known(twin.module, twin.held, twin.asked, drawn)
-        contained, written = (
-            _return_results_in_containers(twin.module, bare=twin.kept),
-            writes_traced(twin.module, double=twin.casts is None),
+        own = trace_custom_functions() if train else contextlib.nullcontext()
+        casts = trace_autocast(fake_copy.casts, _format_current_line)
+        known = trace_concrete_scalars(
+            fake_copy.module, fake_copy.buffer_values, fake_copy.read_buffers, random_operators
         )
-        aliases = aliases_traced(twin.module)
+        contained, written = (
+            _return_results_in_containers(fake_copy.module, bare=fake_copy.caches_kept),
+            trace_buffer_writes(fake_copy.module, in_float64=fake_copy.casts is None),
+        )
+        aliases = trace_state_aliases(fake_copy.module)
         with (
             _silence_torch(),
-            _lines_noted(),
+            _record_user_lines(),
             own,
             casts,
             contained,
             written,
             aliases,
             _trace_inference_mode(),
-            inner_gradients_traced(_line_now),
-            grouped_traced(),
-            _trace_conversions(twin),
+            trace_inner_gradients(_format_current_line),
+            trace_grouped_products(),
+            _trace_conversions(fake_copy),
             known,
-            selections_traced(is_users),
-            draws_traced(_line_now),
-            flex_attention_traced(),
-            fused_quantizers_traced(_line_now),
-            hits_traced(twin.hits),
-            _numbers_lifted(twin),
+            trace_selections(is_user_file),
+            trace_random_draws(_format_current_line),
+            trace_flex_attention(),
+            trace_fused_quantizers(_format_current_line),
+            trace_expert_loops(fake_copy.loops),
+            _lift_numbers(fake_copy),
         ):
-            program = torch.export.export(twin.module, args, kwargs, strict=False)
-        if twin.scope.problem:
-            raise NotLiftable(twin.scope.problem)
+            program = torch.export.export(fake_copy.module, args, kwargs, strict=False)
+        if fake_copy.scope.problem:
+            raise NotLiftable(fake_copy.scope.problem)
         return program
     except (PartitionError, NotLiftable):
         raise
     except Exception as error:
         if not diagnose:
             raise
-        failure = _forward_failure(twin, args, kwargs)
+        failure = _forward_failure(fake_copy, args, kwargs)
         if failure is not None:
-            raise InputsError(_explain_failure(twin.module, failure, args, kwargs)) from error
-        raise CaptureError(_explain_trace_failure(twin.module, error, drawn)) from error
+            raise InputsError(_explain_failure(fake_copy.module, failure, args, kwargs)) from error
+        raise CaptureError(_explain_trace_failure(fake_copy.module, error, random_operators)) from error
 
 
 @contextlib.contextmanager
@@ -279,50 +290,50 @@ def _return_results_in_containers(model: nn.Module, bare: bool) -> Iterator[None
     forward = model.forward
 
     @functools.wraps(forward)
-    def contained(*args: Any, **kwargs: Any) -> Any:
-        output = in_containers(forward(*args, **kwargs))
-        return pytree.tree_map(lambda leaf: leaf if _is_plain(leaf) else None, output) if bare else output
+    def forward_to_containers(*args: Any, **kwargs: Any) -> Any:
+        output = convert_to_containers(forward(*args, **kwargs))
+        return pytree.tree_map(lambda leaf: leaf if _is_tensor_or_simple(leaf) else None, output) if bare else output
 
-    with mock.patch.dict(model.__dict__, {"forward": contained}):
+    with mock.patch.dict(model.__dict__, {"forward": forward_to_containers}):
         yield
 
 
 @contextlib.contextmanager
-def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
-    """Return a context in which the forward of ``twin``, a copy of the model with fake tensors, computes with
+def _lift_numbers(fake_copy: ParameterlessCopy) -> Iterator[None]:
+    """Return a context in which the forward of ``fake_copy``, a copy of the model with fake tensors, computes with
     :class:`LiftedNumber` objects in place of Python numbers. A lifted number computes with a 0-dimensional tensor of
     the graph.
 
-    The replaced numbers are the inputs in ``twin.numbers`` and the attributes of modules in ``twin.counters``. When
-    forward ends, the value of each of these attributes is written to the buffer that stands for it.
-    """
-    if not twin.numbers and not twin.counters:
+    The replaced numbers are the inputs in ``fake_copy.numbers`` and the attributes of modules in
+    ``fake_copy.counters``. When forward ends, the value of each of these attributes is written to the buffer that
+    stands for it."""
+    if not fake_copy.numbers and not fake_copy.counters:
         yield
         return
-    forward = twin.module.forward
+    forward = fake_copy.module.forward
 
     def lift(path: str, leaf: Any) -> Any:
-        if path not in twin.numbers or not isinstance(leaf, Tensor):
+        if path not in fake_copy.numbers or not isinstance(leaf, Tensor):
             return leaf
-        return LiftedNumber(leaf, twin.numbers[path], ("given", path), twin.scope)
+        return LiftedNumber(leaf, fake_copy.numbers[path], ("given", path), fake_copy.scope)
 
     @functools.wraps(forward)
-    def lifted(*args: Any, **kwargs: Any) -> Any:
+    def forward_with_lifted_numbers(*args: Any, **kwargs: Any) -> Any:
         """Call forward with lifted numbers (which compute with tensors of the graph) in place of Python numbers, write
         the numbers that forward changed to their buffers, and return the output.
         """
-        twin.scope.start()
-        holders = [(vars(twin.module.get_submodule(c.path)), c) for c in twin.counters]
+        fake_copy.scope.start()
+        holders = [(vars(fake_copy.module.get_submodule(c.path)), c) for c in fake_copy.counters]
         for held, counter in holders:
-            buffer = twin.module.get_buffer(counter.buffer)
+            buffer = fake_copy.module.get_buffer(counter.buffer)
             value = buffer.detach().clone()  # what is computed with is not what is written to
-            held[counter.name] = LiftedNumber(value, counter.value, ("state", counter.full_name), twin.scope)
+            held[counter.name] = LiftedNumber(value, counter.value, ("state", counter.full_name), fake_copy.scope)
         output = forward(*map_leaves(lift, args), **map_leaves(lift, kwargs))
         for held, counter in holders:
-            _write_counter(twin.module.get_buffer(counter.buffer), held[counter.name], counter, twin.scope)
+            _write_counter(fake_copy.module.get_buffer(counter.buffer), held[counter.name], counter, fake_copy.scope)
         return output
 
-    with mock.patch.dict(twin.module.__dict__, {"forward": lifted}), numbers_followed():
+    with mock.patch.dict(fake_copy.module.__dict__, {"forward": forward_with_lifted_numbers}), trace_number_functions():
         yield
 
 
@@ -346,12 +357,12 @@ def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScop
             raise scope.refuse(f"{counter.full_name}, a whole number, as a fraction")
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_tensor_or_simple(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) or is_simple(leaf)
 
 
 @contextlib.contextmanager
-def _lines_noted() -> Iterator[None]:
+def _record_user_lines() -> Iterator[None]:
     """Return a context in which each traced operator records only the source line of the user's function that called
     it.
 
@@ -379,7 +390,7 @@ class _UserLine(tuple[str, ...]):
         an empty tuple.
         """
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not is_users(frame.f_code.co_filename):
+        while frame is not None and not is_user_file(frame.f_code.co_filename):
             frame = frame.f_back
         within = frame
         while within is not None and within.f_code.co_name not in _ENTRIES:
@@ -399,10 +410,10 @@ _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by;
 
 
 def try_forward(
-    twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
+    fake_copy: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
 ) -> Any:
-    """Call the forward of ``twin``, a copy of the model with fake tensors, with the arguments ``args`` and ``kwargs``,
-    without a trace.
+    """Call the forward of ``fake_copy``, a copy of the model with fake tensors, with the arguments ``args`` and
+    ``kwargs``, without a trace.
 
     Return the output, or the exception that forward raises.
 
@@ -411,24 +422,30 @@ def try_forward(
             fake, too.
     """
     try:
-        mode = contextlib.nullcontext() if constants else twin.mode
-        with _silence_torch(), mode, torch.no_grad(), grouped_traced(), _trace_conversions(twin), _numbers_lifted(twin):
-            return twin.module(*args, **kwargs)
+        mode = contextlib.nullcontext() if constants else fake_copy.mode
+        with (
+            _silence_torch(),
+            mode,
+            torch.no_grad(),
+            trace_grouped_products(),
+            _trace_conversions(fake_copy),
+            _lift_numbers(fake_copy),
+        ):
+            return fake_copy.module(*args, **kwargs)
     except Exception as error:
         return error
 
 
-def _trace_conversions(twin: ParameterlessCopy) -> contextlib.AbstractContextManager[None]:
-    return conversions_traced(twin.module, double=twin.casts is None)
+def _trace_conversions(fake_copy: ParameterlessCopy) -> contextlib.AbstractContextManager[None]:
+    return trace_module_conversions(fake_copy.module, in_float64=fake_copy.casts is None)
 
 
-def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+def _forward_failure(fake_copy: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """Return the exception that a model's forward raises with the arguments ``args`` and ``kwargs`` without a trace.
 
-    Return ``None`` if it raises none, or only because fake tensors have no values. ``twin``: a copy of the model with
-    fake tensors.
-    """
-    failure = try_forward(twin, args, kwargs)
+    Return ``None`` if it raises none, or only because fake tensors have no values. ``fake_copy``: a copy of the model
+    with fake tensors."""
+    failure = try_forward(fake_copy, args, kwargs)
     torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
     wanting = torchs or any(word in str(failure).lower() for word in ("fake", "meta", "does not require grad"))
     return failure if isinstance(failure, Exception) and not wanting else None
@@ -439,9 +456,9 @@ def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], 
     ``kwargs``: source line, reason and input shapes.
     """
     return (
-        f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
+        f"{type(model).__name__}.forward fails on these inputs{locate_error(error)}: "
         f"{type(error).__name__}: {_read_first_line(error)}\n"
-        f"The inputs are {leaves_text([*leaf_paths(args), *leaf_paths(kwargs)])}."
+        f"The inputs are {format_leaves([*leaf_paths(args), *leaf_paths(kwargs)])}."
     )
 
 
@@ -454,13 +471,13 @@ _DRAWN = (
     "compute both and let the number choose, as in x = torch.where(torch.rand(()) < p, layer(x), x), which draws one "
     "number for the whole batch; or decide outside of the model"
 )
-_ASKS_LEN = re.compile(r"\blen\(")
+_LEN_CALL = re.compile(r"\blen\(")
 _LEN = (
     "how many rows a mask selects only the data tell, and len() makes a number of it: ask for rows.shape[0], or for "
     "rows.numel()"
 )
 # Functions of torch that ask for numbers -> what to write instead.
-_INSTEAD = {
+_ADVICE_BY_FUNCTION = {
     "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
     "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
     "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
@@ -478,21 +495,21 @@ _ADVICE = {
 }
 
 
-def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str]) -> str:
+def _explain_trace_failure(model: nn.Module, error: Exception, random_operators: list[str]) -> str:
     """Return an error message on why ``model`` cannot be traced, with its source line and advice.
 
     Args:
         error: the exception that torch.export raised.
-        drawn: if forward tried to read a tensor as a Python number and random operators compute this tensor, the names
-            of these operators; otherwise empty. The advice in the message depends on it.
+        random_operators: if forward tried to read a tensor as a Python number and random operators compute this tensor,
+        the names of these operators; otherwise empty. The advice in the message depends on it.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    where, said = place_of(error), f"{type(error).__name__}: {error}"
-    by_draw = [_DRAWN.format(", ".join(dict.fromkeys(drawn)))]
-    by_function = (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD)
+    where, said = locate_error(error), f"{type(error).__name__}: {error}"
+    by_draw = [_DRAWN.format(", ".join(dict.fromkeys(random_operators)))]
+    by_function = (_ADVICE_BY_FUNCTION[name] for name in reversed(called) if name in _ADVICE_BY_FUNCTION)
     by_text = (advice for text, advice in _ADVICE.items() if text in said)
-    asks_len = _ASKS_LEN.search(where) and "integer" in str(error)
-    is_drawn = drawn and isinstance(error, GuardOnDataDependentSymNode)
+    asks_len = _LEN_CALL.search(where) and "integer" in str(error)
+    is_drawn = random_operators and isinstance(error, GuardOnDataDependentSymNode)
     instead = [*(by_draw if is_drawn else ()), *by_function, *by_text, *((_LEN,) if asks_len else ()), _NUMBERS][0]
     return (
         f"{type(model).__name__} cannot be traced{where}.\n"
@@ -504,31 +521,31 @@ def _read_first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def place_of(error: Exception, *, but: str = "") -> str:
+def locate_error(error: Exception, *, excluded_file: str = "") -> str:
     """Return `` at file:line (code)``, for messages, of the innermost frame in the traceback of ``error`` that is in
     the user's code.
 
     Return an empty text if there is none.
 
     Args:
-        but: path of a file whose frames are skipped.
+        excluded_file: path of a file whose frames are skipped.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if is_users(f.filename) and f.filename != but]
+    user = [f for f in frames if is_user_file(f.filename) and f.filename != excluded_file]
     if user:
         return f" at {shorten_file_path(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
-    named = [f for f in FRAME.findall(str(error)) if is_users(f[0])]
+    named = [f for f in FRAME.findall(str(error)) if is_user_file(f[0])]
     return f" at {shorten_file_path(named[-1][0])}:{named[-1][1]}" if named else ""
 
 
-def _line_now() -> str:
+def _format_current_line() -> str:
     """Return `` (file:line)`` of the innermost line of the user's code on the present call stack, for messages; an
     empty text if there is none."""
-    frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
+    frames = [f for f in traceback.extract_stack() if is_user_file(f.filename)]
     return f" ({shorten_file_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
-def line_of(frame: FrameType) -> str:
+def format_frame_line(frame: FrameType) -> str:
     """Return `` at file:line (code)`` for the line that the stack frame ``frame`` executes; ``(code)`` is left out if
     it cannot be read.
     """
@@ -536,7 +553,7 @@ def line_of(frame: FrameType) -> str:
     return f" at {shorten_file_path(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
 
 
-def in_containers(tree: Any) -> Any:
+def convert_to_containers(tree: Any) -> Any:
     """Return ``tree``, an output of forward, with dicts in place of dataclasses, namespaces and mappings that pytree
     does not know.
     """
@@ -549,8 +566,8 @@ def in_containers(tree: Any) -> Any:
     else:
         fields = None
     if fields is not None and pytree.tree_is_leaf(tree):
-        return {name: in_containers(value) for name, value in fields.items()}
-    return tree if pytree.tree_is_leaf(tree) else pytree.tree_map(in_containers, tree)
+        return {name: convert_to_containers(value) for name, value in fields.items()}
+    return tree if pytree.tree_is_leaf(tree) else pytree.tree_map(convert_to_containers, tree)
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:

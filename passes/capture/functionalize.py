@@ -32,15 +32,15 @@ from torch.utils._pytree import TreeSpec
 
 from partitioner.passes.capture.buffers import spell_out
 from partitioner.passes.errors import UnsupportedError
-from partitioner.passes.faults import source_of
+from partitioner.passes.faults import find_user_line
 from partitioner.passes.ir.inplace import remove_inplace
-from partitioner.passes.trace.concrete_scalars import written_by
+from partitioner.passes.trace.concrete_scalars import list_written_operands
 
 aten = torch.ops.aten
 
 # Operators that return the very tensor that they are given where there is nothing to do, and when that is so: it keeps
 # its gradient even where gradients are off.
-_NOTHING: dict[Any, Callable[..., bool]] = {
+_NO_OP_CONDITIONS: dict[Any, Callable[..., bool]] = {
     aten.contiguous.default: lambda x, **options: not options and x.is_contiguous(),
     aten.flatten.using_ints: lambda x, *_: x.dim() == 1,
     aten.type_as.default: lambda x, other: x.dtype == other.dtype,
@@ -64,12 +64,12 @@ _NOTHING: dict[Any, Callable[..., bool]] = {
 }
 
 
-def does_nothing(node: fx.Node) -> bool:
+def is_no_op(node: fx.Node) -> bool:
     """Return whether the operator ``node`` returns its first operand itself, because its arguments leave nothing to do.
 
     An example is ``contiguous`` of a contiguous tensor.
     """
-    condition = _NOTHING.get(node.target)
+    condition = _NO_OP_CONDITIONS.get(node.target)
     if condition is None:
         return False
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
@@ -77,7 +77,7 @@ def does_nothing(node: fx.Node) -> bool:
 
 
 # Operators whose gradients are computed from no value of their operands or results, but for indices and masks.
-_KEEPS_NOTHING = frozenset(
+_SAVES_NO_OPERANDS = frozenset(
     {
         aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.neg.default, aten.clone.default, aten.detach.default,
         aten.cat.default, aten.stack.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
@@ -91,7 +91,7 @@ class StorageTracker:
     """Tracks which nodes of a graph share memory, which require a gradient, and which are written to. It finds in-place
     writes that a graph without such writes could not represent exactly.
 
-    Call :meth:`follows` for each node that is appended to the graph, in order.
+    Call :meth:`record_node` for each node that is appended to the graph, in order.
     """
 
     def __init__(self) -> None:
@@ -103,68 +103,68 @@ class StorageTracker:
         self._kept: dict[fx.Node, fx.Node] = {}  # memory -> the first operator whose gradient may need its numbers
         self._spoilt: list[tuple[fx.Node, fx.Node]] = []  # what writes to such memory, and that operator
 
-    def needs_grad(self, node: fx.Node) -> bool:
+    def requires_grad(self, node: fx.Node) -> bool:
         """Return whether ``node`` requires a gradient at this point of the graph. A write to one of its views can have
         caused this.
         """
         return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
 
-    def marks(self, node: fx.Node) -> None:
+    def mark_requires_grad(self, node: fx.Node) -> None:
         """Record that ``node`` and all nodes that are views of it require a gradient from now on."""
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
-    def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
+    def record_detached(self, detached: fx.Node, node: fx.Node) -> None:
         """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in regions where gradients are
         off. Both share memory, and a write to one of them is a write to the other."""
         self._without[detached] = node
-        self.follows(detached)
+        self.record_node(detached)
 
-    def follows(self, made: fx.Node) -> None:
-        """Update the record of shared memory, gradients and writes for ``made``, a node that was just appended to the
+    def record_node(self, node: fx.Node) -> None:
+        """Update the record of shared memory, gradients and writes for ``node``, a node that was just appended to the
         graph. Raises :class:`UnsupportedError` if it reads a tensor that requires a gradient and was written to without
         autograd's knowledge, as inside ``torch.no_grad()``.
         """
-        target, source = made.target, made.args[0] if made.args else None
+        target, source = node.target, node.args[0] if node.args else None
         detaches = target in (aten.detach.default, aten.detach_.default)
-        for operand in () if detaches else made.all_input_nodes:
-            self.reads(operand)
-        brings = not detaches and any(self.needs_grad(n) for n in made.all_input_nodes)
+        for operand in () if detaches else node.all_input_nodes:
+            self.check_read(operand)
+        brings = not detaches and any(self.requires_grad(n) for n in node.all_input_nodes)
         pieces = target is operator.getitem and source in self._memory
-        if isinstance(source, fx.Node) and (pieces or _is_alias(made, source)):
-            self._memory[made] = self._memory.get(source, source)
+        if isinstance(source, fx.Node) and (pieces or _is_alias(node, source)):
+            self._memory[node] = self._memory.get(source, source)
             if _is_in_place(target):
                 source = self._without.get(source, source)  # it returns the very tensor
             if not detaches:
-                self._history[made] = self._history.get(source, source)
-        for written in _written_nodes(made):
-            self._record_detached_write(made, written)
+                self._history[node] = self._history.get(source, source)
+        for written in _find_written_nodes(node):
+            self._record_detached_write(node, written)
             if brings and _is_in_place(target):
-                self.marks(written)
+                self.mark_requires_grad(written)
             memory = self._memory.get(written, written)
-            if not self.needs_grad(written) and self._grad.get(memory):
-                self._hidden.setdefault(memory, made)
+            if not self.requires_grad(written) and self._grad.get(memory):
+                self._hidden.setdefault(memory, node)
         if brings:
-            self.marks(made)
-            alias = isinstance(source, fx.Node) and _is_alias(made, source) and not _is_in_place(target)
-            for kept in () if alias or target in _KEEPS_NOTHING else (*made.all_input_nodes, made):
-                self._kept.setdefault(self._memory.get(kept, kept), made)
+            self.mark_requires_grad(node)
+            alias = isinstance(source, fx.Node) and _is_alias(node, source) and not _is_in_place(target)
+            for kept in () if alias or target in _SAVES_NO_OPERANDS else (*node.all_input_nodes, node):
+                self._kept.setdefault(self._memory.get(kept, kept), node)
 
-    def _record_detached_write(self, made: fx.Node, written: fx.Node) -> None:
-        """Record an error if ``made`` writes, by ``.data`` or ``detach()``, to values that an earlier operator's
+    def _record_detached_write(self, node: fx.Node, written: fx.Node) -> None:
+        """Record an error if ``node`` writes, by ``.data`` or ``detach()``, to values that an earlier operator's
         gradient needs.
 
-        :meth:`finish` raises the error when the whole graph has been read.
+        :meth:`check_overwritten` raises the error when the whole graph has been read.
 
         Args:
-            written: the operand whose memory ``made`` writes to.
+            written: the operand whose memory ``node`` writes to.
         """
         memory = self._memory.get(written, written)
         apart = written not in self._without and self._history.get(written, written) is not memory
-        trained = memory.op == "placeholder" and self.needs_grad(memory)  # which may not be changed at all
+        trained = memory.op == "placeholder" and self.requires_grad(memory)  # which may not be changed at all
         if apart and memory in self._kept and memory is not written and not trained:
-            self._spoilt.append((made, self._kept[memory]))
+            self._spoilt.append((node, self._kept[memory]))
 
-    def finish(self) -> None:
+    def check_overwritten(self) -> None:
         """Raise :class:`UnsupportedError` if an operator's gradient would be computed from values that were overwritten
         later."""
         for writer, reader in self._spoilt:
@@ -174,14 +174,14 @@ class StorageTracker:
                 "new values; change it before it is read, or assign a new tensor (x.data = ...)"
             )
 
-    def reads(self, node: fx.Node) -> None:
+    def check_read(self, node: fx.Node) -> None:
         """Raise :class:`UnsupportedError` if ``node`` requires a gradient and its memory was written to without
         autograd's knowledge, as inside ``torch.no_grad()``.
 
         Call it for each node that an operator or the output reads.
         """
         writer = self._hidden.get(self._memory.get(node, node))
-        if writer is not None and self.needs_grad(node):
+        if writer is not None and self.requires_grad(node):
             raise UnsupportedError(
                 f"forward changes a tensor in place without autograd's knowledge "
                 f"({_format_operator_line(writer)}) and reads it afterwards; change a copy, or write explicitly: y "
@@ -193,17 +193,17 @@ class StorageTracker:
 def _format_operator_line(node: fx.Node) -> str:
     """Return the name and source line of the operator ``node`` as text, for messages."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
-    return f"{name}, {source_of(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
+    return f"{name}, {find_user_line(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
 
 
-def _is_alias(made: fx.Node, source: fx.Node) -> bool:
-    """Return whether the result of ``made`` shares memory with ``source``, its first argument, according to the
+def _is_alias(node: fx.Node, source: fx.Node) -> bool:
+    """Return whether the result of ``node`` shares memory with ``source``, its first argument, according to the
     operator's schema.
     """
-    schema = getattr(made.target, "_schema", None)
+    schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return False
-    return _get_node_dtype(made) is None or _get_node_dtype(made) == _get_node_dtype(
+    return _get_node_dtype(node) is None or _get_node_dtype(node) == _get_node_dtype(
         source
     )  # ``to`` another type copies
 
@@ -213,12 +213,12 @@ def _get_node_dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def _written_nodes(node: fx.Node) -> list[fx.Node]:
+def _find_written_nodes(node: fx.Node) -> list[fx.Node]:
     """Return the nodes to whose memory the operator ``node`` writes; empty if it changes only a tensor's shape in
     place.
     """
     shapes_alone = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
-    return [] if shapes_alone else written_by(node)
+    return [] if shapes_alone else list_written_operands(node)
 
 
 def _is_in_place(target: Any) -> bool:
@@ -240,19 +240,19 @@ _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
 _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
-def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
+def flatten_program(program: ExportedProgram, tensor_names: Mapping[int, str] | None = None) -> ExportedProgram:
     """Return the exported program ``program`` as one flat graph of operators that write to none of their operands. The
     given program is not changed.
 
     Raises :class:`UnsupportedError` for a sub-graph or an operator that cannot be converted exactly, or if the program
-    reads a tensor of ``own``.
+    reads a tensor of ``tensor_names``.
 
     Args:
-        own: for each tensor of the original model, its data address -> its name. The program was exported from a copy
-            of that model, so it should read none of these tensors: forward can reach them only past the copy, as
-            through a global variable. ``None`` skips this check.
+        tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
+        a copy of that model, so it should read none of these tensors: forward can reach them only past the copy, as
+        through a global variable. ``None`` skips this check.
     """
-    _check_followed(program, own or {})
+    _check_traced_constants(program, tensor_names or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
     graph = inliner.inline_program(program)
     functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
@@ -290,20 +290,21 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
             if inliner.transforms is None:
                 raise
             raise UnsupportedError(
-                f"the torch.func transform {inliner.transforms.name}{_line_of(inliner.transforms, [])} cannot be "
+                f"the torch.func transform {inliner.transforms.name}{_format_node_line(inliner.transforms, [])} "
+                "cannot be "
                 f"traced ({type(error).__name__}): write its computation with plain operators on tensors"
             ) from error
     return decomposed
 
 
-def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
+def _check_traced_constants(program: ExportedProgram, tensor_names: Mapping[int, str]) -> None:
     """Raise :class:`UnsupportedError` if ``program`` contains, as a constant, a tensor that torch.export should have
     traced. This is so for a constant tensor without values, which forward has computed in a way that torch.export does
     not follow, and for a tensor of the original model.
 
     Args:
-        own: for each tensor of the original model, its data address -> its name. The program was exported from a copy
-            of that model, so it should read none of these tensors.
+        tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
+        a copy of that model, so it should read none of these tensors.
     """
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:
@@ -317,7 +318,7 @@ def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
                 "inside forward"
                 "; write it with operators on tensors, or pass it as an input"
             )
-        held = None if isinstance(constant, FakeTensor) or constant.is_meta else own.get(constant.data_ptr())
+        held = None if isinstance(constant, FakeTensor) or constant.is_meta else tensor_names.get(constant.data_ptr())
         if held is not None:
             raise UnsupportedError(
                 f"forward reads {held!r} through a closure, a global, or a forward that was compiled or wrapped, "
@@ -411,12 +412,12 @@ class _RegionInliner:
             if node.op == "placeholder":
                 env[node] = self.graph.node_copy(node)
                 if node.name in self.trainable:
-                    self.memory.marks(env[node])
+                    self.memory.mark_requires_grad(env[node])
         for constant, state in _find_duplicate_constants(program).items():
             env[constant] = env[state]
         results = self.inline_body(program.graph_module, env, grad=True)
-        fx.node.map_arg(results, self.memory.reads)
-        self.memory.finish()
+        fx.node.map_arg(results, self.memory.check_read)
+        self.memory.check_overwritten()
         self.graph.output(results)
         return self.graph
 
@@ -455,7 +456,7 @@ class _RegionInliner:
             return self.copy_node(node, env, grad)
         if node.target._schema.name.split("::")[1].startswith(_CHECKS):
             return None
-        if _returns_itself(node) or (not grad and does_nothing(node)):
+        if _is_identity_cast(node) or (not grad and is_no_op(node)):
             return env[node.args[0]]  # type: ignore[index]
         self.mutates |= node.target._schema.is_mutable and node.target not in _PURE
         return self.copy_node(node, env, grad)
@@ -477,21 +478,27 @@ class _RegionInliner:
             owner, *operands = args[4:]
         elif name == "wrap_with_autocast":
             raise UnsupportedError(
-                f"the torch.autocast region{_line_of(node, args)} of an exported program cannot be kept exact: "
+                f"the torch.autocast region{_format_node_line(node, args)} of an exported program cannot be kept "
+                "exact: "
                 "pass the module, or remove the region and give the precision by partition(precision=...)"
             )
-        elif name == "flat_apply" and (function := _own_function(args)) is not None and not self._needs_grad(args):
+        elif (
+            name == "flat_apply"
+            and (function := _find_custom_function(args)) is not None
+            and not self._requires_grad(args)
+        ):
             return self.insert_function_call(node, function, *pytree.tree_unflatten(args[2:], args[1]))
         else:
             raise UnsupportedError(
-                f"the operator {name}{_line_of(node, args)} contains a function, which cannot be partitioned: write "
+                f"the operator {name}{_format_node_line(node, args)} contains a function, which cannot be "
+                "partitioned: write "
                 "it without torch.cond, while_loop and similar operators"
             )
         inner = [n for n in owner.graph.nodes if n.op == "placeholder"]
         return self.inline_body(owner, dict(zip(inner, operands, strict=True)), grad)
 
-    def _needs_grad(self, args: list[Any]) -> bool:
-        return any(isinstance(a, fx.Node) and self.memory.needs_grad(a) for a in args)
+    def _requires_grad(self, args: list[Any]) -> bool:
+        return any(isinstance(a, fx.Node) and self.memory.requires_grad(a) for a in args)
 
     def insert_function_call(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into.
@@ -503,11 +510,11 @@ class _RegionInliner:
             node: the original node of the call, whose metadata is copied.
             function: applies the ``torch.autograd.Function`` to ``args`` and ``kwargs``.
         """
-        made = self.graph.call_function(function, args, kwargs)
-        made.meta = dict(node.meta)
-        self.memory.follows(made)
+        new_node = self.graph.call_function(function, args, kwargs)
+        new_node.meta = dict(node.meta)
+        self.memory.record_node(new_node)
         self.closed = True
-        return made
+        return new_node
 
     def copy_node(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
         """Copy ``node`` to the end of the new graph and return the copy. Where gradients are off, its operands are
@@ -520,14 +527,14 @@ class _RegionInliner:
 
         def operand(n: fx.Node) -> Any:
             value = env[n]
-            return self.without_grad(value, node) if not grad and self.memory.needs_grad(value) else value
+            return self.detach_value(value, node) if not grad and self.memory.requires_grad(value) else value
 
-        made = self.graph.node_copy(node, operand)
-        made.target = _PURE.get(node.target, node.target)
-        self.memory.follows(made)
-        return made
+        new_node = self.graph.node_copy(node, operand)
+        new_node.target = _PURE.get(node.target, node.target)
+        self.memory.record_node(new_node)
+        return new_node
 
-    def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
+    def detach_value(self, value: fx.Node, reader: fx.Node) -> fx.Node:
         """Return a node that has the value of ``value`` but requires no gradient: a ``detach`` of it, or ``value``
         itself if it is no floating-point tensor.
 
@@ -539,22 +546,22 @@ class _RegionInliner:
         if value not in self.detached:
             self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
             self.detached[value].meta = {**reader.meta, "val": value.meta["val"]}
-            self.memory.stands_for(self.detached[value], value)
+            self.memory.record_detached(self.detached[value], value)
         return self.detached[value]
 
 
-def _line_of(node: fx.Node, args: list[Any]) -> str:
+def _format_node_line(node: fx.Node, args: list[Any]) -> str:
     """Return `` (file:line)`` of the operator ``node``, or of the first operator in its sub-graphs that has a line;
     empty if none has.
 
     ``args``: the arguments of the node, among which the sub-graphs are.
     """
     inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
-    lines = [source_of(n.meta.get("stack_trace")) for n in (node, *inner)]
+    lines = [find_user_line(n.meta.get("stack_trace")) for n in (node, *inner)]
     return next((f" ({line})" for line in lines if line), "")
 
 
-def _own_function(args: list[Any]) -> Callable[..., Any] | None:
+def _find_custom_function(args: list[Any]) -> Callable[..., Any] | None:
     """Return the Python function that a graph node calls without its operators being in the graph, if this function
     applies a ``torch.autograd.Function``. torch.export leaves such calls in its graphs. Return ``None`` if the node
     calls anything else.
@@ -566,7 +573,7 @@ def _own_function(args: list[Any]) -> Callable[..., Any] | None:
     return function if getattr(function, "__name__", "") == _CALLS_FUNCTION else None
 
 
-def _returns_itself(node: fx.Node) -> bool:
+def _is_identity_cast(node: fx.Node) -> bool:
     """Return whether ``node`` is a ``to`` operator that changes neither dtype, device nor layout, so that it returns
     its operand itself.
     """

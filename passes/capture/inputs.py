@@ -32,7 +32,7 @@ NO_BATCH = "no input has a batch dim: every input is 0-dimensional; pass inputs 
 
 
 def bind_inputs(
-    twin: ParameterlessCopy,
+    fake_copy: ParameterlessCopy,
     original: nn.Module,
     inputs: Inputs,
     *,
@@ -46,7 +46,7 @@ def bind_inputs(
     forward does not accept them.
 
     Args:
-        twin: copy of the model with fake parameters.
+        fake_copy: copy of the model with fake parameters.
         original: the model itself.
         inputs: the user's inputs; ``None`` uses the model's own dummy inputs.
         global_batch: size of the batch dim; ``None`` keeps the size of the inputs.
@@ -55,13 +55,13 @@ def bind_inputs(
     """
     args, kwargs = split_inputs(original, inputs)
     check_signature(type(original).__name__, original.forward, args, kwargs)
-    (args, kwargs) = without_numbers((args, kwargs), twin, global_batch, dtype)
+    (args, kwargs) = make_fake_arguments((args, kwargs), fake_copy, global_batch, dtype)
     if inputs is None and with_labels:
-        kwargs = _add_labels(twin, kwargs)
+        kwargs = _add_labels(fake_copy, kwargs)
     return args, kwargs
 
 
-def plain_numbers(arguments: Bound) -> dict[str, int | float]:
+def find_plain_numbers(arguments: Bound) -> dict[str, int | float]:
     """Return the Python ints and floats among the arguments, by their path (such as ``0`` or ``options.scale``),
     without booleans.
 
@@ -71,27 +71,27 @@ def plain_numbers(arguments: Bound) -> dict[str, int | float]:
     return {path: leaf for path, leaf in leaves if type(leaf) in (int, float)}
 
 
-def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
+def lift_leaves(arguments: Bound, fake_copy: ParameterlessCopy) -> Bound:
     """Return ``arguments`` with a 0-dimensional fake tensor in place of each Python number whose path, such as
-    ``options.scale``, is in ``twin.numbers``.
+    ``options.scale``, is in ``fake_copy.numbers``.
 
     The tensor is float64 for a float, int64 for an int.
 
     Args:
         arguments: (positional arguments, keyword arguments).
-        twin: copy of the model with fake tensors.
+        fake_copy: copy of the model with fake tensors.
     """
 
     def lift(path: str, leaf: Any) -> Any:
-        if path not in twin.numbers:
+        if path not in fake_copy.numbers:
             return leaf
-        return twin.empty((), torch.float64 if isinstance(leaf, float) else torch.int64)
+        return fake_copy.empty((), torch.float64 if isinstance(leaf, float) else torch.int64)
 
     args, kwargs = arguments
     return map_leaves(lift, args), map_leaves(lift, kwargs)
 
 
-def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
+def list_forward_arguments(model: nn.Module) -> tuple[Argument, ...]:
     """Return a record of each named parameter of the ``forward`` of ``model``, in order: its name, its default, and
     whether it is required. ``*args`` and ``**kwargs`` are left out.
     """
@@ -118,7 +118,7 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     if inputs is None:
-        return _read_example_inputs(model) if isinstance(model, ExportedProgram) else ((), _dummy_inputs(model))
+        return _read_example_inputs(model) if isinstance(model, ExportedProgram) else ((), _get_dummy_inputs(model))
     raise InputsError(
         "inputs must be a tuple (positional) or a dict (keyword arguments), one whole global batch; "
         f"got {type(inputs).__name__}"
@@ -134,7 +134,7 @@ def _read_example_inputs(program: ExportedProgram) -> Bound:
     return args, kwargs
 
 
-def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
+def _get_dummy_inputs(model: nn.Module) -> dict[str, Any]:
     """Return the sample inputs that ``model`` offers if it is a Hugging Face model, as keyword arguments.
 
     Raises :class:`InputsError` if it has none.
@@ -172,28 +172,30 @@ def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...
         ) from None
 
 
-def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None) -> Any:
+def make_fake_arguments(
+    tree: Any, fake_copy: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None
+) -> Any:
     """Return ``tree``, a pytree of arguments of forward, with each tensor replaced by a fake tensor, which has a shape
     but no values.
 
     The batch dim of each is enlarged to ``global_batch`` samples, and floating-point tensors are cast to ``dtype``. For
     both, ``None`` changes nothing. Raises :class:`InputsError` if ``global_batch`` is given and no tensor has a dim.
-    ``twin``: the copy of the model whose fake tensor mode is used.
+    ``fake_copy``: the copy of the model whose fake tensor mode is used.
     """
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)
     if global_batch is not None and sample is None:
         raise InputsError(f"global_batch is given, but {NO_BATCH}")
     made = [
-        twin.empty(enlarge_batch_shape(leaf, sample, global_batch), cast_floating_dtype(leaf.dtype, dtype))
+        fake_copy.empty(enlarge_batch_shape(leaf, sample, global_batch), cast_floating_dtype(leaf.dtype, dtype))
         if isinstance(leaf, Tensor)
-        else python_number(leaf)
+        else unwrap_numpy_number(leaf)
         for leaf in leaves
     ]
     return pytree.tree_unflatten(made, spec)
 
 
-def python_number(value: Any) -> Any:
+def unwrap_numpy_number(value: Any) -> Any:
     """Return ``value`` as a Python number or boolean if it is one of NumPy; otherwise return it unchanged."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
 
@@ -204,7 +206,7 @@ def sample_batch(leaves: list[Any]) -> int | None:
     return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
-def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
+def infer_batch_dims(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
     """Return the number of samples in the batch, and for each tensor, by path, the index of its batch dim (``None`` if
     it has none).
 
@@ -229,13 +231,13 @@ def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | 
     return tuple(shape)
 
 
-def _add_labels(twin: ParameterlessCopy, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _add_labels(fake_copy: ParameterlessCopy, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return ``kwargs`` with fake ``labels`` if the model then returns a loss, otherwise ``kwargs`` unchanged.
 
     One label for each token is tried first, then one for each sample. ``kwargs``: keyword arguments of forward.
-    ``twin``: a copy of the model with fake parameters.
+    ``fake_copy``: a copy of the model with fake parameters.
     """
-    if "labels" not in inspect.signature(twin.module.forward).parameters or "labels" in kwargs:
+    if "labels" not in inspect.signature(fake_copy.module.forward).parameters or "labels" in kwargs:
         return kwargs
     main = next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
     if main is None:
@@ -243,7 +245,7 @@ def _add_labels(twin: ParameterlessCopy, kwargs: dict[str, Any]) -> dict[str, An
     per_token = kwargs.get("decoder_input_ids", main)
     shapes = ([tuple(per_token.shape)] if not per_token.is_floating_point() else []) + [tuple(main.shape[:1])]
     for shape in shapes:
-        labelled = {**kwargs, "labels": twin.empty(shape, torch.int64)}
-        if isinstance(getattr(try_forward(twin, (), labelled), "loss", None), Tensor):
+        labelled = {**kwargs, "labels": fake_copy.empty(shape, torch.int64)}
+        if isinstance(getattr(try_forward(fake_copy, (), labelled), "loss", None), Tensor):
             return labelled
     return kwargs

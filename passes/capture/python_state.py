@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner.passes.capture.export import line_of
-from partitioner.passes.faults import is_users
+from partitioner.passes.capture.export import format_frame_line
+from partitioner.passes.faults import is_user_file
 from partitioner.passes.ir.lifted_numbers import is_lifted
 from partitioner.passes.ir.model import Captured
 
@@ -38,7 +38,9 @@ _PLAIN = (bool, type(None), int, float, str, complex, bytes, torch.dtype, torch.
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, dict)
 _MOST_ELEMENTS = 4096  # of a container that is looked into
 _DEPTH = 6
-_OWN = frozenset({*vars(nn.Module()), "forward"}) - {"training"}  # attributes of every module, looked at elsewhere
+_MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "forward"}) - {
+    "training"
+}  # attributes of every module, looked at elsewhere
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _FIRST_DRAWS = (0.02, 0.98)  # a draw below the one and a draw above the other tell what a draw can change
 _SEEDS = 4096
@@ -51,12 +53,11 @@ Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module, name) -> how it 
 class StateChange:
     """A change of Python state (anything except tensors) by forward, such as an attribute or a global variable.
 
-    ``what`` describes the state for messages. ``module`` (a module path) and ``name`` are set for an attribute of a
-    module. ``before`` and ``after`` are the values if they are Python numbers, else ``None``. ``generator``: whether
-    what changed is the state of a random generator.
-    """
+    ``description`` describes the state for messages. ``module`` (a module path) and ``name`` are set for an attribute
+    of a module. ``before`` and ``after`` are the values if they are Python numbers, else ``None``. ``generator``:
+    whether what changed is the state of a random generator."""
 
-    what: str
+    description: str
     module: str | None = None
     name: str = ""
     before: int | float | None = None
@@ -76,24 +77,23 @@ class _Variable:
     """A Python variable, such as a global, that forward can change and that the traced copy of the model shares with
     the caller.
 
-    ``what`` describes it for messages. ``read`` and ``write`` get and set its present value, ``value`` is the value
-    before forward. ``content`` is a copy of the elements if the value is a container, else ``None``. ``told`` is a key
-    that represents the value before forward, for comparison: the variable has changed if its later value has another
-    key.
-    """
+    ``description`` describes it for messages. ``read`` and ``write`` get and set its present value, ``value`` is the
+    value before forward. ``content`` is a copy of the elements if the value is a container, else ``None``. ``key`` is a
+    key that represents the value before forward, for comparison: the variable has changed if its later value has
+    another key."""
 
-    what: str
+    description: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
     value: Any
     content: Any
-    told: Any
+    key: Any
 
     def restore(self) -> None:
         """Set this Python variable, and the elements of its container, back to what they were before forward."""
         if self.read() is not self.value:
             self.write(self.value)
-        if self.content is not None and not _containers_hold_same(self.value, self.content):
+        if self.content is not None and not _have_same_elements(self.value, self.content):
             self.value.clear()
             if isinstance(self.value, set | dict):
                 self.value.update(self.content)
@@ -101,7 +101,7 @@ class _Variable:
                 self.value.extend(self.content)
 
 
-def _containers_hold_same(one: Any, other: Any) -> bool:
+def _have_same_elements(one: Any, other: Any) -> bool:
     """Return whether ``one`` and ``other``, two containers of one type, hold the same objects (by identity) in the same
     order."""
     if isinstance(one, dict):
@@ -123,7 +123,7 @@ class PythonState:
     generators: list[tuple[str, Any, Any]]  # what it is, the generator, its state
 
     @classmethod
-    def of(cls, module: nn.Module, *functions: Any) -> PythonState:
+    def take(cls, module: nn.Module, *functions: Any) -> PythonState:
         """Record the Python state that forward can change: the attributes of ``module``, a copy of the model, and the
         variables, such as globals, that its code can change. ``functions``: further code that forward runs, such as the
         loss, whose variables are recorded too.
@@ -132,34 +132,36 @@ class PythonState:
         """
         generators: dict[int, tuple[str, Any, Any]] = {}
         for name, generator in (("Python's random", random), ("NumPy's random", np.random)):
-            generators[id(generator)] = (name, generator, _generator_state(generator))
+            generators[id(generator)] = (name, generator, _get_generator_state(generator))
         places = list(_iterate_reachable_variables(module, functions))
         for place in places:
-            if _generator_state(place.value) is not None:
-                generators.setdefault(id(place.value), (place.what, place.value, _generator_state(place.value)))
-        return cls(attributes_of(module), places, list(generators.values()))
+            if _get_generator_state(place.value) is not None:
+                generators.setdefault(
+                    id(place.value), (place.description, place.value, _get_generator_state(place.value))
+                )
+        return cls(collect_attributes(module), places, list(generators.values()))
 
-    def changes(self, after: Attributes) -> list[StateChange]:
+    def find_changes(self, attributes: Attributes) -> list[StateChange]:
         """Return the differences between the snapshot and the present state: one :class:`StateChange` for each variable
         that has another value.
 
         Args:
-            after: attributes of the traced copy of the model after its forward: (module path, attribute name) ->
+            attributes: attributes of the traced copy of the model after its forward: (module path, attribute name) ->
                 (comparison key, value).
         """
         found = list[StateChange]()
-        for (path, name), (told, value) in after.items():
+        for (path, name), (told, value) in attributes.items():
             before = self.attributes.get((path, name))
             if before is None or before[0] != told:
                 of = f"the attribute {name!r} of {f'the module {path!r}' if path else 'the model'}"
                 was = None if before is None else before[1]
-                generator = _generator_state(value) is not None
+                generator = _get_generator_state(value) is not None
                 found.append(StateChange(of, path, name, _get_plain_number(was), _get_plain_number(value), generator))
-        found += [StateChange(p.what) for p in self.places if _build_value_key(p.read(), {}) != p.told]
+        found += [StateChange(p.description) for p in self.places if _build_value_key(p.read(), {}) != p.key]
         found += [
-            StateChange(what, generator=True)
-            for what, generator, state in self.generators
-            if not _same_state(_generator_state(generator), state)
+            StateChange(description, generator=True)
+            for description, generator, state in self.generators
+            if not _are_states_equal(_get_generator_state(generator), state)
         ]
         return found
 
@@ -178,12 +180,15 @@ class PythonState:
         If traces after both seeds differ, the drawn numbers have an effect on what forward computes.
         """
         own = [value for part in module.modules() for value in vars(part).values()]
-        for generator in (*(g for _, g, _ in self.generators), *(v for v in own if _generator_state(v) is not None)):
+        for generator in (
+            *(g for _, g, _ in self.generators),
+            *(v for v in own if _get_generator_state(v) is not None),
+        ):
             _seed_generator(generator, below)
 
 
 # --- what can be changed ----------------------------------------------------------------------------------------------
-def attributes_of(module: nn.Module) -> Attributes:
+def collect_attributes(module: nn.Module) -> Attributes:
     """Return a dict of the attributes of ``module`` and its submodules: (module path, attribute name) -> (comparison
     key, value). Equal keys mean that a value has not changed. Attributes that every module has are left out, except
     ``training``."""
@@ -192,7 +197,7 @@ def attributes_of(module: nn.Module) -> Attributes:
         (path, name): (_build_value_key(value, known), value)
         for path, part in module.named_modules()
         for name, value in vars(part).items()
-        if name not in _OWN
+        if name not in _MODULE_ATTRIBUTES
     }
 
 
@@ -207,12 +212,14 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
     seen: set[int] = set()
     classes = {cls for part in module.modules() for cls in type(part).__mro__ if _has_code_of_users(cls.__module__)}
     codes = [f for f in functions if f is not None]
-    codes += [v for part in module.modules() for n, v in vars(part).items() if n not in _OWN and _is_function(v)]
+    codes += [
+        v for part in module.modules() for n, v in vars(part).items() if n not in _MODULE_ATTRIBUTES and _is_function(v)
+    ]
     for cls in classes:
         for name, value in list(vars(cls).items()):
             if not name.startswith("__") and _is_data(value):
-                what = f"the attribute {name!r} of the class {cls.__qualname__}"
-                yield _make_settable_variable(what, vars(cls), name, functools.partial(setattr, cls, name))
+                description = f"the attribute {name!r} of the class {cls.__qualname__}"
+                yield _make_settable_variable(description, vars(cls), name, functools.partial(setattr, cls, name))
             elif _is_function(value):
                 codes.append(value)
     names = {cls.__module__ for cls in classes}
@@ -221,9 +228,9 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in seen and _cell_has_data(cell):
                 seen.add(id(cell))
-                what = f"the variable {variable!r} that {function.__qualname__} closes over"
+                description = f"the variable {variable!r} that {function.__qualname__} closes over"
                 yield _make_settable_variable(
-                    what, cell, "cell_contents", functools.partial(setattr, cell, "cell_contents")
+                    description, cell, "cell_contents", functools.partial(setattr, cell, "cell_contents")
                 )
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), vars(function)):
             if isinstance(value, list | dict | set | collections.deque) and id(value) not in seen:
@@ -233,28 +240,30 @@ def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) 
         file = sys.modules.get(name)
         for variable, value in list(vars(file).items()) if file is not None and _has_code_of_users(name) else ():
             if not variable.startswith("__") and _is_data(value):
-                what = f"the global {variable!r} of {name}"
-                yield _make_settable_variable(what, vars(file), variable, functools.partial(setattr, file, variable))
+                description = f"the global {variable!r} of {name}"
+                yield _make_settable_variable(
+                    description, vars(file), variable, functools.partial(setattr, file, variable)
+                )
 
 
-def _make_settable_variable(what: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
+def _make_settable_variable(description: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
     """Return a record of the entry or attribute ``name`` of ``holder``, with its present value.
 
-    ``what``: a description for messages. ``write``: sets the variable to a value.
+    ``description``: a description for messages. ``write``: sets the variable to a value.
     """
 
     def read() -> Any:
         return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
 
     value = read()
-    return _Variable(what, read, write, value, _copy_mutable_value(value), _build_value_key(value, {}))
+    return _Variable(description, read, write, value, _copy_mutable_value(value), _build_value_key(value, {}))
 
 
-def _make_fixed_variable(what: str, value: Any) -> _Variable:
+def _make_fixed_variable(description: str, value: Any) -> _Variable:
     """Return a record of the object ``value``, such as the default of a parameter, that code can change in place but
-    not replace. ``what``: a description for messages."""
+    not replace. ``description``: a description for messages."""
     return _Variable(
-        what, lambda: value, lambda _: None, value, _copy_mutable_value(value), _build_value_key(value, {})
+        description, lambda: value, lambda _: None, value, _copy_mutable_value(value), _build_value_key(value, {})
     )
 
 
@@ -314,7 +323,7 @@ def _is_data(value: Any) -> bool:
     """
     if isinstance(value, type | types.ModuleType | nn.Module | Tensor | enum.Enum) or _is_function(value):
         return False
-    told = isinstance(value, (*_PLAIN, *_CONTAINERS, itertools.count)) or _generator_state(value) is not None
+    told = isinstance(value, (*_PLAIN, *_CONTAINERS, itertools.count)) or _get_generator_state(value) is not None
     return told or _has_attributes(value)
 
 
@@ -334,7 +343,7 @@ def _has_code_of_users(module: str) -> bool:
     if module.split(".")[0] in ("torch", "builtins", "numpy", "functools", "collections", "typing", "pytest", "abc"):
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is None or is_users(file)
+    return file is None or is_user_file(file)
 
 
 def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
@@ -361,8 +370,8 @@ def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     told: Any = kind
     if isinstance(value, itertools.count):
         told = repr(value)
-    elif _generator_state(value) is not None:
-        told = kind, repr(_arrays_to_lists(_generator_state(value)))
+    elif _get_generator_state(value) is not None:
+        told = kind, repr(_convert_arrays_to_lists(_get_generator_state(value)))
     elif isinstance(value, dict) and len(value) <= _MOST_ELEMENTS:
         told = (
             kind,
@@ -390,7 +399,7 @@ def _get_plain_number(value: Any) -> int | float | None:
 
 
 # --- generators -------------------------------------------------------------------------------------------------------
-def _generator_state(generator: Any) -> Any:
+def _get_generator_state(generator: Any) -> Any:
     """Return the state of a random generator of Python or NumPy; ``None`` if ``generator`` is no random generator."""
     if generator is random or (isinstance(generator, random.Random) and type(generator) is not random.SystemRandom):
         return generator.getstate()
@@ -412,14 +421,14 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-def _same_state(one: Any, other: Any) -> bool:
-    return repr(_arrays_to_lists(one)) == repr(_arrays_to_lists(other))
+def _are_states_equal(one: Any, other: Any) -> bool:
+    return repr(_convert_arrays_to_lists(one)) == repr(_convert_arrays_to_lists(other))
 
 
-def _arrays_to_lists(state: Any) -> Any:
+def _convert_arrays_to_lists(state: Any) -> Any:
     """Return ``state``, the state of a random generator, with lists in place of NumPy arrays."""
     if isinstance(state, Mapping):
-        return {k: _arrays_to_lists(v) for k, v in state.items()}
+        return {k: _convert_arrays_to_lists(v) for k, v in state.items()}
     return state.tolist() if isinstance(state, np.ndarray) else state
 
 
@@ -462,10 +471,10 @@ def find_draw(run: Callable[[], Any]) -> str:
         owner = getattr(argument, "__self__", None) if event == "c_call" else frame.f_locals.get("self")
         if event in ("call", "c_call") and isinstance(owner, generators):
             at: types.FrameType | None = frame
-            while at is not None and not is_users(at.f_code.co_filename):
+            while at is not None and not is_user_file(at.f_code.co_filename):
                 at = at.f_back
             if at is not None:
-                found.append(line_of(at))
+                found.append(format_frame_line(at))
 
     before = sys.getprofile()
     sys.setprofile(watch)
@@ -479,7 +488,7 @@ def find_draw(run: Callable[[], Any]) -> str:
 
 # --- the clock --------------------------------------------------------------------------------------------------------
 @dataclass
-class Clock:
+class ClockObserver:
     """Observes whether traced code reads the clock, and shifts the time that it reads by ``shift_s`` seconds.
 
     ``asked_at``: the first line of the user's code that reads the clock, as `` at file:line (code)``; empty if no line
@@ -491,7 +500,7 @@ class Clock:
     _originals: dict[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
 
     @contextlib.contextmanager
-    def watched(self, module: nn.Module) -> Iterator[None]:
+    def observe(self, module: nn.Module) -> Iterator[None]:
         """Return a context in which the functions of ``time`` return the shifted time to the user's code and record
         where they were called.
 
@@ -519,15 +528,15 @@ class Clock:
 
         def now() -> Any:
             frame = sys._getframe(1)
-            if not self.asked_at and is_users(frame.f_code.co_filename):
-                self.asked_at = line_of(frame)
-            return function() + shift if is_users(frame.f_code.co_filename) else function()
+            if not self.asked_at and is_user_file(frame.f_code.co_filename):
+                self.asked_at = format_frame_line(frame)
+            return function() + shift if is_user_file(frame.f_code.co_filename) else function()
 
         return now
 
 
 # --- whether a change has an effect -----------------------------------------------------------------------------------
-def same_computation(one: Captured, other: Captured) -> bool:
+def are_computations_equal(one: Captured, other: Captured) -> bool:
     """Return whether ``one`` and ``other``, two captured graphs of a model, compute the same results from the same
     parameters, buffers and inputs.
 
@@ -543,7 +552,7 @@ def _build_capture_key(captured: Captured) -> Any:
 
     Values that depend on constants alone are represented by a hash of their elements.
     """
-    fixed = _constant_values(captured)
+    fixed = _evaluate_constants(captured)
     places: dict[fx.Node, str] = {}
     rows: list[tuple[str, str, str, str]] = []
     for node in captured.graph.nodes:
@@ -561,7 +570,7 @@ def _build_capture_key(captured: Captured) -> Any:
     return output_row, outputs, updates, by_name.get(captured.loss or "")
 
 
-def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
+def _evaluate_constants(captured: Captured) -> dict[fx.Node, Any]:
     """Return a dict from each node of the graph of ``captured`` whose value depends on constants alone to this value.
     Results of more than ``_MOST_NUMBERS`` (2**22) elements, and all that is computed from them, are left out.
     """
@@ -574,7 +583,7 @@ def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
                 values[node] = captured.constants[name]
         elif node.op == "call_function" and all(n in values for n in node.all_input_nodes) and _is_repeatable(node):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            args, kwargs = fx.node.map_aggregate((args, kwargs), _on_cpu)
+            args, kwargs = fx.node.map_aggregate((args, kwargs), _to_cpu)
             with contextlib.suppress(Exception), torch.no_grad():
                 values[node] = node.target(*args, **kwargs)
     return values
@@ -590,7 +599,7 @@ def _is_repeatable(node: fx.Node) -> bool:
     return small and of_torch and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _on_cpu(argument: Any) -> Any:
+def _to_cpu(argument: Any) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 

@@ -1,6 +1,6 @@
-"""Trace the twin of a model, and decide what happens to Python state that forward reads or changes.
+"""Trace the fake copy of a model, and decide what happens to Python state that forward reads or changes.
 
-Requires: a twin (a copy with fake parameters, from ``passes/capture/export.py``) and its arguments. Provides: a
+Requires: a fake copy (a copy with fake parameters, from ``passes/capture/export.py``) and its arguments. Provides: a
 captured graph in which Python numbers of the inputs are 0-dimensional tensors, and Python numbers that forward changes
 (counters) are buffers. Other Python state that forward changes is refused if it has an effect on what forward computes.
 """
@@ -26,44 +26,44 @@ from partitioner.passes.capture.export import (
     Counter,
     ParameterlessCopy,
     export_parameterless_copy,
-    make_twin,
+    make_fake_copy,
     try_forward,
 )
 from partitioner.passes.capture.functionalize import flatten_program
-from partitioner.passes.capture.inputs import Bound, arguments_of, lift_leaves, plain_numbers
+from partitioner.passes.capture.inputs import Bound, find_plain_numbers, lift_leaves, list_forward_arguments
 from partitioner.passes.capture.python_state import (
     Attributes,
-    Clock,
+    ClockObserver,
     PythonState,
     StateChange,
-    attributes_of,
+    are_computations_equal,
+    collect_attributes,
     find_draw,
-    same_computation,
 )
 from partitioner.passes.capture.wrappers import take_hooks_into_forward
 from partitioner.passes.errors import CaptureError, PartitionError, UnsupportedError
 from partitioner.passes.experts.traced_loops import TracedLoops
 from partitioner.passes.ir.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
 from partitioner.passes.ir.model import CallSignature, Captured, ModelState, TensorSpec
-from partitioner.passes.trace.autograd_functions import drop_looking_hooks, with_terms_added
+from partitioner.passes.trace.autograd_functions import add_loss_terms, drop_looking_hooks
 from partitioner.passes.trace.layer_equality import ModuleGroup, ParkedParameters
-from partitioner.passes.trace.layer_expansion import Unrepeated, expand_layer_operators, in_order
-from partitioner.passes.trace.layer_reuse import Repeats
+from partitioner.passes.trace.layer_expansion import NotRepeatable, expand_layer_operators, sort_states
+from partitioner.passes.trace.layer_reuse import LayerRepeats
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Result of one trace of ``twin``, a copy of the model with fake tensors.
+    """Result of one trace of ``fake_copy``, a copy of the model with fake tensors.
 
-    ``captured``: the model's graph with the names of its states, inputs and outputs. ``left``: the attributes of the
-    twin's modules after forward: (module path, attribute name) -> (comparison key, value), where equal keys mean that
-    an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of forward. ``uses``: for
-    each input that is a Python number and fixed in the plan: path -> what forward uses it for, as text.
-    """
+    ``captured``: the model's graph with the names of its states, inputs and outputs. ``attributes_after``: the
+    attributes of the fake copy's modules after forward: (module path, attribute name) -> (comparison key, value), where
+    equal keys mean that an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of
+    forward. ``uses``: for each input that is a Python number and fixed in the plan: path -> what forward uses it for,
+    as text."""
 
     captured: Captured
-    twin: ParameterlessCopy
-    left: Attributes
+    fake_copy: ParameterlessCopy
+    attributes_after: Attributes
     arguments: Bound
     uses: Mapping[str, str]  # of numbers of the inputs that stay fixed, what the forward uses them for
 
@@ -85,43 +85,43 @@ class Tracer:
     train: bool
     functions: tuple[Any, ...] = ()
 
-    def state_of(self, module: nn.Module) -> PythonState:
+    def take_snapshot(self, module: nn.Module) -> PythonState:
         """Return a snapshot of the Python state (attributes, globals, random generators) that the forward of ``module``
         can change.
 
         Args:
             module: a copy of the model, whose forward has not yet been called.
         """
-        return PythonState.of(module, self.model.forward, self.loss, *self.functions)
+        return PythonState.take(module, self.model.forward, self.loss, *self.functions)
 
-    def capture(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
-        """Trace the forward of ``twin`` and return the result; Python state that forward changed is restored
+    def capture(self, fake_copy: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
+        """Trace the forward of ``fake_copy`` and return the result; Python state that forward changed is restored
         afterwards.
 
         Raises :class:`UnsupportedError` if forward changes Python state that has an effect on what it computes and that
         cannot become a buffer of the plan.
 
         Args:
-            twin: the copy of the model with fake tensors that is traced.
+            fake_copy: the copy of the model with fake tensors that is traced.
             arguments: (positional arguments, keyword arguments) of forward.
             lift_numbers: read Python numbers of the inputs as tensors if forward allows it.
             before: the Python state from which forward starts.
         """
-        clock = Clock()
+        clock = ClockObserver()
         before.restore()
         try:
-            with clock.watched(twin.module):
-                trace = self._trace_with_numbers(twin, arguments, lift_numbers)
-            changes = before.changes(trace.left)
+            with clock.observe(fake_copy.module):
+                trace = self._trace_with_numbers(fake_copy, arguments, lift_numbers)
+            changes = before.find_changes(trace.attributes_after)
             if changes or clock.asked_at:
-                trace = _Settling(self, before, trace).settle(changes, clock)
+                trace = _StateChangeResolver(self, before, trace).resolve(changes, clock)
         finally:
             before.restore()
         return trace
 
-    def trace(self, twin: ParameterlessCopy, arguments: Bound, uses: Mapping[str, str]) -> Trace:
-        """Trace ``twin``, a copy of the model with fake tensors, and return the captured graph with a record of the
-        trace.
+    def trace(self, fake_copy: ParameterlessCopy, arguments: Bound, uses: Mapping[str, str]) -> Trace:
+        """Trace ``fake_copy``, a copy of the model with fake tensors, and return the captured graph with a record of
+        the trace.
 
         If forward loops over the experts that some row (token) chose, the loop is traced over all experts. If it
         branches on whether an expert has rows, this is traced as if it had. In both cases forward is traced twice more,
@@ -133,30 +133,34 @@ class Tracer:
             uses: for each input that is a Python number and fixed in the plan: path -> what forward uses it for, as
                 text. It is stored in the result.
         """
-        left: Attributes = {}
-        captured, traced = self._trace_module(twin, arguments, left)
-        scope, hits, pairs = twin.scope, traced.hits, list[Captured]()
+        attributes_after: Attributes = {}
+        captured, traced = self._trace_module(fake_copy, arguments, attributes_after)
+        scope, loops, pairs = fake_copy.scope, traced.loops, list[Captured]()
         guards = tuple(scope.guards)
         for parity, empty in enumerate(captured.turns):
-            twin = self.renew(twin, hits=hits.leaving_out(parity))
-            pairs += [empty, self._trace_module(twin, arguments, {})[0]]
-        signature = replace(captured.signature, arguments=arguments_of(self.model), guards=guards)
-        return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
+            fake_copy = self.renew_copy(fake_copy, hits=loops.without_parity(parity))
+            pairs += [empty, self._trace_module(fake_copy, arguments, {})[0]]
+        signature = replace(captured.signature, arguments=list_forward_arguments(self.model), guards=guards)
+        return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, attributes_after, arguments, uses)
 
-    def renew(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, ready for another trace, with the options of ``twin``, an
-        earlier copy.
+    def renew_copy(self, fake_copy: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
+        """Return a new copy of the model with fake tensors, ready for another trace, with the options of ``fake_copy``,
+        an earlier copy.
 
         Args:
-            changes: name of a field of the twin -> its new value. The extra key ``flipped`` has conditions on lifted
-                numbers (Python numbers that are traced as tensors): the next trace takes the other branch for these.
+            changes: name of a field of the fake copy -> its new value. The extra key ``flipped`` has conditions on
+            lifted numbers (Python numbers that are traced as tensors): the next trace takes the other branch for these.
         """
-        scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
-        hits = changes.pop("hits", None) or TracedLoops()
-        made = make_hookless_twin(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
-        given: dict[str, Any] = {"numbers": twin.numbers, "counters": twin.counters, "attributes": twin.attributes}
-        given |= {"warm_up": twin.warm_up, **changes}
-        made = replace(made, asked=twin.asked, hits=hits, scope=scope, **given)
+        scope = LiftScope(fake_copy.scope.find_line, changes.pop("flipped", ()))
+        loops = changes.pop("hits", None) or TracedLoops()
+        made = make_hookless_copy(self.model, self.dtype, fake_copy.mode, fake_copy.casts, fake_copy.caches_kept)
+        given: dict[str, Any] = {
+            "numbers": fake_copy.numbers,
+            "counters": fake_copy.counters,
+            "attributes": fake_copy.attributes,
+        }
+        given |= {"warm_up": fake_copy.warm_up, **changes}
+        made = replace(made, read_buffers=fake_copy.read_buffers, loops=loops, scope=scope, **given)
         for (path, name), value in made.attributes.items():
             vars(made.module.get_submodule(path))[name] = _copy_container(value)
         for counter in made.counters:
@@ -167,31 +171,31 @@ class Tracer:
 
     # -- numbers of the inputs
 
-    def _trace_with_numbers(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool) -> Trace:
-        """Trace ``twin``, a copy of the model with fake tensors, and return the result. Inputs that are Python numbers
-        become tensors if forward accepts that; otherwise their values are fixed in the graph.
+    def _trace_with_numbers(self, fake_copy: ParameterlessCopy, arguments: Bound, lift_numbers: bool) -> Trace:
+        """Trace ``fake_copy``, a copy of the model with fake tensors, and return the result. Inputs that are Python
+        numbers become tensors if forward accepts that; otherwise their values are fixed in the graph.
 
         ``lift_numbers``: whether to try tensors at all. ``arguments``: (positional, keyword) arguments of forward.
         """
-        numbers, uses = self._choose_numbers(twin, arguments) if lift_numbers else ({}, {})
+        numbers, uses = self._choose_numbers(fake_copy, arguments) if lift_numbers else ({}, {})
         if numbers:
-            lifted = self.renew(twin, numbers=numbers)
+            lifted = self.renew_copy(fake_copy, numbers=numbers)
             with contextlib.suppress(NotLiftable, CaptureError, UnsupportedError):
                 return self.trace(lifted, lift_leaves(arguments, lifted), uses)
-            twin = self.renew(twin)
-        return self.trace(twin, arguments, uses)
+            fake_copy = self.renew_copy(fake_copy)
+        return self.trace(fake_copy, arguments, uses)
 
     def _choose_numbers(
-        self, twin: ParameterlessCopy, arguments: Bound
+        self, fake_copy: ParameterlessCopy, arguments: Bound
     ) -> tuple[dict[str, int | float], dict[str, str]]:
         """Choose the Python numbers of the inputs that forward accepts as tensors. Return two dicts by path of the
         input: the chosen numbers, and, for each other number, a text on what forward uses it for.
 
         Args:
-            twin: copy of the model with fake tensors.
+            fake_copy: copy of the model with fake tensors.
             arguments: (positional arguments, keyword arguments) of forward.
         """
-        numbers, uses = plain_numbers(arguments), dict[str, str]()
+        numbers, uses = find_plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
             """Return whether the model's forward runs if the inputs ``chosen`` (path -> value), which are Python
@@ -199,7 +203,7 @@ class Tracer:
             enclosing function, under its path, what forward needs a Python number for, as text; an empty text if a
             tensor suffices.
             """
-            tried = self.renew(twin, numbers=chosen)
+            tried = self.renew_copy(fake_copy, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
             if len(chosen) == 1:
                 uses.update(dict.fromkeys(chosen, tried.scope.problem))
@@ -212,29 +216,29 @@ class Tracer:
     # -- one trace
 
     def _trace_module(
-        self, twin: ParameterlessCopy, arguments: Bound, left: Attributes
+        self, fake_copy: ParameterlessCopy, arguments: Bound, attributes_after: Attributes
     ) -> tuple[Captured, ParameterlessCopy]:
-        """Trace a twin (a copy of the model with fake tensors) once. Return the captured graph and the twin that was
-        traced.
+        """Trace a copy of the model with fake tensors (a fake copy) once. Return the captured graph and the copy that
+        was traced.
 
-        Of equal layers only one is traced. If that fails, a new twin is traced with all layers, and is the one
+        Of equal layers only one is traced. If that fails, a new fake copy is traced with all layers, and is the one
         returned.
 
         Args:
-            twin: the twin to trace.
+            fake_copy: the fake copy to trace.
             arguments: (positional arguments, keyword arguments) of forward.
-            left: receives the attributes after forward, (module path, attribute name) -> (comparison key, value),
-                because torch.export resets them.
+            attributes_after: receives the attributes after forward, (module path, attribute name) -> (comparison key,
+            value), because torch.export resets them.
         """
         args, kwargs = arguments
-        canonical = {**self.canonical, **{c.buffer: c.full_name for c in twin.counters}}
-        self.prepare(twin, left)
+        canonical = {**self.canonical, **{c.buffer: c.full_name for c in fake_copy.counters}}
+        self.prepare(fake_copy, attributes_after)
 
         def made(
-            twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
+            fake_copy: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return two values: the captured graph of ``program``, and ``twin``. ``program``: what torch.export made
-            of ``twin``, a copy of the model.
+            """Return two values: the captured graph of ``program``, and ``fake_copy``. ``program``: what torch.export
+            made of ``fake_copy``, a copy of the model.
 
             A loop of forward over the experts that some row (token) chose was traced as a loop over all experts, and a
             branch on whether an expert has rows as if it had. If there are any, the field ``turns`` of the captured
@@ -245,79 +249,88 @@ class Tracer:
 
             ``finish``: function that rewrites the captured graph at the end.
             """
-            hits = twin.hits
-            hits.check()
+            loops = fake_copy.loops
+            loops.check_complete()
 
             def captured(parity: int | None) -> Captured:
                 """Return the captured graph of the traced program. The masks of the rows that chose an expert with an
                 even (``parity`` 0) or odd (1) number are replaced by masks of zeros; ``None`` leaves all masks
                 unchanged."""
-                decided = hits.guards.decided if hits.guards is not None else ()
-                with_loss, numbers = self.loss is not None, twin.numbers
+                decided = loops.branches.decided if loops.branches is not None else ()
+                with_loss, numbers = self.loss is not None, fake_copy.numbers
                 found = assemble_program_graph(
-                    program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers
+                    program, canonical, with_loss, parity=parity, decided=decided, numbers=numbers
                 )
-                return with_terms_added(_with_counters(finish(found), twin.counters))
+                return add_loss_terms(_add_counter_updates(finish(found), fake_copy.counters))
 
-            whole = captured(hits.leaves_out if hits.guards is not None else None)
-            pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
-            return whole.with_(turns=tuple(pairs)), twin
+            whole = captured(loops.leaves_out if loops.branches is not None else None)
+            pairs = [captured(parity) for parity in range(2)] if loops.found and loops.leaves_out is None else []
+            return whole.with_(turns=tuple(pairs)), fake_copy
 
-        own = _own_tensors(self.model)
-        repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[ModuleGroup]()
-        while repeats.groups and twin.hits.guards is None:
-            away = repeats.away
+        own = _map_tensor_addresses(self.model)
+        repeats, given_up = (
+            LayerRepeats.find(fake_copy.module).select_parked_parameters(fake_copy.module),
+            list[ModuleGroup](),
+        )
+        while repeats.groups and fake_copy.loops.branches is None:
+            parked = repeats.parked
             try:
-                with repeats.tracing():
+                with repeats.trace():
                     program = flatten_program(
-                        export_parameterless_copy(twin, args, kwargs, train=self.train, diagnose=False), own
+                        export_parameterless_copy(fake_copy, args, kwargs, train=self.train, diagnose=False), own
                     )
-                if away is None:
-                    return made(twin, program, expand_layer_operators)
+                if parked is None:
+                    return made(fake_copy, program, expand_layer_operators)
                 return made(
-                    twin, program, functools.partial(_restore_shared_layers, _states_of(away, canonical), canonical)
+                    fake_copy,
+                    program,
+                    functools.partial(_expand_shared_layers, _list_removed_states(parked, canonical), canonical),
                 )
-            except Unrepeated as error:
+            except NotRepeatable as error:
                 repeats.refuse(error.number)
             except Exception:  # the shortcut's or the model's own: the full trace will tell
                 pass
             refused, given_up = repeats.refused, given_up + repeats.refused
-            twin = self._prepare_retry_copy(twin, twin.hits.leaving_out(twin.hits.leaves_out), left)
-            remaining = Repeats.of(twin.module).without(given_up)
+            fake_copy = self._prepare_retry_copy(
+                fake_copy, fake_copy.loops.without_parity(fake_copy.loops.leaves_out), attributes_after
+            )
+            remaining = LayerRepeats.find(fake_copy.module).exclude(given_up)
             if refused:
-                repeats = remaining.put_away(twin.module) if away is not None else remaining
+                repeats = remaining.select_parked_parameters(fake_copy.module) if parked is not None else remaining
             else:  # the weights that were put away may have been missed
-                repeats = remaining if away is not None else Repeats([])
+                repeats = remaining if parked is not None else LayerRepeats([])
         try:
-            program = export_parameterless_copy(twin, args, kwargs, train=self.train)
+            program = export_parameterless_copy(fake_copy, args, kwargs, train=self.train)
         except CaptureError as error:
-            if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or twin.hits.guards is not None:
+            if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or fake_copy.loops.branches is not None:
                 raise
-            twin = self._prepare_retry_copy(twin, twin.hits.guarded(), left)
+            fake_copy = self._prepare_retry_copy(fake_copy, fake_copy.loops.with_branches(), attributes_after)
             try:
-                program = export_parameterless_copy(twin, args, kwargs, train=self.train, diagnose=False)
+                program = export_parameterless_copy(fake_copy, args, kwargs, train=self.train, diagnose=False)
             except Exception:  # another decision stands in the way, which has been told
                 raise error from error.__cause__
-        return made(twin, flatten_program(program, own), lambda captured: captured)
+        return made(fake_copy, flatten_program(program, own), lambda captured: captured)
 
-    def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
-        """Return a new copy of the model with fake tensors, with the options of ``twin``, for another trace after a
-        trace of ``twin`` (an earlier copy) failed.
+    def _prepare_retry_copy(
+        self, fake_copy: ParameterlessCopy, loops: TracedLoops, attributes_after: Attributes
+    ) -> ParameterlessCopy:
+        """Return a new copy of the model with fake tensors, with the options of ``fake_copy``, for another trace after
+        a trace of ``fake_copy`` (an earlier copy) failed.
 
         Args:
-            hits: an empty record of loops over experts for the new trace.
-            left: receives the attributes of the new copy's modules after forward, by (module path, attribute name).
+            loops: an empty record of loops over experts for the new trace.
+            attributes_after: receives the attributes of the new copy's modules after forward, by (module path,
+            attribute name).
         """
-        made = replace(self.renew(twin, hits=hits), scope=twin.scope)
-        self.prepare(made, left)
+        made = replace(self.renew_copy(fake_copy, hits=loops), scope=fake_copy.scope)
+        self.prepare(made, attributes_after)
         return made
 
-    def prepare(self, twin: ParameterlessCopy, left: Attributes) -> None:
-        """Replace the forward of ``twin``, a copy of the model with fake tensors, by one that returns (output, loss) if
-        there is a loss, else the output. At its end, the new forward also stores the attributes of the twin's modules
-        in ``left``, as (module path, attribute name) -> (comparison key, value).
-        """
-        loss, forward = self.loss, twin.module.forward
+    def prepare(self, fake_copy: ParameterlessCopy, attributes_after: Attributes) -> None:
+        """Replace the forward of ``fake_copy``, a copy of the model with fake tensors, by one that returns (output,
+        loss) if there is a loss, else the output. At its end, the new forward also stores the attributes of the fake
+        copy's modules in ``attributes_after``, as (module path, attribute name) -> (comparison key, value)."""
+        loss, forward = self.loss, fake_copy.module.forward
 
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
@@ -325,21 +338,21 @@ class Tracer:
             end, store the attributes of all modules, to find out later which ones forward changed."""
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
-            left.clear()
-            left.update(attributes_of(twin.module))
+            attributes_after.clear()
+            attributes_after.update(collect_attributes(fake_copy.module))
             return output
 
-        twin.module.forward = with_loss
+        fake_copy.module.forward = with_loss
 
 
-def make_hookless_twin(
+def make_hookless_copy(
     model: nn.Module,
     dtype: torch.dtype | None,
     mode: FakeTensorMode | None = None,
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """Return a twin of ``model``, which is a copy with fake tensors, without the hooks that only observe: they return
+    """Return a copy of ``model`` with fake tensors, without the hooks that only observe: they return
     ``None`` and change nothing.
 
     Forward hooks of the outermost module become part of its forward.
@@ -350,13 +363,13 @@ def make_hookless_twin(
         casts: device type (``cpu`` or ``cuda``) whose ``torch.autocast`` regions take effect; ``None`` if none do.
         keep_caches: leave generation caches on where the model's configurations have them on.
     """
-    twin = make_twin(model, dtype, mode, casts, keep_caches)
-    drop_looking_hooks(twin.module)
-    take_hooks_into_forward(twin.module)
-    return twin
+    fake_copy = make_fake_copy(model, dtype, mode, casts, keep_caches)
+    drop_looking_hooks(fake_copy.module)
+    take_hooks_into_forward(fake_copy.module)
+    return fake_copy
 
 
-def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
+def list_fixed_input_notes(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
     """Yield one note for the user that lists the inputs whose values are fixed in the plan, or nothing if there are
     none.
 
@@ -373,7 +386,7 @@ def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterato
         yield f"fixed inputs: {', '.join(texts)}: a batch with another value is refused; plan again for it"
 
 
-def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
+def _add_counter_updates(captured: Captured, counters: Sequence[Counter]) -> Captured:
     """Return ``captured`` with changes to the buffers that stand for ``counters``, the Python numbers that forward
     changes, such as a count of calls. Each buffer keeps only the name of its number, such as ``layers.0.calls``, and
     the number's value before the first call is added to ``constants`` under this name."""
@@ -386,12 +399,12 @@ def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
 
 
 # --- Python state that the forward changes ----------------------------------------------------------------------------
-class _NotRun(Exception):
+class _ForwardFailed(Exception):
     """Raised if forward fails when it is called without a trace."""
 
 
 @dataclass
-class _Settling:
+class _StateChangeResolver:
     """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
     trace.
 
@@ -404,7 +417,7 @@ class _Settling:
     before: PythonState
     first: Trace
 
-    def settle(self, changes: Sequence[StateChange], clock: Clock) -> Trace:
+    def resolve(self, changes: Sequence[StateChange], clock: ClockObserver) -> Trace:
         """Check what forward changed, and return the trace to use, with notes for the user added to its graph.
 
         Raise :class:`UnsupportedError` for a change that has an effect on what forward computes and cannot be a buffer.
@@ -414,7 +427,7 @@ class _Settling:
         changes = [c for c in changes if not c.generator]
         trace = self.first
         if changes:
-            trace, more = self._settle_changes(changes)
+            trace, more = self._resolve_changes(changes)
             notes += more
         return replace(trace, captured=trace.captured.with_(notes=(*trace.captured.notes, *notes)))
 
@@ -429,24 +442,28 @@ class _Settling:
         """
         for below in (True, False) if changes else ():
             self.before.restore()
-            twin = self.tracer.renew(self.first.twin)
-            self.before.draw_first(twin.module, below)
-            other = self._trace_if_possible(twin, self.first.arguments)
-            if other is None or not same_computation(self.first.captured, other.captured):
+            fake_copy = self.tracer.renew_copy(self.first.fake_copy)
+            self.before.draw_first(fake_copy.module, below)
+            other = self._trace_if_possible(fake_copy, self.first.arguments)
+            if other is None or not are_computations_equal(self.first.captured, other.captured):
                 self.before.restore()
-                twin = self.tracer.renew(self.first.twin)
-                at = find_draw(functools.partial(try_forward, twin, *self.first.arguments))
+                fake_copy = self.tracer.renew_copy(self.first.fake_copy)
+                at = find_draw(functools.partial(try_forward, fake_copy, *self.first.arguments))
                 raise UnsupportedError(
-                    f"forward draws random numbers from {changes[0].what}{at}, and its results depend on them: a plan "
+                    f"forward draws random numbers from {changes[0].description}{at}, and its results depend on "
+                    "them: a plan "
                     "would use the same numbers at every step; expected random numbers of torch, which differ at "
                     "every step, as in torch.where(torch.rand(()) < p, a, b); or draw outside of the model and pass "
                     "the numbers as an input"
                 )
         self.before.restore()
         for change in changes:
-            yield f"forward draws from {change.what}: other draws changed nothing that was traced; the plan draws none"
+            yield (
+                f"forward draws from {change.description}: other draws changed nothing that was traced; the plan "
+                "draws none"
+            )
 
-    def _check_clock(self, clock: Clock) -> Iterator[str]:
+    def _check_clock(self, clock: ClockObserver) -> Iterator[str]:
         """Yield a note if forward read the time without effect on what it computes; nothing if it did not read the
         time.
 
@@ -455,10 +472,10 @@ class _Settling:
         """
         if not clock.asked_at:
             return
-        later = Clock(shift_s=86_399)
-        with later.watched(self.first.twin.module):
-            other = self._trace_if_possible(self.tracer.renew(self.first.twin), self.first.arguments)
-        if other is None or not same_computation(self.first.captured, other.captured):
+        later = ClockObserver(shift_s=86_399)
+        with later.observe(self.first.fake_copy.module):
+            other = self._trace_if_possible(self.tracer.renew_copy(self.first.fake_copy), self.first.arguments)
+        if other is None or not are_computations_equal(self.first.captured, other.captured):
             raise UnsupportedError(
                 f"forward reads the time{clock.asked_at}, and its results depend on it: a plan would always have "
                 "the time "
@@ -468,24 +485,24 @@ class _Settling:
 
     # -- attributes, globals, closures
 
-    def _settle_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
+    def _resolve_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
         """Find out whether the attributes, globals and closure variables that forward changed have an effect on later
         calls of forward. Return the trace to use (the first one, or one in which changed numbers are buffers), and a
         list of notes for the user. Raise :class:`UnsupportedError` if a change has an effect on the next call of
         forward and cannot be a buffer. ``changes``: what the first trace changed."""
         second, changed_again = self._trace_after(self.first)
-        same = second is not None and same_computation(self.first.captured, second.captured)
+        same = second is not None and are_computations_equal(self.first.captured, second.captured)
         if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
             return self.first, []
         others = [c for c in changes if not c.is_number]
         counted = self._trace_with_counters([c for c in changes if c.is_number])
         if counted is not None:
-            return self._settle_counted(counted, others)
+            return self._check_counted_trace(counted, others)
         if not same:
             self._refuse_state_changes(changes)
-        return self.first, [_note_unused(changes)]
+        return self.first, [_format_unused_note(changes)]
 
-    def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
+    def _check_counted_trace(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
         """Check ``counted``, the trace in which the Python numbers that forward changes are buffers. Return the trace
         to use and a list of notes for the user. The trace is ``counted``, or the first trace if no result depends on
         these numbers.
@@ -499,18 +516,18 @@ class _Settling:
         """
         for guard in (g for g in counted.captured.signature.guards if g.reads_state):
             flipped = self._count_flipped(counted, guard.expression)
-            if flipped is None or not same_computation(counted.captured, flipped.captured):
+            if flipped is None or not are_computations_equal(counted.captured, flipped.captured):
                 self._refuse_decision(guard)
         if others:
             second, _ = self._trace_after(counted)
-            if second is None or not same_computation(counted.captured, second.captured):
+            if second is None or not are_computations_equal(counted.captured, second.captured):
                 self._refuse_state_changes(others)
-        counters = counted.twin.counters
-        used = {c.full_name for c in counters if _is_used(counted.captured, c.full_name)}
-        notes = [_note_unused(others)] if others else []
+        counters = counted.fake_copy.counters
+        used = {c.full_name for c in counters if _is_state_used(counted.captured, c.full_name)}
+        notes = [_format_unused_note(others)] if others else []
         if not used:
             changes = [*(StateChange(f"the attribute {c.full_name!r}") for c in counters), *others]
-            return self.first, [_note_unused(changes)]
+            return self.first, [_format_unused_note(changes)]
         names = ", ".join(sorted(used))
         notes.append(
             f"forward counts in {names}: Python numbers that are state of the plan, as buffers are; a run starts from "
@@ -534,15 +551,17 @@ class _Settling:
         if not counters:
             return None
         self.before.restore()
-        twin = self.tracer.renew(self.first.twin, counters=counters)
+        fake_copy = self.tracer.renew_copy(self.first.fake_copy, counters=counters)
         try:
-            return self.tracer.trace(twin, self.first.arguments, self.first.uses)
+            return self.tracer.trace(fake_copy, self.first.arguments, self.first.uses)
         except (NotLiftable, PartitionError):
             return None
 
     def _count_flipped(self, counted: Trace, expression: Expression) -> Trace | None:
         self.before.restore()
-        return self._trace_if_possible(self.tracer.renew(counted.twin, flipped=(expression,)), counted.arguments)
+        return self._trace_if_possible(
+            self.tracer.renew_copy(counted.fake_copy, flipped=(expression,)), counted.arguments
+        )
 
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
         """Trace a second call of forward, from the Python state that the first call left.
@@ -551,40 +570,47 @@ class _Settling:
         except random generators (empty if the trace fails). ``trace``: the trace of the first call.
         """
         try:
-            twin = self.tracer.renew(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))
-        except _NotRun:
+            fake_copy = self.tracer.renew_copy(
+                trace.fake_copy, warm_up=functools.partial(self._run_once, trace.arguments)
+            )
+        except _ForwardFailed:
             self.before.restore()
-            left = {key: v for key, (_, v) in trace.left.items() if not _is_alike(self.before, trace.left, key)}
-            counters = {(c.path, c.name) for c in trace.twin.counters}
-            twin = self.tracer.renew(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
-        state = self.tracer.state_of(twin.module)
-        second = self._trace_if_possible(twin, trace.arguments)
-        changed = [] if second is None else state.changes(second.left)
+            attributes_after = {
+                key: v
+                for key, (_, v) in trace.attributes_after.items()
+                if not _is_unchanged(self.before, trace.attributes_after, key)
+            }
+            counters = {(c.path, c.name) for c in trace.fake_copy.counters}
+            fake_copy = self.tracer.renew_copy(
+                trace.fake_copy, attributes={k: v for k, v in attributes_after.items() if k not in counters}
+            )
+        state = self.tracer.take_snapshot(fake_copy.module)
+        second = self._trace_if_possible(fake_copy, trace.arguments)
+        changed = [] if second is None else state.find_changes(second.attributes_after)
         return second, [c for c in changed if not c.generator]
 
-    def _run_once(self, arguments: Bound, twin: ParameterlessCopy) -> None:
-        """Call the forward of ``twin`` (a copy of the model with fake tensors), with Python state as it was before the
-        first call, to bring the twin into the state after one call.
+    def _run_once(self, arguments: Bound, fake_copy: ParameterlessCopy) -> None:
+        """Call the forward of ``fake_copy`` (a copy of the model with fake tensors), with Python state as it was before
+        the first call, to bring the fake copy into the state after one call.
 
-        Tensors that forward stores have values if these depend on neither inputs nor weights. Raises :class:`_NotRun`
-        if forward fails. ``arguments``: (positional, keyword) arguments of forward.
-        """
+        Tensors that forward stores have values if these depend on neither inputs nor weights. Raises
+        :class:`_ForwardFailed` if forward fails. ``arguments``: (positional, keyword) arguments of forward."""
         self.before.restore()
-        own = vars(twin.module).get("forward")
-        self.tracer.prepare(twin, {})
-        result = try_forward(twin, *arguments, constants=True)
-        vars(twin.module).pop("forward")
+        own = vars(fake_copy.module).get("forward")
+        self.tracer.prepare(fake_copy, {})
+        result = try_forward(fake_copy, *arguments, constants=True)
+        vars(fake_copy.module).pop("forward")
         if own is not None:
-            vars(twin.module)["forward"] = own
+            vars(fake_copy.module)["forward"] = own
         if isinstance(result, Exception):
-            raise _NotRun from result
+            raise _ForwardFailed from result
 
-    def _trace_if_possible(self, twin: ParameterlessCopy, arguments: Bound) -> Trace | None:
-        """Trace ``twin``, a copy of the model with fake tensors, and return the result; ``None`` if it cannot be
+    def _trace_if_possible(self, fake_copy: ParameterlessCopy, arguments: Bound) -> Trace | None:
+        """Trace ``fake_copy``, a copy of the model with fake tensors, and return the result; ``None`` if it cannot be
         traced. ``arguments``: (positional arguments, keyword arguments) of forward."""
         try:
-            return self.tracer.trace(twin, arguments, self.first.uses)
-        except (PartitionError, NotLiftable, _NotRun):
+            return self.tracer.trace(fake_copy, arguments, self.first.uses)
+        except (PartitionError, NotLiftable, _ForwardFailed):
             return None
 
     # -- what is said
@@ -611,7 +637,7 @@ class _Settling:
         )
 
 
-def _note_unused(changes: Sequence[StateChange]) -> str:
+def _format_unused_note(changes: Sequence[StateChange]) -> str:
     """Return a note for the user that Python state which forward changed has no effect on what it computes.
     ``changes``: the changed variables."""
     return (
@@ -622,11 +648,11 @@ def _note_unused(changes: Sequence[StateChange]) -> str:
 
 
 def _format_changed_names(changes: Sequence[StateChange]) -> str:
-    names = list(dict.fromkeys(c.what for c in changes))
+    names = list(dict.fromkeys(c.description for c in changes))
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _is_used(captured: Captured, name: str) -> bool:
+def _is_state_used(captured: Captured, name: str) -> bool:
     """Return whether an output, the loss or another parameter or buffer of the model ``captured`` is computed from the
     parameter or buffer ``name``."""
     nodes = {n.name: n for n in captured.graph.nodes}
@@ -642,7 +668,7 @@ def _is_used(captured: Captured, name: str) -> bool:
     return any(node.name in results for node in reached)
 
 
-def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
+def _is_unchanged(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
     """Return whether an attribute of a module has the same value after forward as before.
 
     Args:
@@ -653,7 +679,7 @@ def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> b
     return key in before.attributes and before.attributes[key][0] == after[key][0]
 
 
-def _own_tensors(model: nn.Module) -> dict[int, str]:
+def _map_tensor_addresses(model: nn.Module) -> dict[int, str]:
     """Return a dict with the name of each parameter and buffer of ``model`` that has values. The key is the memory
     address of the tensor's data."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -673,7 +699,7 @@ def _copy_container(value: Any) -> Any:
 
 
 # --- layers that are alike --------------------------------------------------------------------------------------------
-def _restore_shared_layers(
+def _expand_shared_layers(
     states: Mapping[int, Sequence[ModelState | None]], canonical: Mapping[str, str], captured: Captured
 ) -> Captured:
     """Return ``captured`` with the operators of all layers, if only the first of several equal layers was traced: the
@@ -683,25 +709,25 @@ def _restore_shared_layers(
     place of a state that was not removed. ``canonical``: maps each name of a state (parameter or buffer) to the name
     that is used for it, in the order of the model.
     """
-    return in_order(expand_layer_operators(captured, states), canonical.values())
+    return sort_states(expand_layer_operators(captured, states), canonical.values())
 
 
-def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
+def _list_removed_states(parked: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
     """Return, for each module whose parameters were removed for the trace, its states in order: number of the module ->
     a list with a :class:`ModelState` for each removed parameter, and ``None`` in place of a state that was not removed.
 
-    ``away``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for it.
+    ``parked``: the removed parameters. ``canonical``: maps each name of a state to the name that is used for it.
     """
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)
 
     def state(alias: str) -> ModelState:
-        name, parameter = canonical[alias], away.parameters[alias]
+        name, parameter = canonical[alias], parked.parameters[alias]
         others = tuple(n for n in names[name] if n != name)
-        return ModelState(name, TensorSpec.of(parameter), "parameter", parameter.requires_grad, others)
+        return ModelState(name, TensorSpec.from_tensor(parameter), "parameter", parameter.requires_grad, others)
 
     return {
         number: [state(name) if name is not None else None for name in of_module]
-        for number, of_module in away.by_number().items()
+        for number, of_module in parked.list_names_by_number().items()
     }

@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from partitioner.passes.errors import CaptureError, InputsError, PartitionError, UnsupportedError
 from partitioner.passes.trace.autograd_functions import CHECKPOINT_NOTE, OFFLOAD_NOTE
 
-_LEAVES = (NoneType, bool, int, float, str, nn.Module, torch.ScriptObject)
+_PLAIN_LEAF_TYPES = (NoneType, bool, int, float, str, nn.Module, torch.ScriptObject)
 
-_SHOWN_LEAVES = 8  # leaves that a message lists
+_MAX_LISTED_LEAVES = 8  # leaves that a message lists
 
 
 def check_model(model: nn.Module) -> None:
@@ -66,12 +66,12 @@ def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numb
         error: the class of the exception.
         numbers: whether to raise also if the tensor has no values, because it is fake or on the meta device.
     """
-    kind, instead = _kind_of(tensor, numbers)
+    kind, instead = _describe_unsupported_kind(tensor, numbers)
     if kind:
         raise error(f"{what} is {kind}; expected a plain tensor: {instead}")
 
 
-def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
+def _describe_unsupported_kind(tensor: Tensor, numbers: bool) -> tuple[str, str]:
     """Return two texts for an error message, what kind of tensor ``tensor`` is and what to do, if it is nested, a
     DTensor, sparse, quantized or a subclass that holds other tensors. Return two empty texts for an ordinary tensor.
 
@@ -102,14 +102,14 @@ def check_inputs(leaves: Sequence[tuple[str, Any]]) -> None:
     for path, leaf in leaves:
         if isinstance(leaf, Tensor):
             check_tensor(leaf, f"input {path!r}", InputsError)
-        elif not isinstance(leaf, _LEAVES):
+        elif not isinstance(leaf, _PLAIN_LEAF_TYPES):
             raise InputsError(
                 f"input {path!r} is a {type(leaf).__name__}; expected tensors, numbers, strings or None, in tuples, "
-                f"lists, dicts or named tuples: {_instead_of(leaf)}"
+                f"lists, dicts or named tuples: {_suggest_replacement(leaf)}"
             )
 
 
-def _instead_of(leaf: Any) -> str:
+def _suggest_replacement(leaf: Any) -> str:
     """Return advice for messages on what to pass in place of ``leaf``, an input of a type that cannot be traced."""
     if hasattr(leaf, "__array__"):
         return "make a tensor of it (torch.from_numpy, torch.tensor)"
@@ -120,15 +120,18 @@ def _instead_of(leaf: Any) -> str:
     return "convert it before forward, or keep it in the module"
 
 
-def leaves_text(leaves: Sequence[tuple[str, Any]]) -> str:
+def format_leaves(leaves: Sequence[tuple[str, Any]]) -> str:
     """Return a text such as ``x: (4, 8), scale: float`` with the shape or type of each leaf; a long list is shortened.
 
     ``leaves``: (path, leaf) of the arguments of forward.
     """
     shown = [
-        f"{path}: {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}" for path, x in leaves[:_SHOWN_LEAVES]
+        f"{path}: {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
+        for path, x in leaves[:_MAX_LISTED_LEAVES]
     ]
-    return ", ".join(shown) + (f" and {len(leaves) - _SHOWN_LEAVES} more" if len(leaves) > _SHOWN_LEAVES else "")
+    return ", ".join(shown) + (
+        f" and {len(leaves) - _MAX_LISTED_LEAVES} more" if len(leaves) > _MAX_LISTED_LEAVES else ""
+    )
 
 
 _Class = tuple[str, str]  # a module, which need not be loaded, and the name of a class in it
@@ -140,7 +143,7 @@ _THREADS: _Class = ("torch.nn.parallel.data_parallel", "DataParallel")
 _CHECKPOINTED: _Class = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper")
 _OFFLOADED: _Class = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
 # A wrapper's class -> the attribute in which it holds the module inside.
-_INSIDE: dict[_Class, str] = {
+_WRAPPED_ATTRIBUTES: dict[_Class, str] = {
     _COMPILED: "_orig_mod",
     _REPLICATED: "module",
     _THREADS: "module",
@@ -164,7 +167,7 @@ COMPILED_NOTE = (
     "programs"
 )
 _REPLICATED_NOTE = "{kind} ({where}) is left out: the plan itself divides the batch and adds up gradients"
-_SHOWN = 3  # places that a note lists
+_MAX_LISTED_PLACES = 3  # places that a note lists
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
@@ -174,7 +177,7 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     The returned model has the same tensors. A model without wrappers is returned itself. Raises
     :class:`UnsupportedError` if a wrapper has hooks, which would be lost.
     """
-    named = [(_own_name(model, path), module) for path, module in model.named_modules()]
+    named = [(_strip_wrapper_path(model, path), module) for path, module in model.named_modules()]
     wrappers = [(name, module) for name, module in named if _find_wrapped_module(module) is not None]
     compiled = [name for name, module in named if _is_compiled(module)]
     for path, wrapper in wrappers:
@@ -182,9 +185,11 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     notes = tuple(_iterate_wrapper_notes(wrappers, compiled))
     while (inner := _find_wrapped_module(model)) is not None:
         model = inner
-    if not any(_find_wrapped_module(module) is not None or _holds_compiled(module) for module in model.modules()):
+    if not any(
+        _find_wrapped_module(module) is not None or _has_compiled_attribute(module) for module in model.modules()
+    ):
         return model, notes
-    memo = shared_tensors(model)
+    memo = make_sharing_memo(model)
     for module in reversed([*model.modules()]):  # those inside of others first
         if (inner := _find_wrapped_module(module)) is not None:
             memo[id(module)] = copy.deepcopy(inner, memo)
@@ -196,7 +201,7 @@ def refuse_sharded(model: nn.Module) -> None:
     is TorchScript, which cannot be traced.
     """
     for path, module in model.named_modules():
-        kind = next((said for of, said in _SHARDED.items() if _is_instance_of(module, of)), None)
+        kind = next((said for wrapper_class, said in _SHARDED.items() if _is_instance_of(module, wrapper_class)), None)
         if kind is None and any(_is_instance_of(p, _DTENSOR) for p in module.parameters(recurse=False)):
             kind = "DTensors (parallelize_module or distribute_tensor)"
         if kind is not None:
@@ -219,25 +224,25 @@ def _iterate_wrapper_notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: 
     """
     if compiled:
         yield COMPILED_NOTE.format(where=_format_module_names(compiled))
-    for of, note in (
+    for wrapper_class, note in (
         (_REPLICATED, _REPLICATED_NOTE),
         (_THREADS, _REPLICATED_NOTE),
         (_CHECKPOINTED, CHECKPOINT_NOTE),
         (_OFFLOADED, OFFLOAD_NOTE),
     ):
-        if places := [path for path, module in wrappers if _is_instance_of(module, of)]:
-            yield note.format(kind=of[1], where=_format_module_names(places))
+        if places := [path for path, module in wrappers if _is_instance_of(module, wrapper_class)]:
+            yield note.format(kind=wrapper_class[1], where=_format_module_names(places))
 
 
 def _format_module_names(paths: Sequence[str]) -> str:
     """Return the module paths ``paths`` as one text for messages, with ``the whole model`` for the empty path; a long
     list is shortened."""
     names = list(dict.fromkeys(path or "the whole model" for path in paths))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MAX_LISTED_PLACES} more" if len(names) > _MAX_LISTED_PLACES else ""
+    return ", ".join(names[:_MAX_LISTED_PLACES]) + more
 
 
-def _own_name(model: nn.Module, path: str) -> str:
+def _strip_wrapper_path(model: nn.Module, path: str) -> str:
     """Return the module path ``path`` in ``model`` without the parts that wrapper modules added, such as
     ``_orig_mod``.
     """
@@ -251,18 +256,20 @@ def _own_name(model: nn.Module, path: str) -> str:
 
 def _find_wrapped_module(module: nn.Module) -> nn.Module | None:
     """Return the module inside of a wrapper module; ``None`` if ``module`` is no wrapper."""
-    attribute = next((name for of, name in _INSIDE.items() if _is_instance_of(module, of)), None)
+    attribute = next(
+        (name for wrapper_class, name in _WRAPPED_ATTRIBUTES.items() if _is_instance_of(module, wrapper_class)), None
+    )
     return None if attribute is None else module._modules[attribute]
 
 
-def _is_instance_of(value: Any, of: _Class) -> bool:
+def _is_instance_of(value: Any, wrapper_class: _Class) -> bool:
     """Return whether ``value`` is an instance of a class that is given by name; false if the class's module is not
     imported.
 
     Args:
-        of: (name of the Python module, name of the class).
+        wrapper_class: (name of the Python module, name of the class).
     """
-    kind = getattr(sys.modules.get(of[0]), of[1], None)
+    kind = getattr(sys.modules.get(wrapper_class[0]), wrapper_class[1], None)
     return kind is not None and isinstance(value, kind)
 
 
@@ -270,10 +277,10 @@ def _is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile`` was applied to ``module``, its class's forward or one of its attributes."""
     own = getattr(module, "_compiled_call_impl", None) is not None  # by module.compile()
     decorated = getattr(type(module).forward, "_torchdynamo_orig_callable", None) is not None
-    return _is_instance_of(module, _COMPILED) or own or decorated or _holds_compiled(module)
+    return _is_instance_of(module, _COMPILED) or own or decorated or _has_compiled_attribute(module)
 
 
-def _holds_compiled(module: nn.Module) -> bool:
+def _has_compiled_attribute(module: nn.Module) -> bool:
     """Return whether an attribute of ``module``, such as a ``forward`` set on the instance, was made by
     ``torch.compile``."""
     return any(_find_uncompiled_function(value) is not None for value in vars(module).values())
@@ -300,7 +307,7 @@ def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-def shared_tensors(model: nn.Module) -> dict[int, Any]:
+def make_sharing_memo(model: nn.Module) -> dict[int, Any]:
     """Return a memo for ``copy.deepcopy`` (``id`` of a tensor -> tensor) with which a copy of ``model`` shares all its
     tensors.
     """
@@ -351,11 +358,11 @@ def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
         arguments, named = rest[: len(value.args)], rest[len(value.args) :]
         return partial(function, *arguments, **dict(zip(value.keywords, named, strict=True)))
     if isinstance(value, FunctionType):
-        return _rebound_function(value, memo)
+        return _rebind_function(value, memo)
     return value
 
 
-def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> Any:
+def _rebind_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     """Return a copy of ``function`` whose closure and defaults refer to copies of modules; itself if it refers to none.
 
     If ``torch.compile`` wraps ``function``, the result is from the function inside. ``memo``: maps the ``id`` of an
@@ -425,7 +432,7 @@ def take_hooks_into_forward(model: nn.Module) -> None:
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
-def plain_name(name: str) -> str:
+def strip_wrapper_names(name: str) -> str:
     """Return ``name``, that of a parameter, buffer or module, without the parts that wrapper modules add, such as
     ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part not in _PARTS)
@@ -438,11 +445,11 @@ def match_state_names(present: Iterable[str], wanted: Collection[str]) -> dict[s
     ``module.`` that all names have is ignored.
     """
     held = set(present)
-    prefix = _ROOT_PREFIX if held and all(plain_name(name).startswith(_ROOT_PREFIX) for name in held) else ""
-    meant = {plain_name(name): name for name in wanted}
+    prefix = _ROOT_PREFIX if held and all(strip_wrapper_names(name).startswith(_ROOT_PREFIX) for name in held) else ""
+    meant = {strip_wrapper_names(name): name for name in wanted}
     found = {}
     for name in held - set(wanted):
-        plain = plain_name(name)
+        plain = strip_wrapper_names(name)
         target = meant.get(plain, meant.get(plain.removeprefix(prefix)))
         if target is not None and target not in held:
             found[name] = target

@@ -21,27 +21,27 @@ from torch import Tensor, fx
 
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.experts.regions import ExpertRegion
-from partitioner.passes.ir.collectives import collective_name, is_over, ops
-from partitioner.passes.ir.interpret import infer_meta_value, insert_operator_node, value_of
+from partitioner.passes.ir.collectives import collective_name, is_collective_over, ops
+from partitioner.passes.ir.interpret import infer_meta_value, insert_operator_node, resolve_meta_values
 from partitioner.passes.ir.layouts import Layout, local_shape, make_shard_layout
 from partitioner.passes.ir.model import Block, TensorSpec
 from partitioner.passes.ir.rewrite import drop_unused
-from partitioner.passes.rules.factors import operands_of, with_operands
-from partitioner.passes.rules.strategies import enumerate_strategies, local_call
+from partitioner.passes.rules.factors import operands_of, replace_operands
+from partitioner.passes.rules.strategies import append_local_call, enumerate_strategies
 
 aten = torch.ops.aten
 
 _SHAPED = (aten.reshape.default, aten.view.default, aten.expand.default)  # operators that are given a shape
-_MORE_ROWS = 7  # how many rows more an operator is tried with
+_ADDED_TEST_ROWS = 7  # how many rows more an operator is tried with
 
 
-def spread_experts(
+def distribute_experts(
     block: Block,
     regions: Sequence[ExpertRegion],
     axis: str,
     size: int,
     merged: str | None = None,
-    apart: Collection[str] = (),
+    expert_axes: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
     """Return two values: a copy of ``block`` (the graph of a piece of the model on one rank) in which each rank of a
     mesh axis has only some of the experts, and a dict from the name of each parameter of the experts to the layout that
@@ -49,7 +49,7 @@ def spread_experts(
 
     Before each part that computes by expert, rows (tokens) are sent to the ranks of their experts. After it, they are
     sent back. Raises :class:`UnsupportedError` if the number of experts is not divisible by ``size``, or if an operator
-    of the experts works only on a fixed number of rows or communicates over a mesh axis in ``apart``.
+    of the experts works only on a fixed number of rows or communicates over a mesh axis in ``expert_axes``.
 
     Args:
         regions: the parts of the block that compute by expert.
@@ -58,10 +58,10 @@ def spread_experts(
         merged: name of a mesh axis, such as ``tp``, whose ranks hold the same experts in ``block`` and different
             experts afterwards, so that gradients of the experts are no longer summed over it; ``None`` if there is
             none.
-        apart: names of all mesh axes, such as ``dp``, along which ranks hold different experts afterwards, ``merged``
-            included; no operator of the experts may communicate over them.
+        expert_axes: names of all mesh axes, such as ``dp``, along which ranks hold different experts afterwards,
+        ``merged`` included; no operator of the experts may communicate over them.
     """
-    rewriter = _Spreader(axis, size, merged, apart)
+    rewriter = _ExpertDistributor(axis, size, merged, expert_axes)
     for region in regions:
         rewriter.add_region(region)
     for node in block.graph.nodes:
@@ -71,7 +71,7 @@ def spread_experts(
     return Block(block.name, rewriter.graph, block.states, block.inputs), layouts
 
 
-class _Spreader:
+class _ExpertDistributor:
     """Builds the graph of a block (a piece of the model on one rank) in which each rank of a mesh axis has some of the
     experts.
 
@@ -83,9 +83,9 @@ class _Spreader:
     three nodes: the order of the rows by expert, the counts of rows per rank, and the experts of the received rows.
     """
 
-    def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
+    def __init__(self, axis: str, size: int, merged: str | None, expert_axes: Collection[str]) -> None:
         self.graph = fx.Graph()
-        self.axis, self.size, self.merged, self.apart = axis, size, merged, apart
+        self.axis, self.size, self.merged, self.apart = axis, size, merged, expert_axes
         self.env: dict[fx.Node, fx.Node] = {}
         self.inside: dict[fx.Node, fx.Node] = {}
         self.tables: dict[fx.Node, int] = {}
@@ -138,7 +138,7 @@ class _Spreader:
         if collective_name(node.target) == "copy" and self.merged in node.args:
             self.env[node] = self.env[operands[0]]
             return
-        self._check_apart(node)
+        self._check_expert_axes(node)
         wanted = tuple(make_shard_layout(self.tables[o]) for o in operands)
         found = (
             s
@@ -148,7 +148,7 @@ class _Spreader:
         strategy = next(found, None)
         if strategy is None:
             raise UnsupportedError(f"{_format_location(node)} cannot be divided by expert; use ep=1")
-        local = local_call(node, strategy, self.axis, self.size, [self.env[o] for o in operands], self.graph)
+        local = append_local_call(node, strategy, self.axis, self.size, [self.env[o] for o in operands], self.graph)
         local.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         self.env[node] = local
 
@@ -158,11 +158,11 @@ class _Spreader:
         collective that sends its rows back. Raise :class:`UnsupportedError` if it cannot work on another number of
         rows.
         """
-        self._check_apart(node)
+        self._check_expert_axes(node)
         operands = [self._find_region_operand(o, region) for o in operands_of(node)]
-        args, kwargs = with_operands(node, operands)
+        args, kwargs = replace_operands(node, operands)
         if node.target in _SHAPED:
-            args = (args[0], _local_sizes(node, region, self.size), *args[2:])
+            args = (args[0], _compute_local_sizes(node, region, self.size), *args[2:])
         if region.keys is not None:
             self._check_rows(node, region, args, kwargs)
         assert callable(node.target)
@@ -241,11 +241,11 @@ class _Spreader:
             made.meta["grad"] = False
         return made
 
-    def _check_apart(self, node: fx.Node) -> None:
+    def _check_expert_axes(self, node: fx.Node) -> None:
         """Raise :class:`UnsupportedError` if ``node`` communicates over a mesh axis whose ranks will have different
         experts.
         """
-        if is_over(node, self.apart):
+        if is_collective_over(node, self.apart):
             raise UnsupportedError(
                 f"{_format_location(node)} is part of the experts and communicates between ranks that will have "
                 f"different experts; expected no communication over {', '.join(sorted(self.apart))} there; use "
@@ -265,7 +265,7 @@ class _Spreader:
         rows.add(self._route_rows(region, node)[2])
 
         def longer(value: Any) -> Any:
-            return value.new_empty((value.shape[0] + _MORE_ROWS, *value.shape[1:]))
+            return value.new_empty((value.shape[0] + _ADDED_TEST_ROWS, *value.shape[1:]))
 
         def given(operand: fx.Node) -> Any:
             value = operand.meta["val"]
@@ -275,19 +275,19 @@ class _Spreader:
 
         try:
             made = infer_meta_value(node.target, fx.node.map_arg(args, given), fx.node.map_arg(kwargs, given))  # type: ignore[arg-type]
-            plain = infer_meta_value(node.target, value_of(args), value_of(kwargs))  # type: ignore[arg-type]
+            plain = infer_meta_value(node.target, resolve_meta_values(args), resolve_meta_values(kwargs))  # type: ignore[arg-type]
         except Exception as error:
             raise UnsupportedError(
                 f"{_format_location(node)} cannot work on another number of rows: {error}"
             ) from error
         shapes = [[tuple(v.shape) for v in (m if isinstance(m, tuple) else (m,))] for m in (made, plain)]
-        if any(m != (p[0] + _MORE_ROWS, *p[1:]) for m, p in zip(*shapes, strict=True)):
+        if any(m != (p[0] + _ADDED_TEST_ROWS, *p[1:]) for m, p in zip(*shapes, strict=True)):
             raise UnsupportedError(
-                f"{_format_location(node)} makes {shapes[0]} of {_MORE_ROWS} rows more, not of {shapes[1]}"
+                f"{_format_location(node)} makes {shapes[0]} of {_ADDED_TEST_ROWS} rows more, not of {shapes[1]}"
             )
 
 
-def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
+def _compute_local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
     """Return the shape argument that ``node``, a reshape or expand among the experts' operators, gets on one rank. The
     dim of experts is divided by ``size``. The dim of rows (tokens) is multiplied by ``size`` if every expert computes
     all rows; if each row has one expert, it is -1, to be inferred.

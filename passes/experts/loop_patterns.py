@@ -3,7 +3,7 @@
 Requires and keeps meta tensors (``node.meta["val"]``) on every node, and normal form (products without bias, sums of
 two operands). ``passes/experts/loops.py`` uses these classes to rewrite a loop.
 
-:func:`loops_at` finds the ends of loops: sums and ``where`` chains that combine one part for each expert. The part of
+:func:`find_loops` finds the ends of loops: sums and ``where`` chains that combine one part for each expert. The part of
 an expert is zero, or not selected, in all rows except the expert's own.
 
 Each other class is the merged form of nodes that correspond to each other in the iterations of all experts.
@@ -23,11 +23,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from partitioner.passes.experts.routing_masks import RoutingChoice, choice_of
-from partitioner.passes.experts.stacked_modules import Different, Packing, addends_of, is_inner, is_sum
+from partitioner.passes.experts.routing_masks import RoutingChoice, match_equality
+from partitioner.passes.experts.stacked_modules import (
+    NotMergeable,
+    ParameterStacker,
+    is_inner_sum,
+    is_plain_sum,
+    list_addends,
+)
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.rewrite import Builder, get_node_tensor, list_node_sizes
-from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.ir.value_numbering import ValueNumbers
 
 aten = torch.ops.aten
 
@@ -36,32 +42,32 @@ SCALED = (aten.mul.Tensor, aten.div.Tensor)
 LINEAR = {  # operators that are linear in their first operand
     *RESHAPES, *SCALED, aten.permute.default, aten.transpose.int, aten.sum.dim_IntList, aten.to.dtype,
 }  # fmt: skip
-_LEAST = 2  # experts in a loop
+_MIN_EXPERTS = 2  # experts in a loop
 
 
 @dataclass(frozen=True)
-class Loop:
+class ExpertLoop:
     """A loop over the experts of a mixture, as it is found in a graph. Each expert computes all rows (tokens). A sum or
-    several ``where`` operators then combine the experts' outputs, so that each output counts only in the rows that
-    chose its expert. ``chain``: the nodes of the sum or of the ``where`` operators.
+    several ``mask_shape`` operators then combine the experts' outputs, so that each output counts only in the rows that
+    chose its expert. ``chain``: the nodes of the sum or of the ``mask_shape`` operators.
 
-    ``parts[i]`` is the output of expert ``first + i``. The expert's rows are those where ``of``, the tensor with the
-    expert numbers that rows chose, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of ``of``.
-    ``others``: operands of the chain that are no expert's output. ``adds``: whether the chain is a sum. ``where``: the
-    shape of the masks by which ``where`` operators select; empty for a sum.
-    """
+    ``outputs[i]`` is the output of expert ``first + i``. The expert's rows are those where ``chosen``, the tensor with
+    the expert numbers that rows chose, equals ``first + i``. Dim ``j`` of the experts' masks is dim ``dims[j]`` of
+    ``chosen``.
+    ``others``: operands of the chain that are no expert's output. ``adds``: whether the chain is a sum. ``mask_shape``:
+    the shape of the masks by which ``mask_shape`` operators select; empty for a sum."""
 
-    parts: tuple[fx.Node, ...]
-    of: fx.Node
+    outputs: tuple[fx.Node, ...]
+    chosen: fx.Node
     dims: tuple[int, ...]
     first: int
     others: tuple[fx.Node, ...]
     chain: frozenset[fx.Node]
     adds: bool
-    where: tuple[int, ...] = ()  # shape of the masks that select; empty for a sum
+    mask_shape: tuple[int, ...] = ()  # shape of the masks that select; empty for a sum
 
 
-def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+def find_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertLoop]:
     """Yield the loops over experts of a mixture whose last addition or ``where`` is the node ``head``; nothing for
     other nodes. Such a loop computes each expert on all rows (tokens), and combines the experts' outputs by a sum or by
     ``where``.
@@ -69,25 +75,25 @@ def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
     """
-    if is_sum(head) and not is_inner(head):
+    if is_plain_sum(head) and not is_inner_sum(head):
         yield from _find_sum_loops(head, numbers)
-    elif _is_choice(head) and not any(_is_choice(u) and u.args[2] is head for u in head.users):
+    elif _is_where(head) and not any(_is_where(u) and u.args[2] is head for u in head.users):
         yield from _find_choice_loops(head, numbers)
 
 
-def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+def _find_sum_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertLoop]:
     """Yield the loops over experts of a mixture whose outputs the sum ``head`` adds up. The output of an expert is zero
     in all rows (tokens) except those that chose this expert.
 
     Args:
         numbers: assigns equal numbers to nodes that compute the same value.
     """
-    addends, chain = addends_of(head)
-    found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _own_rows(n)) is not None}
+    addends, chain = list_addends(head)
+    found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _find_nonzero_rows(n)) is not None}
     yield from _group_into_loops(found, lambda parts: [n for n in addends if n not in parts], chain, numbers, adds=True)
 
 
-def _own_rows(addend: fx.Node) -> RoutingChoice | None:
+def _find_nonzero_rows(addend: fx.Node) -> RoutingChoice | None:
     """Return which rows (tokens) of ``addend``, the output of one expert in a sum over experts, may be non-zero: those
     where a tensor of chosen expert numbers equals one number. The result names the tensor and the number. Return
     ``None`` if the addend was not masked in this way.
@@ -101,7 +107,7 @@ def _own_rows(addend: fx.Node) -> RoutingChoice | None:
     return choice if negated else None
 
 
-def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+def _find_choice_loops(head: fx.Node, numbers: ValueNumbers) -> Iterator[ExpertLoop]:
     """Yield the loops over experts whose outputs a chain of ``where`` operators that ends in ``head`` combines.
 
     Each ``where`` selects one expert's output in the rows (tokens) that chose this expert; in other rows it selects the
@@ -114,20 +120,20 @@ def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     chain: set[fx.Node] = set()
     where = _find_condition_shape(head)
     node: Any = head
-    while _is_choice(node) and list_node_sizes(node) == list_node_sizes(head) and (not chain or len(node.users) == 1):
+    while _is_where(node) and list_node_sizes(node) == list_node_sizes(head) and (not chain or len(node.users) == 1):
         choice, negated = _find_mask_choice(node.args[0])
         if choice is None or negated or list_node_sizes(node.args[1]) != list_node_sizes(head) or node.args[1] in found:
             break
-        if _find_condition_shape(node) != where or math.prod(where) != get_node_tensor(choice.of).numel():
+        if _find_condition_shape(node) != where or math.prod(where) != get_node_tensor(choice.chosen).numel():
             break
         found[node.args[1]] = choice
         chain.add(node)
         node = node.args[2]
-    if len(found) >= _LEAST and list_node_sizes(node) == list_node_sizes(head):
+    if len(found) >= _MIN_EXPERTS and list_node_sizes(node) == list_node_sizes(head):
         for loop in _group_into_loops(
             found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False
         ):
-            yield replace(loop, where=where)
+            yield replace(loop, mask_shape=where)
 
 
 def _find_condition_shape(node: fx.Node) -> tuple[int, ...]:
@@ -141,7 +147,7 @@ def _find_condition_shape(node: fx.Node) -> tuple[int, ...]:
     return (*[1] * (len(list_node_sizes(node)) - len(sizes)), *sizes)
 
 
-def _is_choice(node: Any) -> bool:
+def _is_where(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.where.self and len(node.args) == 3
 
 
@@ -149,10 +155,10 @@ def _group_into_loops(
     found: Mapping[fx.Node, RoutingChoice],
     others: Callable[[Collection[fx.Node]], list[fx.Node]],
     chain: Collection[fx.Node],
-    numbers: Numbers,
+    numbers: ValueNumbers,
     *,
     adds: bool,
-) -> Iterator[Loop]:
+) -> Iterator[ExpertLoop]:
     """Group the outputs of experts into loops, and yield the loops. The row masks of a loop's experts test one tensor
     of chosen expert numbers, and the numbers for which they test it are consecutive.
 
@@ -165,10 +171,10 @@ def _group_into_loops(
     """
     by_source: dict[Any, dict[int, list[fx.Node]]] = {}
     for node, choice in found.items():
-        by_source.setdefault((numbers(choice.of), choice.dims), {}).setdefault(choice.number, []).append(node)
+        by_source.setdefault((numbers(choice.chosen), choice.dims), {}).setdefault(choice.number, []).append(node)
     for parts in by_source.values():
         order = sorted(parts)
-        if len(order) < _LEAST or order != list(range(order[0], order[0] + len(order))):
+        if len(order) < _MIN_EXPERTS or order != list(range(order[0], order[0] + len(order))):
             continue
         nodes = [parts[number] for number in order]
         if all(len(of) == 1 for of in nodes):
@@ -176,7 +182,7 @@ def _group_into_loops(
             rest = others(mine)
             if adds or rest:
                 choice = found[mine[0]]
-                yield Loop(mine, choice.of, choice.dims, order[0], tuple(rest), frozenset(chain), adds)
+                yield ExpertLoop(mine, choice.chosen, choice.dims, order[0], tuple(rest), frozenset(chain), adds)
 
 
 def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
@@ -185,7 +191,7 @@ def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
     """
     negated = False
     while isinstance(node, fx.Node):
-        choice = choice_of(node)
+        choice = match_equality(node)
         if choice is not None:
             return choice, negated
         if node.target is aten.logical_not.default:
@@ -196,7 +202,7 @@ def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
     return None, False
 
 
-def is_opposite(node: Any) -> bool:
+def is_negated_mask(node: Any) -> bool:
     """Return whether the mask ``node`` is the negation of another mask: the result of a ``logical_not``, perhaps
     reshaped.
     """
@@ -207,7 +213,7 @@ def is_opposite(node: Any) -> bool:
 
 _SIZED = (aten.reshape.default, aten.expand.default)  # whose argument is the result's shape
 _ONE_DIM = (aten.unsqueeze.default, aten.squeeze.dim)
-_OVER = (aten.sum.dim_IntList, aten.any.dim)
+_REDUCTIONS = (aten.sum.dim_IntList, aten.any.dim)
 
 
 @dataclass(frozen=True)
@@ -218,15 +224,15 @@ class ExpertColumn:
     node: fx.Node
 
 
-class ExpertColumns:
+class ExpertColumnBuilder:
     """Appends operators to a graph, each of which computes one value for all experts of a loop at once (an
     :class:`ExpertColumn`), in place of one operator for each expert. ``build``: appends operators to the graph.
     ``loop``: the loop over experts. ``numbers``: assigns equal integers to nodes that compute the same value."""
 
-    def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
+    def __init__(self, build: Builder, loop: ExpertLoop, numbers: ValueNumbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
 
-    def picked(self, nodes: tuple[fx.Node, ...]) -> ExpertColumn | None:
+    def match_slices(self, nodes: tuple[fx.Node, ...]) -> ExpertColumn | None:
         """Return one value with all experts as last dim, if ``nodes`` (one for each expert of the loop, in order) are
         the slices of one tensor at the experts' numbers, such as ``shares[:, i]``; ``None`` for other nodes.
         """
@@ -244,23 +250,25 @@ class ExpertColumns:
             whole = self.build(aten.slice.Tensor, whole, len(others), wanted.start, wanted.stop)
         return ExpertColumn(whole)
 
-    def of_choice(self) -> ExpertColumn:
+    def append_row_masks(self) -> ExpertColumn:
         """Return the row masks of all experts of the loop as one boolean value. Its dims are those of the tensor with
         the chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is that of
         the expert.
         """
-        numbers = self.loop.of
-        every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
+        numbers = self.loop.chosen
+        every = self.build(
+            aten.arange.default, len(self.loop.outputs), dtype=get_node_tensor(numbers).dtype, device=META
+        )
         if self.loop.first:
             every = self.build(aten.add.Tensor, every, self.loop.first)
         apart = self.build(aten.unsqueeze.default, numbers, len(list_node_sizes(numbers)))
         return ExpertColumn(self.build(aten.eq.Tensor, apart, every))
 
-    def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
+    def append_operator(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
         """Append one operator that computes for all experts of a loop what ``node`` computes for the first, and return
         its result, with the experts as last dim.
 
-        Raises :class:`Different` unless the operator is elementwise, a ``reshape``, ``expand``, ``squeeze`` or
+        Raises :class:`NotMergeable` unless the operator is elementwise, a ``reshape``, ``expand``, ``squeeze`` or
         ``unsqueeze``, or a ``sum`` or ``any`` over given dims. Others could mix the values of different experts.
 
         Args:
@@ -269,27 +277,27 @@ class ExpertColumns:
             kwargs: the operator's keyword arguments.
         """
         assert isinstance(node.target, torch._ops.OpOverload)
-        value, rest, many = args[0], list(args[1:]), len(self.loop.parts)
+        value, rest, many = args[0], list(args[1:]), len(self.loop.outputs)
         if node.target in _SIZED:
             operands = [value.node, [*list_node_sizes(node), many]]
         elif node.target in _ONE_DIM:
             rank = max(len(list_node_sizes(node)), len(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
             operands = [value.node, rest[0] % rank]
-        elif node.target in _OVER:
+        elif node.target in _REDUCTIONS:
             rank, dims = len(list_node_sizes(node.args[0])), rest[0]  # type: ignore[arg-type]
             if dims is None or dims == []:  # all of them, of which the experts would be one
-                raise Different
+                raise NotMergeable
             over = [d % rank for d in dims] if isinstance(dims, list | tuple) else dims % rank
             operands = [value.node, over, *rest[1:]]
         elif node.target is aten.to.dtype or torch.Tag.pointwise in node.target.tags:
             operands = [self._append_expert_dim(argument) for argument in args]
         else:
-            raise Different
+            raise NotMergeable
         return ExpertColumn(self.build(node.target, *operands, **kwargs))
 
-    def at(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
+    def gather_own_entries(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
         """Return the node that has, for each row, the entry of the row's own expert in ``column``, a value with the
-        experts as last dim. Raises :class:`Different` if ``column`` has a dim larger than 1 besides ``dim`` and the
+        experts as last dim. Raises :class:`NotMergeable` if ``column`` has a dim larger than 1 besides ``dim`` and the
         last one.
 
         Args:
@@ -298,7 +306,7 @@ class ExpertColumns:
         """
         sizes = list_node_sizes(column.node)
         if any(size != 1 for d, size in enumerate(sizes[:-1]) if d != dim):
-            raise Different
+            raise NotMergeable
         rows = self.build(aten.reshape.default, column.node, [sizes[dim], sizes[-1]])
         own = self.build(aten.gather.default, rows, 1, self.build(aten.reshape.default, keys, [sizes[dim], 1]))
         return self.build(aten.reshape.default, own, list(sizes[:-1]))
@@ -410,11 +418,11 @@ class LoopWeights:
     parameters of several experts into one. ``build``: appends operators. ``loop``: the loop over experts.
     """
 
-    def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:
+    def __init__(self, packing: ParameterStacker, build: Builder, loop: ExpertLoop) -> None:
         self.packing, self.build, self.loop = packing, build, loop
         self.read = False  # whether any is
 
-    def sliced(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
+    def match_packed(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
         """Return ``nodes`` as one packed parameter if they are slices of one parameter, one for each expert in order.
 
         Return ``None`` for other nodes.
@@ -429,19 +437,18 @@ class LoopWeights:
             return PackedParameter(source)
         return PackedParameter(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
 
-    def of_all(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
+    def stack_parameters(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
         """Return one node that has the parameters ``stack`` of all experts in a loop, with the experts as dim 0."""
         self.read = True
         return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 
-    def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
+    def apply_to_all(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
         """Apply the transpose, permutation or cast of ``node``, which reads the parameter of one expert, to the
         parameters of all experts at once, and return the result.
 
-        Raises :class:`Different` for another operator. ``args``, ``kwargs``: the operator's arguments; the first is the
-        parameters of all experts.
-        """
-        whole, rank, rest = self.of_all(args[0]), len(list_node_sizes(node)), list(args[1:])
+        Raises :class:`NotMergeable` for another operator. ``args``, ``kwargs``: the operator's arguments; the first is
+        the parameters of all experts."""
+        whole, rank, rest = self.stack_parameters(args[0]), len(list_node_sizes(node)), list(args[1:])
         if node.target is aten.t.default and rank == len(rest) + 2:
             return PackedParameter(self.build(aten.transpose.int, whole, 1, 2))
         if node.target is aten.transpose.int:
@@ -449,16 +456,16 @@ class LoopWeights:
         elif node.target is aten.permute.default:
             rest = [[0, *(d % rank + 1 for d in rest[0])]]
         elif node.target is not aten.to.dtype:
-            raise Different
+            raise NotMergeable
         return PackedParameter(self.build(node.target, whole, *rest, **kwargs))
 
-    def by_row(
+    def gather_for_rows(
         self, node: fx.Node, stack: ExpertParameter | PackedParameter, rows: ExpertRows, expert: Callable[[], fx.Node]
     ) -> fx.Node:
         """Return a node with the parameter of each row's own expert, to be read by the pointwise operator ``node``. Its
         dim 0 indexes rows (tokens), and its further dims broadcast with the other operand.
 
-        Raises :class:`Different` if ``node`` is not pointwise, or if one expert's parameter, broadcast to the other
+        Raises :class:`NotMergeable` if ``node`` is not pointwise, or if one expert's parameter, broadcast to the other
         operand, varies along the dim of rows or a dim before it.
 
         Args:
@@ -467,11 +474,11 @@ class LoopWeights:
             expert: returns the node with the expert number of each row.
         """
         assert isinstance(node.target, torch._ops.OpOverload)
-        whole = self.of_all(stack)
+        whole = self.stack_parameters(stack)
         own = list_node_sizes(whole)[1:]
         after = len(list_node_sizes(node)) - 1 - rows.dim  # dims behind the rows
         if torch.Tag.pointwise not in node.target.tags or any(s != 1 for s in own[: max(0, len(own) - after)]):
-            raise Different
+            raise NotMergeable
         found = self.build(aten.index_select.default, whole, 0, expert())
         kept = own[max(0, len(own) - after) :]
         return self.build(

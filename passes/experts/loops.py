@@ -25,25 +25,25 @@ from partitioner.passes.experts.loop_patterns import (
     RESHAPES,
     SCALED,
     ExpertColumn,
-    ExpertColumns,
+    ExpertColumnBuilder,
+    ExpertLoop,
     ExpertMask,
     ExpertParameter,
     ExpertRows,
     ExpertSum,
-    Loop,
     LoopWeights,
     Merged,
     MultiResultRows,
     PackedParameter,
     PlacedRows,
-    is_opposite,
-    loops_at,
+    find_loops,
+    is_negated_mask,
 )
-from partitioner.passes.experts.routing_masks import choice_of, num_choices
-from partitioner.passes.experts.stacked_modules import Different, Packing
+from partitioner.passes.experts.routing_masks import get_num_choices, match_equality
+from partitioner.passes.experts.stacked_modules import NotMergeable, ParameterStacker
 from partitioner.passes.ir.model import Captured
 from partitioner.passes.ir.rewrite import Builder, drop_unused, get_node_tensor, list_node_sizes
-from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.ops import experts
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import operands_of
@@ -69,22 +69,22 @@ def route_loops(captured: Captured) -> Captured:
     graph = captured.graph
     if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
         return captured
-    numbers, routed = Numbers(), False
+    numbers, routed = ValueNumbers(), False
     for head in reversed(list(graph.nodes)):
         if head._erased or head.op != "call_function":
             continue
-        for loop in loops_at(head, numbers):
-            merging = _Merging(captured, head, loop, numbers)
+        for loop in find_loops(head, numbers):
+            merging = _LoopMerger(captured, head, loop, numbers)
             if merging.merge_loop():
                 captured, routed = merging.packing.remove_packed_parameters(), True
                 break
     if not routed:
         return captured
-    left = any(n.target is aten.masked_fill.Scalar and is_opposite(n.args[1]) for n in graph.nodes)
+    left = any(n.target is aten.masked_fill.Scalar and is_negated_mask(n.args[1]) for n in graph.nodes)
     return captured.with_(notes=(*(n for n in captured.notes if left or n != SELECTS), _ROUTED))
 
 
-class _Merging:
+class _LoopMerger:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
     ``head``: the last operator of the loop. ``known``: dict from each tuple of corresponding nodes, one of each expert,
@@ -92,18 +92,18 @@ class _Merging:
     ``numbers``: assigns equal integers to nodes that compute the same value.
     """
 
-    def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
-        self.packing = Packing(captured)
+    def __init__(self, captured: Captured, head: fx.Node, loop: ExpertLoop, numbers: ValueNumbers) -> None:
+        self.packing = ParameterStacker(captured)
         self.build = Builder(captured.graph, head)
-        self.columns = ExpertColumns(self.build, loop, numbers)
+        self.columns = ExpertColumnBuilder(self.build, loop, numbers)
         self.weights = LoopWeights(self.packing, self.build, loop)
         self.head, self.loop, self.numbers = head, loop, numbers
-        self.num_rows = get_node_tensor(loop.of).numel()
+        self.num_rows = get_node_tensor(loop.chosen).numel()
         self.known: dict[tuple[fx.Node, ...], Any] = {}
         self.inner: set[fx.Node] = set()  # what is done to rows, and to parameters
         self.keys: fx.Node | None = None
-        covers = num_choices(loop.of)
-        self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
+        covers = get_num_choices(loop.chosen)
+        self.covers = loop.first == 0 and covers == len(loop.outputs)  # whether every row is an expert's
 
     def merge_loop(self) -> bool:
         """Rewrite the loop over experts, which this object merges, so that one operator computes the rows (tokens) of
@@ -114,9 +114,9 @@ class _Merging:
         graph = self.build.graph
         with graph.inserting_before(self.head):
             try:
-                total = self._build_loop_total(self.merge_nodes(self.loop.parts))
-                apart = self._is_apart() and _is_like(total, self.head)
-            except Different:
+                total = self._build_loop_total(self.merge_nodes(self.loop.outputs))
+                apart = self._is_self_contained() and _has_same_specs(total, self.head)
+            except NotMergeable:
                 apart = False
         if apart:  # in its place, so that an output keeps its name
             self.head.target, self.head.args, self.head.kwargs = total.target, total.args, total.kwargs
@@ -129,28 +129,28 @@ class _Merging:
         """Append the operators that combine ``made``, the outputs of all experts merged into one value, with those
         operands of the loop's sum or ``where`` chain that are no expert's output.
 
-        Return the node that replaces the last operator of the loop. Raises :class:`Different` if ``made`` does not fit.
-        For a sum, it must be an :class:`ExpertSum`, or :class:`ExpertRows` whose experts had zeros in the rows (tokens)
-        of other experts. For a ``where`` chain, its rows must lie along the dims by which the chain selects.
+        Return the node that replaces the last operator of the loop. Raises :class:`NotMergeable` if ``made`` does not
+        fit. For a sum, it must be an :class:`ExpertSum`, or :class:`ExpertRows` whose experts had zeros in the rows
+        (tokens) of other experts. For a ``where`` chain, its rows must lie along the dims by which the chain selects.
         """
         if self.loop.adds:
             if not isinstance(made, ExpertSum) and not (isinstance(made, ExpertRows) and made.zeroed):
-                raise Different
+                raise NotMergeable
             total = made.node
             for other in self.loop.others:
                 total = self.build(aten.add.Tensor, other, total)
             return total
         if not isinstance(made, ExpertRows | PlacedRows):
-            raise Different
+            raise NotMergeable
         where = made.where if isinstance(made, PlacedRows) else _keep_only_dim(made.node, made.dim)
-        if where != self.loop.where:  # what is chosen in one dim is of the rows in another
-            raise Different
+        if where != self.loop.mask_shape:  # what is chosen in one dim is of the rows in another
+            raise NotMergeable
         if self.covers:
             return made.node
         chosen = self.build(aten.reshape.default, self._mask_expert_rows(), list(where))
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
-    def _is_apart(self) -> bool:
+    def _is_self_contained(self) -> bool:
         """Return whether the loop can be replaced: it reads parameters of the experts, and nothing outside of the loop
         reads these parameters or the experts' intermediate values.
         """
@@ -163,7 +163,7 @@ class _Merging:
         experts share, or an object for merged nodes, such as :class:`ExpertRows` (each row (token) computed by its own
         expert).
 
-        Raises :class:`Different` if the nodes do not correspond. Nodes correspond if they apply the same operator to
+        Raises :class:`NotMergeable` if the nodes do not correspond. Nodes correspond if they apply the same operator to
         corresponding nodes and equal constants.
         """
         if nodes not in self.known:
@@ -175,35 +175,34 @@ class _Merging:
         """Return one object, such as :class:`ExpertRows` (each row (token) computed by its own expert), that replaces
         ``nodes``, which compute corresponding but different values of all experts in the loop.
 
-        Raises :class:`Different` if the nodes do not correspond, or if no merged form of their operator is known. Nodes
-        correspond if they apply the same operator to corresponding nodes and equal constants.
-        """
+        Raises :class:`NotMergeable` if the nodes do not correspond, or if no merged form of their operator is known.
+        Nodes correspond if they apply the same operator to corresponding nodes and equal constants."""
         first = nodes[0]
         if first.op == "placeholder":
             self.packing.check_parameters(nodes)
             return ExpertParameter(nodes)
-        made = self._merge_choices(nodes) or self._merge_slices(nodes) or self.columns.picked(nodes)
-        if made is not None:
-            return made
+        new_node = self._merge_choices(nodes) or self._merge_slices(nodes) or self.columns.match_slices(nodes)
+        if new_node is not None:
+            return new_node
         if all(n.target is operator.getitem and n.args[1:] == first.args[1:] for n in nodes):
             return self._merge_getitem(nodes)
         if any(n.target != first.target for n in nodes) or not isinstance(first.target, torch._ops.OpOverload):
-            raise Different
+            raise NotMergeable
         args, kwargs = self._merge_arguments(nodes)
         given = [a for a in args if isinstance(a, Merged)]
         if isinstance(args[0], ExpertMask) and first.target in (aten.logical_not.default, *RESHAPES):
             return self._transform_mask(first, args[0])
         if given and all(isinstance(a, ExpertColumn) or (isinstance(a, ExpertMask) and a.plain) for a in given):
-            return self.columns.made(
-                first, [self.columns.of_choice() if isinstance(a, ExpertMask) else a for a in args], kwargs
+            return self.columns.append_operator(
+                first, [self.columns.append_row_masks() if isinstance(a, ExpertMask) else a for a in args], kwargs
             )
         self.inner.update(nodes)
         if isinstance(args[0], ExpertParameter | PackedParameter) and len(given) == 1:
-            return self.weights.turned(first, args, kwargs)
+            return self.weights.apply_to_all(first, args, kwargs)
         if first.target is aten.masked_fill.Scalar and isinstance(args[1], ExpertMask):
             return self._fill_other_rows(first, args[0], args[1])
         if any(isinstance(a, ExpertMask | PlacedRows | ExpertColumn | MultiResultRows) for a in given):
-            raise Different
+            raise NotMergeable
         if first.target in _PRODUCTS and isinstance(args[1], ExpertParameter | PackedParameter):
             return self._merge_products(first, args)
         if any(isinstance(a, ExpertSum) for a in given):
@@ -211,22 +210,22 @@ class _Merging:
         return self._merge_row_operator(first, args, kwargs)
 
     def _merge_slices(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
-        made = self.weights.sliced(nodes)
-        self.inner.update(nodes if made is not None else ())
-        return made
+        new_node = self.weights.match_packed(nodes)
+        self.inner.update(nodes if new_node is not None else ())
+        return new_node
 
     def _merge_arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
         """Return (list of positional arguments, dict of keyword arguments) of the one operator that replaces ``nodes``,
         the corresponding nodes of all experts in a loop.
 
-        Raises :class:`Different` if the numbers of positional arguments differ, if keyword arguments differ or are
+        Raises :class:`NotMergeable` if the numbers of positional arguments differ, if keyword arguments differ or are
         nodes, or if the arguments at one position cannot be merged.
         """
         first = nodes[0]
         if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
-            raise Different
+            raise NotMergeable
         if any(isinstance(v, fx.Node) for v in first.kwargs.values()):
-            raise Different
+            raise NotMergeable
         return [self._merge_one_argument([n.args[i] for n in nodes]) for i in range(len(first.args))], dict(
             first.kwargs
         )
@@ -235,19 +234,19 @@ class _Merging:
         """Return one argument that replaces ``given``, the arguments of the corresponding operators of all experts at
         one position: a merged value for nodes, the common value for constants.
 
-        Raises :class:`Different` if constants differ, or if the nodes do not compute corresponding values.
+        Raises :class:`NotMergeable` if constants differ, or if the nodes do not compute corresponding values.
         """
         if all(isinstance(g, fx.Node) for g in given):
             return self.merge_nodes(tuple(given))
         if isinstance(given[0], list | tuple) and all(type(g) is type(given[0]) for g in given):
             if any(len(g) != len(given[0]) for g in given):
-                raise Different
-            made = [self._merge_one_argument([g[i] for g in given]) for i in range(len(given[0]))]
-            if any(isinstance(m, Merged) for m in made):
-                raise Different
-            return made
+                raise NotMergeable
+            new_node = [self._merge_one_argument([g[i] for g in given]) for i in range(len(given[0]))]
+            if any(isinstance(m, Merged) for m in new_node):
+                raise NotMergeable
+            return new_node
         if any(isinstance(g, fx.Node) or type(g) is not type(given[0]) or g != given[0] for g in given):
-            raise Different
+            raise NotMergeable
         return given[0]
 
     # -- masks ------------------------------------------------------------------------------------------------------
@@ -256,10 +255,10 @@ class _Merging:
         """Return one description of the row masks of all experts in the loop if ``nodes`` are these masks, in the order
         of the experts; else ``None``. The mask of an expert is true in the rows (tokens) that chose it.
         """
-        loop, of = self.loop, self.numbers(self.loop.of)
+        loop, of = self.loop, self.numbers(self.loop.chosen)
         for number, node in enumerate(nodes, loop.first):
-            choice = choice_of(node)
-            if choice is None or (choice.number, choice.dims, self.numbers(choice.of)) != (number, loop.dims, of):
+            choice = match_equality(node)
+            if choice is None or (choice.number, choice.dims, self.numbers(choice.chosen)) != (number, loop.dims, of):
                 return None
         return ExpertMask(
             0 if get_node_tensor(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims)))
@@ -268,24 +267,24 @@ class _Merging:
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
         """Return the description of the row masks of all experts after the negation or reshape that ``node`` applies to
         one of them. An expert's mask is true in the rows (tokens) that chose it. ``mask``: the description before the
-        operator. Raises :class:`Different` for another operator.
+        operator. Raises :class:`NotMergeable` for another operator.
         """
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)
         sizes = list_node_sizes(node)
         along = [d for d, size in enumerate(sizes) if size == self.num_rows]
         if node.target not in RESHAPES or get_node_tensor(node).numel() != self.num_rows:
-            raise Different
+            raise NotMergeable
         if len(sizes) == 1:
             return ExpertMask(0, mask.negated)
         if mask.dim is None or len(along) != 1:
-            raise Different
+            raise NotMergeable
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
         """Merge the ``masked_fill`` operators of all experts, each of which keeps the rows (tokens) of one expert and
         sets all other rows to a number. Return the merged rows, each computed by its own expert. Raises
-        :class:`Different` if the masks are not those of the rows that did not choose the expert, or do not lie along
+        :class:`NotMergeable` if the masks are not those of the rows that did not choose the expert, or do not lie along
         the rows of ``value``.
 
         ``node``: the operator of the first expert. ``value``, ``mask``: its first two operands, each merged over all
@@ -293,16 +292,16 @@ class _Merging:
         """
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
-            raise Different
+            raise NotMergeable
         dim = mask.dim + get_node_tensor(node).dim() - get_node_tensor(node.args[1]).dim()  # type: ignore[arg-type]
         if isinstance(value, ExpertColumn) and dim >= 0:
-            held = self.columns.at(value, self._find_row_experts(), dim)
+            held = self.columns.gather_own_entries(value, self._find_row_experts(), dim)
         if (
             dim < 0
             or list_node_sizes(held)[dim] != self.num_rows
             or (isinstance(value, ExpertRows) and value.dim != dim)
         ):
-            raise Different
+            raise NotMergeable
         number: Any = node.args[2]
         if not self.covers:
             none = self.build(aten.logical_not.default, self._mask_expert_rows())
@@ -315,7 +314,7 @@ class _Merging:
         chose some expert of the loop.
         """
         keys = self._find_chosen_expert_indices()
-        above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
+        above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.outputs))
         return self.build(aten.logical_and.default, above, below)
 
     def _find_chosen_expert_indices(self) -> fx.Node:
@@ -323,7 +322,7 @@ class _Merging:
 
         It is out of range for a row (token) that chose none of the loop's experts.
         """
-        loop, numbers = self.loop, self.loop.of
+        loop, numbers = self.loop, self.loop.chosen
         if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
             numbers = self.build(aten.to.dtype, numbers, torch.int64)
         if loop.dims != tuple(range(len(loop.dims))):
@@ -338,7 +337,7 @@ class _Merging:
         """
         if self.keys is None:
             keys = self._find_chosen_expert_indices()
-            self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
+            self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.outputs) - 1)
         return self.keys
 
     # -- rows -------------------------------------------------------------------------------------------------------
@@ -348,35 +347,34 @@ class _Merging:
         It replaces the matrix products of all experts. ``node``: the product of the first expert. ``args``: its
         operands, each merged over all experts.
 
-        Raises :class:`Different` unless the operands are rows, each computed by its own expert, and one matrix for each
-        expert, and the rows lie along a single dim that the product does not sum over.
-        """
-        x, weight = args[0], self.weights.of_all(args[1])
+        Raises :class:`NotMergeable` unless the operands are rows, each computed by its own expert, and one matrix for
+        each expert, and the rows lie along a single dim that the product does not sum over."""
+        x, weight = args[0], self.weights.stack_parameters(args[1])
         if not isinstance(x, ExpertRows) or len(args) != 2 or len(list_node_sizes(weight)) != 3:
-            raise Different
+            raise NotMergeable
         sizes = list_node_sizes(x.node)
         if x.dim == len(sizes) - 1 or any(s != 1 for d, s in enumerate(sizes[:-1]) if d != x.dim):
-            raise Different
+            raise NotMergeable
         rows = x.node if len(sizes) == 2 else self.build(aten.reshape.default, x.node, [self.num_rows, sizes[-1]])
         if _PRODUCTS[node.target]:
             weight = self.build(aten.transpose.int, weight, 1, 2)
-        made = self.build(experts.ops.expert_mm.default, rows, weight, self._find_row_experts())
-        made = made if len(sizes) == 2 else self.build(aten.reshape.default, made, list_node_sizes(node))
-        return ExpertRows(made, x.dim, x.zeroed)
+        new_node = self.build(experts.ops.expert_mm.default, rows, weight, self._find_row_experts())
+        new_node = new_node if len(sizes) == 2 else self.build(aten.reshape.default, new_node, list_node_sizes(node))
+        return ExpertRows(new_node, x.dim, x.zeroed)
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
         """Append the operator of ``node``, which the model applies to the output of each expert, on the sum of all
         experts' outputs instead, and return the result. This is exact if the operator is linear.
 
-        Raises :class:`Different` if it is not linear. ``args``, ``kwargs``: its arguments, one of which is the sum.
+        Raises :class:`NotMergeable` if it is not linear. ``args``, ``kwargs``: its arguments, one of which is the sum.
         """
         given = [
             i for i, a in enumerate(args) if isinstance(a, ExpertRows | ExpertSum | ExpertParameter | PackedParameter)
         ]
         if node.target not in LINEAR or len(given) != 1 or not isinstance(args[given[0]], ExpertSum):
-            raise Different
+            raise NotMergeable
         if given[0] != 0 and node.target not in SCALED[:1]:
-            raise Different
+            raise NotMergeable
         return ExpertSum(self.build(node.target, *(a.node if isinstance(a, ExpertSum) else a for a in args), **kwargs))
 
     def _merge_row_operator(
@@ -385,52 +383,52 @@ class _Merging:
         """Append one operator that applies the operator of ``node`` to rows (tokens) that are each computed by their
         own expert, in place of the corresponding operators of all experts, and return the result.
 
-        Raises :class:`Different` if no operand has such rows, if the operator combines rows, or if its result would
+        Raises :class:`NotMergeable` if no operand has such rows, if the operator combines rows, or if its result would
         have another shape or dtype than ``node``. ``node``: the operator of the first expert. ``args``, ``kwargs``: its
         arguments, each merged over all experts.
         """
         rows = [a for a in args if isinstance(a, ExpertRows)]
         if not rows:
-            raise Different
+            raise NotMergeable
         operands = [a.node if isinstance(a, ExpertRows) else a for a in args]
         for i, argument in enumerate(args):
             if isinstance(argument, ExpertParameter | PackedParameter):
-                operands[i] = self.weights.by_row(node, argument, rows[0], self._find_row_experts)
-        made = self.build(node.target, *operands, **kwargs)
-        if not _is_like(made, node):
-            raise Different
+                operands[i] = self.weights.gather_for_rows(node, argument, rows[0], self._find_row_experts)
+        new_node = self.build(node.target, *operands, **kwargs)
+        if not _has_same_specs(new_node, node):
+            raise NotMergeable
         scaled = node.target in LINEAR and any(a.zeroed for a in rows)
-        dims = self._row_dims(made, {r.node: r.dim for r in rows})
-        if isinstance(made.meta["val"], tuple | list):
+        dims = self._find_row_dims(new_node, {r.node: r.dim for r in rows})
+        if isinstance(new_node.meta["val"], tuple | list):
             if dims is None:
-                raise Different
-            return MultiResultRows(made, dims)
+                raise NotMergeable
+            return MultiResultRows(new_node, dims)
         if dims is not None:
             return ExpertRows(
-                made, dims[0], scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed))
+                new_node, dims[0], scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed))
             )
         if node.target is aten.reshape.default and not scaled:
-            return PlacedRows(made, _taken_apart(rows[0], made))
+            return PlacedRows(new_node, _find_split_shape(rows[0], new_node))
         if scaled and all(r.zeroed for r in rows):
             return self._apply_to_sum(
                 node, [ExpertSum(a.node) if isinstance(a, ExpertRows) else a for a in args], kwargs
             )
-        raise Different
+        raise NotMergeable
 
-    def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
-        """Return the index of the dim that indexes rows in each result of the operator ``made``. Return ``None`` unless
-        each row of a result depends only on the same row of the operands.
+    def _find_row_dims(self, new_node: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
+        """Return the index of the dim that indexes rows in each result of the operator ``new_node``. Return ``None``
+        unless each row of a result depends only on the same row of the operands.
 
         Args:
             rows: for each operand that has rows, the index of the dim that indexes them.
         """
         try:
-            rule = factors_of(made)
+            rule = factors_of(new_node)
         except PartitionError:
             rule = None
         if rule is None:
             return None
-        names = {rule.operands[i][rows[o]] for i, o in enumerate(operands_of(made)) if o in rows}
+        names = {rule.operands[i][rows[o]] for i, o in enumerate(operands_of(new_node)) if o in rows}
         if len(names) != 1 or len(next(iter(names))) != 1:
             return None
         ((name,),) = names
@@ -446,11 +444,11 @@ class _Merging:
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
         """Return the value that replaces ``nodes``, the ``getitem`` nodes of all experts that take the same result of
         an operator with several results. In this value, each row (token) is computed by its own expert. Raises
-        :class:`Different` if the operator does not work on rows.
+        :class:`NotMergeable` if the operator does not work on rows.
         """
         whole: Any = self.merge_nodes(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):
-            raise Different
+            raise NotMergeable
         self.inner.update(nodes)
         index: Any = nodes[0].args[1]
         return ExpertRows(self.build(operator.getitem, whole.node, index), whole.dims[index], zeroed=False)
@@ -461,25 +459,27 @@ def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
     return tuple(size if d == dim else 1 for d, size in enumerate(list_node_sizes(node)))
 
 
-def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
-    """Return the shape of ``made``, a reshape of ``rows``, with the size 1 in every dim except those into which the row
-    dim of ``rows`` is split. ``rows``: a value with its row dim.
+def _find_split_shape(rows: ExpertRows, new_node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of ``new_node``, a reshape of ``rows``, with the size 1 in every dim except those into which the
+    row dim of ``rows`` is split. ``rows``: a value with its row dim.
 
-    Raises :class:`Different` if the reshape changes other dims.
+    Raises :class:`NotMergeable` if the reshape changes other dims.
     """
-    sizes, end = list_node_sizes(made), len(list_node_sizes(made)) - (len(list_node_sizes(rows.node)) - 1 - rows.dim)
+    sizes, end = (
+        list_node_sizes(new_node),
+        len(list_node_sizes(new_node)) - (len(list_node_sizes(rows.node)) - 1 - rows.dim),
+    )
     before, after = list_node_sizes(rows.node)[: rows.dim], list_node_sizes(rows.node)[rows.dim + 1 :]
     if sizes[: len(before)] != before or sizes[end:] != after or end < len(before):
-        raise Different
+        raise NotMergeable
     return (*[1] * len(before), *sizes[len(before) : end], *[1] * len(after))
 
 
-def _is_like(made: fx.Node, node: fx.Node) -> bool:
-    """Return whether the results of ``made`` have the shapes and dtypes of those of ``node``, so that it can replace
-    ``node``.
-    """
+def _has_same_specs(new_node: fx.Node, node: fx.Node) -> bool:
+    """Return whether the results of ``new_node`` have the shapes and dtypes of those of ``node``, so that it can
+    replace ``node``."""
     forms = [
         [(v.shape, v.dtype) for v in (held if isinstance(held, tuple | list) else (held,))]
-        for held in (made.meta["val"], node.meta["val"])
+        for held in (new_node.meta["val"], node.meta["val"])
     ]
     return forms[0] == forms[1]

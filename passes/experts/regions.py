@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.passes.errors import PartitionError
-from partitioner.passes.ir.collectives import is_over
+from partitioner.passes.ir.collectives import is_collective_over
 from partitioner.passes.ir.model import Block
-from partitioner.passes.ops.experts import row_products
+from partitioner.passes.ops.experts import list_row_products
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import OpFactors, get_meta_shape, operands_of, results_of
 
@@ -76,7 +76,7 @@ class ExpertRegion:
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
 
-def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion]:
+def find_expert_regions(block: Block, expert_axes: Collection[str] = ()) -> list[ExpertRegion]:
     """Return the parts of ``block`` that compute by expert (expert regions). A block is the graph of a piece of the
     model.
 
@@ -85,16 +85,16 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
     them combines rows (tokens).
 
     Args:
-        apart: mesh axes whose ranks will have different experts. An operator that communicates over such an axis ends a
-            region.
+        expert_axes: mesh axes whose ranks will have different experts. An operator that communicates over such an axis
+        ends a region.
     """
     found = []
     products: dict[fx.Node, list[fx.Node]] = {}
     for node in block.graph.nodes:
-        if node.target in row_products():
-            products.setdefault(row_products()[node.target](node)[2], []).append(node)
+        if node.target in list_row_products():
+            products.setdefault(list_row_products()[node.target](node)[2], []).append(node)
     for keys, nodes in products.items():
-        region = _RegionFinder(block, keys, nodes, apart).find_region()
+        region = _RegionFinder(block, keys, nodes, expert_axes).find_region()
         if region is not None:
             found.append(region)
     dense: dict[int, list[fx.Node]] = {}
@@ -102,7 +102,7 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
         if node.target == aten.bmm.default:
             dense.setdefault(get_meta_shape(node)[0], []).append(node)
     for nodes in dense.values():
-        region = _RegionFinder(block, None, nodes, apart).find_region()
+        region = _RegionFinder(block, None, nodes, expert_axes).find_region()
         if region is not None:
             found.append(region)
     return found
@@ -120,10 +120,10 @@ class _RegionFinder:
     """
 
     def __init__(
-        self, block: Block, keys: fx.Node | None, products: list[fx.Node], apart: Collection[str] = ()
+        self, block: Block, keys: fx.Node | None, products: list[fx.Node], expert_axes: Collection[str] = ()
     ) -> None:
         self.block = block
-        self.apart = apart
+        self.apart = expert_axes
         self.keys = keys
         self.products = products
         self.states = set(block.states)
@@ -150,15 +150,15 @@ class _RegionFinder:
         if not all(u in self.tables or u in self.places for table in self.tables for u in table.users):
             return None
         exits = tuple(n for n in self.places if any(u not in self.places for u in n.users))
-        if not all(place == self._sent_row_dims for n in exits for place in self.places[n]):
+        if not all(place == self._find_sent_row_dims for n in exits for place in self.places[n]):
             return None
-        if not all(place == self._sent_row_dims for place in self.entries.values()):
+        if not all(place == self._find_sent_row_dims for place in self.entries.values()):
             return None
         products = tuple(n for n in self.products if n in self.places)
         return ExpertRegion(self.keys, self.num_experts, self.tables, self.places, self.entries, exits, products)
 
     @property
-    def _sent_row_dims(self) -> RowExpertDims:
+    def _find_sent_row_dims(self) -> RowExpertDims:
         """Return the dims that index rows (tokens) and experts in values that are sent between the ranks of experts.
 
         The rows are in dim 0 if each row has one expert; otherwise the experts are in dim 0 and the rows in dim 1.
@@ -174,7 +174,7 @@ class _RegionFinder:
             tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}
             tables = {n: t for n, t in tables.items() if not self._is_table(n.args[0], 0)}
         else:
-            tables = {n: row_products()[n.target](n)[1] for n in self.products}
+            tables = {n: list_row_products()[n.target](n)[1] for n in self.products}
             tables = {n: t for n, t in tables.items() if self._is_table(t, 0)}
             for node in self.keys.users:
                 at = _LOOKUPS.get(node.target)
@@ -188,7 +188,7 @@ class _RegionFinder:
         if len(sizes) != 1 or not any(n in tables for n in self.products):
             return set()
         (self.num_experts,) = sizes
-        if self.keys is None and not self._is_chosen(tables):
+        if self.keys is None and not self._is_routed(tables):
             return set()
         for table in tables.values():
             self._add_table(table, 0)
@@ -196,7 +196,7 @@ class _RegionFinder:
             return set(tables)
         return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
 
-    def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
+    def _is_routed(self, products: Iterable[fx.Node]) -> bool:
         """Return whether a router chooses among the experts whose matrix products are ``products``. This is so if the
         products, or values that are computed from them, depend on an operator such as ``topk`` over as many scores as
         there are experts.
@@ -227,7 +227,7 @@ class _RegionFinder:
         """
         if seed and self.keys is not None:
             if any(node is p for p in self.products):
-                self._add_region_entry(row_products()[node.target](node)[0], RowExpertDims(0))
+                self._add_region_entry(list_row_products()[node.target](node)[0], RowExpertDims(0))
             self.places[node] = (RowExpertDims(0),)
             return True
         if node.target is operator.getitem:
@@ -295,13 +295,13 @@ class _RegionFinder:
         for node in self.block.graph.nodes:
             operands = operands_of(node) if node.op == "call_function" else ()
             inside = [o for o in operands if o in self.places]
-            if not inside or node in self.places or is_over(node, self.apart):
+            if not inside or node in self.places or is_collective_over(node, self.apart):
                 continue
             if _count_result_bytes(node) > max(_count_result_bytes(o) for o in inside):
                 continue
             entries, tables = dict(self.entries), dict(self.tables)
             added = self._add_region_node(node, False) and all(
-                place == self._sent_row_dims for place in self.places[node]
+                place == self._find_sent_row_dims for place in self.places[node]
             )
             if not added or self.entries != entries:
                 self.entries, self.tables = entries, tables

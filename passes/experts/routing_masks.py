@@ -35,39 +35,46 @@ _RANKED: dict[Any, int] = {  # operator -> the result that has distinct position
 _BEST: dict[Any, int] = {aten.max.dim: 1, aten.min.dim: 1}
 RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 SHAPED = (*RESHAPES, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default)
-_MOVED = (*CASTS, *SHAPED, aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor)
-_OVER = (aten.any.dim, aten.sum.dim_IntList)  # reductions over dims of masks, or of counts
+_ELEMENT_MOVING_OPERATORS = (
+    *CASTS,
+    *SHAPED,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.select.int,
+    aten.slice.Tensor,
+)
+_REDUCTIONS = (aten.any.dim, aten.sum.dim_IntList)  # reductions over dims of masks, or of counts
 _WIDE = (torch.int32, torch.int64)  # types that hold every position without wrapping around
 _PLACES = (aten.argsort.default, aten.argsort.stable)
 
 
 @dataclass(frozen=True)
 class RoutingChoice:
-    """A mask of the rows (tokens) that chose one expert: it is true where the integer tensor ``of`` equals ``number``.
+    """A mask of the rows (tokens) that chose one expert: it is true where the integer tensor ``chosen`` equals
+    ``number``.
 
-    Dim ``j`` of the mask is dim ``dims[j]`` of ``of``.
+    Dim ``j`` of the mask is dim ``dims[j]`` of ``chosen``.
     """
 
-    of: fx.Node
+    chosen: fx.Node
     dims: tuple[int, ...]
     number: int
 
 
 @dataclass(frozen=True)
-class _Classes:
-    """A stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where the integer tensor ``of``
-    equals ``n``.
+class _ClassMasks:
+    """A stack of masks along ``dim``, one for each number 0, 1, ..: mask ``n`` is true where the integer tensor
+    ``chosen`` equals ``n``.
 
-    ``dims[j]``: the dim of ``of`` that corresponds to the ``j``-th dim of a single mask (a dim of the stack other than
-    ``dim``).
-    """
+    ``dims[j]``: the dim of ``chosen`` that corresponds to the ``j``-th dim of a single mask (a dim of the stack other
+    than ``dim``)."""
 
-    of: fx.Node
+    chosen: fx.Node
     dim: int
     dims: tuple[int, ...]
 
 
-def choice_of(node: Any) -> RoutingChoice | None:
+def match_equality(node: Any) -> RoutingChoice | None:
     """Return the integer tensor and the number that the mask ``node``, such as ``chosen == 3``, tests for equality;
     ``None`` if it does not test for one number."""
     node = skip_inverse_squeezes(node)
@@ -77,7 +84,7 @@ def choice_of(node: Any) -> RoutingChoice | None:
     if node.target is aten.eq.Scalar and isinstance(args[1], int) and _can_represent(args[0], args[1]):
         return RoutingChoice(args[0], tuple(range(_get_node_rank(args[0]))), args[1])
     if _is_nonzero(node) or node.target in CASTS:
-        return None if _get_node_rank(node) == 0 else choice_of(args[0])
+        return None if _get_node_rank(node) == 0 else match_equality(args[0])
     if node.target is aten.select.int:
         return _find_sliced_choice(args[0], args[1], args[2])
     if node.target is operator.getitem and args[0].target is aten.unbind.int:
@@ -85,7 +92,7 @@ def choice_of(node: Any) -> RoutingChoice | None:
     return None
 
 
-def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
+def match_any_equality(node: Any) -> tuple[fx.Node, int] | None:
     """Return (integer tensor, number) if the mask ``node`` is true where this number occurs along the last dim of the
     tensor, such as among the k experts that each token chose. Return ``None`` for any other node, or if a number may
     occur more than once along that dim.
@@ -93,34 +100,42 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
     while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*CASTS, *RESHAPES)):
         node = node.args[0]
     found, along = None, list[int]()
-    if isinstance(node, fx.Node) and node.target in _OVER:
-        found, along = choice_of(node.args[0]), dims_over(node)
+    if isinstance(node, fx.Node) and node.target in _REDUCTIONS:
+        found, along = match_equality(node.args[0]), list_reduced_dims(node)
     elif isinstance(node, fx.Node) and node.target is aten.select.int:
         whole: Any = node.args[0]
         while whole.target in CASTS:  # casts keep the counts, which are 0 or 1 if this is the pattern
             whole = whole.args[0]
-        classes = classes_of(whole.args[0]) if whole.target in _OVER else None
-        if classes is not None and len(dims_over(whole)) == 1 and not get_node_argument(whole, "keepdim", False):
-            dims, (_, dim, number), over = range(_get_node_rank(whole.args[0])), node.args, dims_over(whole)[0]
+        classes = match_class_masks(whole.args[0]) if whole.target in _REDUCTIONS else None
+        if (
+            classes is not None
+            and len(list_reduced_dims(whole)) == 1
+            and not get_node_argument(whole, "keepdim", False)
+        ):
+            dims, (_, dim, number), over = range(_get_node_rank(whole.args[0])), node.args, list_reduced_dims(whole)[0]
             left = [d for d in dims if d != over]
             if left[dim] == classes.dim and isinstance(number, int) and number >= 0:  # type: ignore[index]
                 others = [d for d in dims if d != classes.dim]
-                found, along = RoutingChoice(classes.of, classes.dims, number), [others.index(over)]
-    if found is None or along != [_get_node_rank(found.of) - 1] or found.dims != tuple(range(_get_node_rank(found.of))):
+                found, along = RoutingChoice(classes.chosen, classes.dims, number), [others.index(over)]
+    if (
+        found is None
+        or along != [_get_node_rank(found.chosen) - 1]
+        or found.dims != tuple(range(_get_node_rank(found.chosen)))
+    ):
         return None
-    return (found.of, found.number) if is_distinct(found.of, -1) else None
+    return (found.chosen, found.number) if is_distinct_along(found.chosen, -1) else None
 
 
 def skip_inverse_squeezes(node: Any) -> Any:
     """Return the node from which ``node`` is computed by ``unsqueeze`` and ``squeeze`` operators that cancel each
     other; ``node`` itself if there are none.
     """
-    while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_widened(node.args[0], node.args[1]):
+    while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_unsqueezed(node.args[0], node.args[1]):
         node = node.args[0].args[0]  # type: ignore[union-attr]
     return node
 
 
-def _is_widened(node: Any, dim: Any) -> bool:
+def _is_unsqueezed(node: Any, dim: Any) -> bool:
     return node.target is aten.unsqueeze.default and (node.args[1] - dim) % _get_node_rank(node) == 0
 
 
@@ -139,12 +154,12 @@ def is_count(node: Any) -> bool:
     """
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
         return True
-    if node.target in _MOVED:
+    if node.target in _ELEMENT_MOVING_OPERATORS:
         return is_count(node.args[0])
     return node.target is aten.mul.Tensor and all(isinstance(o, fx.Node) and is_count(o) for o in node.args)
 
 
-def numbers_of(node: fx.Node) -> fx.Node:
+def find_integer_source(node: fx.Node) -> fx.Node:
     """Return the node from which ``node`` got its integers, such as the expert numbers that a router chose: follow it
     back through reshapes, casts to int32 or int64, and marker operators, which return their operand unchanged.
     """
@@ -157,13 +172,14 @@ def numbers_of(node: fx.Node) -> fx.Node:
             return node
 
 
-def is_distinct(of: fx.Node, dim: int) -> bool:
-    """Return whether the numbers of the tensor ``of`` along its dim ``dim`` are known to be distinct, because they are
-    the indices that a ``topk``, ``sort`` or ``argsort`` returns.
-    """
-    node: Any = skip_integer_casts(of)
-    while node.target in RESHAPES and dim % _get_node_rank(of) == _get_node_rank(of) - 1 and _keeps_last(node):
-        of, dim, node = node.args[0], -1, skip_integer_casts(node.args[0])
+def is_distinct_along(chosen: fx.Node, dim: int) -> bool:
+    """Return whether the numbers of the tensor ``chosen`` along its dim ``dim`` are known to be distinct, because they
+    are the indices that a ``topk``, ``sort`` or ``argsort`` returns."""
+    node: Any = skip_integer_casts(chosen)
+    while (
+        node.target in RESHAPES and dim % _get_node_rank(chosen) == _get_node_rank(chosen) - 1 and _keeps_last_dim(node)
+    ):
+        chosen, dim, node = node.args[0], -1, skip_integer_casts(node.args[0])
     if node.target is operator.getitem and _RANKED.get(node.args[0].target) == node.args[1]:
         along = get_node_argument(node.args[0], "dim", -1)
     elif node.target in _PLACES:
@@ -173,13 +189,13 @@ def is_distinct(of: fx.Node, dim: int) -> bool:
     return bool((along - dim) % _get_node_rank(node) == 0)
 
 
-def num_choices(of: fx.Node) -> int | None:
-    """Return the number of elements among which the indices in ``of`` were chosen: the size of the dim over which a
+def get_num_choices(chosen: fx.Node) -> int | None:
+    """Return the number of elements among which the indices in ``chosen`` were chosen: the size of the dim over which a
     ``topk``, ``sort``, ``max`` or ``argmax`` ran. For a router this is the number of experts.
 
-    Return ``None`` if ``of`` is no result of such an operator.
+    Return ``None`` if ``chosen`` is no result of such an operator.
     """
-    node: Any = skip_integer_casts(of)
+    node: Any = skip_integer_casts(chosen)
     while node.target in (*RESHAPES, aten.permute.default):
         node = skip_integer_casts(node.args[0])
     if node.target is operator.getitem and {**_RANKED, **_BEST}.get(node.args[0].target) == node.args[1]:
@@ -195,13 +211,13 @@ def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice |
     ``index`` along ``dim`` is a mask such as ``chosen == index``; ``None`` if ``whole`` is no stack of such masks along
     ``dim``.
     """
-    classes = classes_of(whole)
+    classes = match_class_masks(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None
-    return RoutingChoice(classes.of, classes.dims, index)
+    return RoutingChoice(classes.chosen, classes.dims, index)
 
 
-def classes_of(node: Any) -> _Classes | None:
+def match_class_masks(node: Any) -> _ClassMasks | None:
     """Return a description of ``node`` if it is a stack of masks, such as ``one_hot(chosen)``: the integer tensor that
     the masks compare with 0, 1, .., and how its dims correspond to those of the stack. Return ``None`` for any other
     node.
@@ -211,24 +227,24 @@ def classes_of(node: Any) -> _Classes | None:
     args: Any = node.args
     rank = _get_node_rank(node)
     if node.target is aten.one_hot.default:
-        return _Classes(args[0], rank - 1, tuple(range(rank - 1)))
+        return _ClassMasks(args[0], rank - 1, tuple(range(rank - 1)))
     if node.target is aten.eq.Tensor:
         for numbers, counted in (args, args[::-1]):
             source = _find_widened_operand(numbers)
             apart = source is not None and _get_node_rank(source) == rank - 1
             if source is not None and apart and _find_arange_size(counted) == node.meta["val"].shape[-1]:
-                return _Classes(source, rank - 1, tuple(range(rank - 1)))
+                return _ClassMasks(source, rank - 1, tuple(range(rank - 1)))
         return None
     if _is_nonzero(node) or node.target in CASTS:
-        return classes_of(args[0])
+        return match_class_masks(args[0])
     if node.target in (aten.permute.default, aten.transpose.int):
-        inner = classes_of(args[0])
+        inner = match_class_masks(args[0])
         if inner is None:
             return None
         order = [d % rank for d in args[1]] if node.target is aten.permute.default else _swap_two_dims(rank, *args[1:])
         others = [d for d in range(rank) if d != inner.dim]
-        return _Classes(
-            inner.of, order.index(inner.dim), tuple(inner.dims[others.index(d)] for d in order if d in others)
+        return _ClassMasks(
+            inner.chosen, order.index(inner.dim), tuple(inner.dims[others.index(d)] for d in order if d in others)
         )
     return None
 
@@ -279,14 +295,14 @@ def skip_integer_casts(node: fx.Node) -> fx.Node:
     return node
 
 
-def dims_over(node: Any) -> list[int]:
+def list_reduced_dims(node: Any) -> list[int]:
     """Return the dims that ``node`` (a sum, or ``any``) reduces, as non-negative indices."""
     dims: Any = node.args[1]
     rank = _get_node_rank(node.args[0])
     return [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
 
 
-def _keeps_last(node: Any) -> bool:
+def _keeps_last_dim(node: Any) -> bool:
     sizes = [n.meta["val"].shape for n in (node, node.args[0])]
     return bool(len(sizes[0]) and len(sizes[1]) and sizes[0][-1] == sizes[1][-1])
 

@@ -7,11 +7,10 @@ Operators on single rows commute with the sort: if an operator's factor rule let
 operator is applied to the unsorted rows. A value that does not depend on the order (rows written back, sums over all
 rows) then replaces the value computed from sorted rows, and nothing reads the sort any more.
 
-:func:`kept_sorted` works on the graph of one rank. ``partition::expert_mm``, the product of each row with its expert's
-matrix, sorts the rows that it reads and returns its rows in the original order. Between two products with the same
-experts, rows can stay sorted if all operators between them work on each row by itself. Requires: a local graph.
-Provides: an equivalent graph, in which rows are sorted once before and unsorted once after, in backward as well.
-"""
+:func:`keep_rows_sorted` works on the graph of one rank. ``partition::expert_mm``, the product of each row with its
+expert's matrix, sorts the rows that it reads and returns its rows in the original order. Between two products with the
+same experts, rows can stay sorted if all operators between them work on each row by itself. Requires: a local graph.
+Provides: an equivalent graph, in which rows are sorted once before and unsorted once after, in backward as well."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ import torch
 from torch import fx
 
 from partitioner.passes.errors import PartitionError
-from partitioner.passes.experts.regions import ExpertRegion, find_regions
+from partitioner.passes.experts.regions import ExpertRegion, find_expert_regions
 from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.rewrite import Builder, drop_unused, get_node_tensor, list_node_sizes
 from partitioner.passes.ops import experts
 from partitioner.passes.ops.experts import ops
 from partitioner.passes.rules import factors_of
-from partitioner.passes.rules.factors import get_node_argument, operands_of, results_of, with_operands
+from partitioner.passes.rules.factors import get_node_argument, operands_of, replace_operands, results_of
 
 aten = torch.ops.aten
 
@@ -70,9 +69,8 @@ class _Unsorter:
     original order and the sort is not needed.
 
     ``sort``: the node that sorts rows. ``keys``: the values by which it sorts, such as expert numbers. ``order``: the
-    node with the sorted rows' original positions. ``twins`` maps each node that depends on the sort to the value that
-    it would have on unsorted rows. ``inverse`` has the nodes that hold the inverse permutation.
-    """
+    node with the sorted rows' original positions. ``unsorted_values`` maps each node that depends on the sort to the
+    value that it would have on unsorted rows. ``inverse`` has the nodes that hold the inverse permutation."""
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
         self.graph = graph
@@ -80,7 +78,7 @@ class _Unsorter:
         self.keys = operands_of(sort)[0]
         self.num_rows = list_node_sizes(self.keys)[0]
         self.ascending = not get_node_argument(sort, "descending", False)
-        self.twins: dict[fx.Node, _UnsortedValue] = {}
+        self.unsorted_values: dict[fx.Node, _UnsortedValue] = {}
         self.order: fx.Node | None = None
         self.inverse: set[fx.Node] = set()
 
@@ -99,22 +97,21 @@ class _Unsorter:
             if (node in reached or node.target is aten.searchsorted.Tensor) and node.op == "call_function":
                 with self.graph.inserting_before(node):
                     self._visit_node(node, Builder(self.graph, node))
-                if node in self.twins or node in self.inverse:
+                if node in self.unsorted_values or node in self.inverse:
                     reached.update(node.users)
 
     def _is_order(self, node: fx.Node) -> None:
         self.order = node
-        self.twins[node] = _UnsortedValue(self.place)
+        self.unsorted_values[node] = _UnsortedValue(self.place)
 
     def _visit_node(self, node: fx.Node, build: Builder) -> None:
         """Rewrite the operator ``node``, which reads rows (tokens) that were sorted by their expert, so that it works
-        on the rows in their original order, and store its new value in ``twins``. If that is impossible, leave it as it
-        is. ``build`` appends operators to the graph.
-        """
+        on the rows in their original order, and store its new value in ``unsorted_values``. If that is impossible,
+        leave it as it is. ``build`` appends operators to the graph."""
         source: Any = node.args[0]
         if source is self.sort and self.sort.target in _SORTS:
             if node.args[1] == 0:
-                self.twins[node] = _UnsortedValue(self.keys)
+                self.unsorted_values[node] = _UnsortedValue(self.keys)
             else:
                 self._is_order(node)
         elif self._is_inverse_order(node):
@@ -123,36 +120,42 @@ class _Unsorter:
             keys = self.keys
             if get_node_tensor(keys).dtype != get_node_tensor(node).dtype:
                 keys = build(aten.to.dtype, keys, get_node_tensor(node).dtype)
-            self.twins[node] = _UnsortedValue(keys)
+            self.unsorted_values[node] = _UnsortedValue(keys)
         elif node.target is operator.getitem:
             self._unsort_getitem(node, build)
         else:
-            twin = self._put_back(node) or self._unsort_row_write(node) or self._unsort_grouped_product(node, build)
-            twin = twin or self._unsort_index_add(node, build) or self._commute_with_sort(node, build)
-            if twin is not None:
-                self._record_unsorted_value(node, twin)
+            unsorted = (
+                self._match_unsorted_rows(node)
+                or self._unsort_row_write(node)
+                or self._unsort_grouped_product(node, build)
+            )
+            unsorted = unsorted or self._unsort_index_add(node, build) or self._commute_with_sort(node, build)
+            if unsorted is not None:
+                self._record_unsorted_value(node, unsorted)
 
-    def _record_unsorted_value(self, node: fx.Node, twin: _UnsortedValue) -> None:
+    def _record_unsorted_value(self, node: fx.Node, unsorted: _UnsortedValue) -> None:
         """Record that ``node``, which depends on the sort of rows (tokens) that this object removes, would have the
-        value ``twin`` if the rows were not sorted. ``twin``: a graph node, with the dim of each of its results along
-        which the rows lie. If no result depends on the order of the rows, ``twin`` replaces ``node`` in the graph.
-        """
-        if any(dim is not None for dim in twin.dims):
-            self.twins[node] = twin
-        elif twin.node.op == "call_function":  # in its place, so that an output keeps its name
-            node.target, node.args, node.kwargs = twin.node.target, twin.node.args, twin.node.kwargs
+        value ``unsorted`` if the rows were not sorted. ``unsorted``: a graph node, with the dim of each of its results
+        along which the rows lie. If no result depends on the order of the rows, ``unsorted`` replaces ``node`` in the
+        graph."""
+        if any(dim is not None for dim in unsorted.dims):
+            self.unsorted_values[node] = unsorted
+        elif unsorted.node.op == "call_function":  # in its place, so that an output keeps its name
+            node.target, node.args, node.kwargs = unsorted.node.target, unsorted.node.args, unsorted.node.kwargs
         else:
-            node.replace_all_uses_with(twin.node)
+            node.replace_all_uses_with(unsorted.node)
 
     def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
         """Record which node replaces ``node``, one result of an operator with several results, if the rows (tokens) are
         not sorted by the sort that this object removes. ``build`` appends operators to the graph.
         """
         source, index = node.args
-        if source in self.twins:
-            twin = self.twins[source]  # type: ignore[index]
+        if source in self.unsorted_values:
+            unsorted = self.unsorted_values[source]  # type: ignore[index]
             assert isinstance(index, int)
-            self._record_unsorted_value(node, _UnsortedValue(build(node.target, twin.node, index), (twin.dims[index],)))
+            self._record_unsorted_value(
+                node, _UnsortedValue(build(node.target, unsorted.node, index), (unsorted.dims[index],))
+            )
 
     def _is_inverse_order(self, node: fx.Node) -> bool:
         """Return whether ``node`` is the inverse of the sort's permutation, by which a model brings rows (tokens) back
@@ -175,7 +178,7 @@ class _Unsorter:
             return sized and places is self.order and _is_full_arange(values, self.num_rows)
         return False
 
-    def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
+    def _match_unsorted_rows(self, node: fx.Node) -> _UnsortedValue | None:
         """Return the value that can take the place of ``node``, if ``node`` brings rows that the sort ``self.sort`` has
         moved (such as one row for each token, sorted by expert) back into their original order by an index operator;
         ``None`` if it does anything else.
@@ -184,10 +187,10 @@ class _Unsorter:
         that this value does not depend on the order of the sort.
         """
         found = _parse_row_lookup(node)
-        if found is None or found[1] not in self.inverse or found[0] not in self.twins:
+        if found is None or found[1] not in self.inverse or found[0] not in self.unsorted_values:
             return None
-        twin = self.twins[found[0]]
-        return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
+        unsorted = self.unsorted_values[found[0]]
+        return _UnsortedValue(unsorted.node, (None,)) if unsorted.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
         """Return the value that can take the place of ``node``, if ``node`` writes all rows that the sort ``self.sort``
@@ -204,11 +207,13 @@ class _Unsorter:
             base, places, rows = args[0], args[1][0], args[2]
         else:
             return None
-        if base in self.twins or not all(n in self.twins and self.twins[n].dims == (0,) for n in (places, rows)):
+        if base in self.unsorted_values or not all(
+            n in self.unsorted_values and self.unsorted_values[n].dims == (0,) for n in (places, rows)
+        ):
             return None
-        if self.twins[places].node is not self.place or list_node_sizes(base) != list_node_sizes(rows):
+        if self.unsorted_values[places].node is not self.place or list_node_sizes(base) != list_node_sizes(rows):
             return None
-        return _UnsortedValue(self.twins[rows].node, (None,))
+        return _UnsortedValue(self.unsorted_values[rows].node, (None,))
 
     def _computes_expert_keys(self, node: fx.Node) -> bool:
         """Return whether ``node`` computes the expert number of each sorted row: a ``searchsorted`` of the row
@@ -231,18 +236,22 @@ class _Unsorter:
         if how is None:
             return None
         operands = operands_of(node)
-        if len(operands) != 3 or operands[0] not in self.twins or self.twins[operands[0]].dims != (0,):
+        if (
+            len(operands) != 3
+            or operands[0] not in self.unsorted_values
+            or self.unsorted_values[operands[0]].dims != (0,)
+        ):
             return None
         rows, weight, ends = operands
         are_groups = self._are_ends if how.groups == "ends" else self._are_sizes
         if (
-            weight in self.twins
+            weight in self.unsorted_values
             or len(list_node_sizes(weight)) != 3
             or not are_groups(ends, list_node_sizes(weight)[0])
         ):
             return None
         weight = build(aten.transpose.int, weight, 1, 2) if how.transposed else weight
-        made = build(experts.ops.expert_mm.default, self.twins[rows].node, weight, self.keys)
+        made = build(experts.ops.expert_mm.default, self.unsorted_values[rows].node, weight, self.keys)
         return _UnsortedValue(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
@@ -284,11 +293,11 @@ class _Unsorter:
         if node.target is not aten.index_add.default:
             return None
         base, dim, places, rows = node.args[:4]
-        if dim != 0 or base in self.twins or len(node.args) > 4 or node.kwargs:
+        if dim != 0 or base in self.unsorted_values or len(node.args) > 4 or node.kwargs:
             return None
-        if not all(n in self.twins and self.twins[n].dims == (0,) for n in (places, rows)):  # type: ignore[index]
+        if not all(n in self.unsorted_values and self.unsorted_values[n].dims == (0,) for n in (places, rows)):  # type: ignore[index]
             return None
-        where, what = self.twins[places].node, self.twins[rows].node  # type: ignore[index]
+        where, what = self.unsorted_values[places].node, self.unsorted_values[rows].node  # type: ignore[index]
         times = self._count_repeats(where, list_node_sizes(base)[0])  # type: ignore[arg-type]
         if times is None:
             return _UnsortedValue(build(node.target, base, 0, where, what), (None,))
@@ -312,7 +321,12 @@ class _Unsorter:
         operands = operands_of(node)
         if rule is None or any(o in self.inverse for o in operands):
             return None
-        names = {n for i, o in enumerate(operands) if o in self.twins for n in self._sorted_factor(o, rule.operands[i])}
+        names = {
+            n
+            for i, o in enumerate(operands)
+            if o in self.unsorted_values
+            for n in self._find_sorted_factor(o, rule.operands[i])
+        }
         if len(names) != 1:
             return None
         (name,) = names
@@ -320,16 +334,18 @@ class _Unsorter:
             return None
         for i, o in enumerate(operands):
             held = sum(name in factors for factors in rule.operands[i])
-            if held != (1 if o in self.twins else 0):
+            if held != (1 if o in self.unsorted_values else 0):
                 return None
         dims = [_find_factor_dim(name, factors) for factors in rule.results]
         if any(dim == -1 for dim in dims) or len(dims) != len(results_of(node)):
             return None
-        args, kwargs = with_operands(node, [self.twins[o].node if o in self.twins else o for o in operands])
-        made = self._looked_up(node, args, build) or build(node.target, *args, **kwargs)
+        args, kwargs = replace_operands(
+            node, [self.unsorted_values[o].node if o in self.unsorted_values else o for o in operands]
+        )
+        made = self._append_row_lookup(node, args, build) or build(node.target, *args, **kwargs)
         return _UnsortedValue(made, tuple(dims))
 
-    def _sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
+    def _find_sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
         """Return the name of the loop dimension (as in an einsum) along which ``node``, an operand of an operator, is
         sorted. The result is a set with this name, so that the names of several operands can be united. The name is
         ``""`` if the sorted dim does not belong to exactly one loop dimension.
@@ -337,11 +353,11 @@ class _Unsorter:
         Args:
             dims: for each dim of the operand, the names of its loop dimensions.
         """
-        dim = self.twins[node].dims[0]
+        dim = self.unsorted_values[node].dims[0]
         assert dim is not None
         return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
 
-    def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
+    def _append_row_lookup(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
         """Append operators that compute the row look-up of ``node`` (``rows[places]``) on unsorted rows (tokens)
         without an index operator, and return the result.
 
@@ -354,8 +370,8 @@ class _Unsorter:
         found = _parse_row_lookup(node)
         if found is None:
             return None
-        rows, where = found[0], self.twins[found[1]].node if found[1] in self.twins else found[1]
-        if rows in self.twins:
+        rows, where = found[0], self.unsorted_values[found[1]].node if found[1] in self.unsorted_values else found[1]
+        if rows in self.unsorted_values:
             return None
         times = self._count_repeats(where, list_node_sizes(rows)[0])
         if times is None:
@@ -436,7 +452,7 @@ MADE_BY = "made_by"  # in a node's meta: the node of the block that it is kept, 
 _PRODUCT = ops.expert_mm.default
 
 
-def kept_sorted(block: Block) -> Block:
+def keep_rows_sorted(block: Block) -> Block:
     """Return a block equivalent to ``block`` (the graph of a piece of the model) in which rows (tokens) are sorted by
     expert once before several products with experts' matrices, and restored to their order once after them. Otherwise
     every such product sorts its rows and restores their order. ``block`` itself is returned if no two products have the
@@ -446,7 +462,7 @@ def kept_sorted(block: Block) -> Block:
     if max(products.values(), default=0) < 2:
         return block
     block = block.copy()
-    for region in find_regions(block):
+    for region in find_expert_regions(block):
         if sum(n.target is _PRODUCT for n in region.products) > 1 and len(region.products) == sum(
             n.target is _PRODUCT for n in region.nodes
         ):
@@ -497,7 +513,7 @@ class _Sorter:
             rows, weight, _ = node.args
             node.target, node.args = ops.grouped_mm.default, (self._sort_operand(rows), weight, self.ends)  # type: ignore[arg-type]
         else:
-            node.args, node.kwargs = with_operands(node, [self._sort_operand(o) for o in operands_of(node)])
+            node.args, node.kwargs = replace_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
         """Return the node that replaces ``node``, an operand of an operator that computes by expert, when rows (tokens)

@@ -5,7 +5,7 @@ of two operands.
 
 :func:`stack_experts` rewrites a loop over modules, each applied to all rows and multiplied by its own column of
 weights, into products with stacked parameters. The results are equal, there are fewer operators, and the experts can be
-distributed over ranks. ``Packing`` makes the modules' parameters one state whose first dim counts the modules
+distributed over ranks. ``ParameterStacker`` makes the modules' parameters one state whose first dim counts the modules
 (:attr:`partitioner.passes.ir.model.ModelState.parts`).
 
 :func:`replace_gathered_products` rewrites products with gathered parameters, one matrix for each row out of a stack.
@@ -24,17 +24,17 @@ from torch import fx
 
 from partitioner.passes.experts.regions import CHOICES
 from partitioner.passes.ir.model import Captured, ModelState, TensorSpec
-from partitioner.passes.ir.rewrite import Builder, drop_unused, list_node_sizes, placeholder_name
+from partitioner.passes.ir.rewrite import Builder, drop_unused, get_placeholder_name, list_node_sizes
 from partitioner.passes.ops import experts
 
 aten = torch.ops.aten
 
 
-class Different(Exception):
+class NotMergeable(Exception):
     """Raised if corresponding nodes of several experts compute different things, or something that cannot be merged."""
 
 
-class Packing:
+class ParameterStacker:
     """Stacks the corresponding parameters of several experts in a captured graph into one parameter each.
 
     ``captured``: the model, with the stacked parameters that were created so far. ``packed``: for each tuple of the
@@ -46,14 +46,14 @@ class Packing:
         self.packed: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def check_parameters(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Raise :class:`Different` unless ``nodes``, the placeholders of one parameter of each expert, are distinct
+        """Raise :class:`NotMergeable` unless ``nodes``, the placeholders of one parameter of each expert, are distinct
         parameters of one shape and dtype, each with one name only, so that they can be stacked.
         """
         states = [self.captured.states.get(self.captured.placeholders.get(n.name, "")) for n in nodes]
         kinds = {(s.kind, s.spec, s.requires_grad, s.aliases, s.parts) if s is not None else None for s in states}
         kind = kinds.pop()
         if kinds or kind is None or kind[0] != "parameter" or kind[3] or kind[4] or len(set(nodes)) != len(nodes):
-            raise Different
+            raise NotMergeable
 
     def pack_parameters(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
         """Return the placeholder of one parameter that stacks the parameters ``nodes`` along a new dim 0.
@@ -71,7 +71,7 @@ class Packing:
         state = ModelState(name, spec, old.kind, old.requires_grad, parts=names)
         graph = self.captured.graph
         with graph.inserting_before(next(iter(graph.nodes))):
-            made = graph.placeholder(placeholder_name(name.replace("*", "all")))
+            made = graph.placeholder(get_placeholder_name(name.replace("*", "all")))
         made.meta = {**nodes[0].meta, "val": spec.meta()}
         self.captured = self.captured.with_(
             states={**self.captured.states, name: state},
@@ -115,14 +115,14 @@ def stack_experts(captured: Captured) -> Captured:
     """
     named = {o.value for o in captured.outputs} | {captured.loss, *captured.updates.values()}
     for head in reversed(list(captured.graph.nodes)):
-        if head.target is aten.add.Tensor and head.name not in named and not is_inner(head):
-            stacking = _Stacking(captured, head)
+        if head.target is aten.add.Tensor and head.name not in named and not is_inner_sum(head):
+            stacking = _ExpertSumRewriter(captured, head)
             if stacking.stack_experts():
                 captured = stacking.packing.remove_packed_parameters()
     return captured
 
 
-def is_sum(node: fx.Node) -> bool:
+def is_plain_sum(node: fx.Node) -> bool:
     """Return whether ``node`` adds two nodes, both of which have the shape of the result."""
     nodes = [a for a in node.args if isinstance(a, fx.Node)]
     return (
@@ -133,21 +133,21 @@ def is_sum(node: fx.Node) -> bool:
     )
 
 
-def is_inner(node: fx.Node) -> bool:
+def is_inner_sum(node: fx.Node) -> bool:
     """Return whether the only reader of ``node`` is a sum of two values, so that ``node`` is a part of a longer sum and
     not its end.
     """
-    return len(node.users) == 1 and is_sum(next(iter(node.users)))
+    return len(node.users) == 1 and is_plain_sum(next(iter(node.users)))
 
 
-def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+def list_addends(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     """Return two values for the nested sum ``node``: the list of its addends, and the set of the nodes of its
     two-operand sums.
     """
     found, sums = [], {node}
     for addend in node.all_input_nodes if len(node.all_input_nodes) == 2 else node.all_input_nodes * 2:
-        if is_sum(addend) and len(addend.users) == 1:
-            more, inner = addends_of(addend)
+        if is_plain_sum(addend) and len(addend.users) == 1:
+            more, inner = list_addends(addend)
             found += more
             sums |= inner
         else:
@@ -155,7 +155,7 @@ def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     return found, sums
 
 
-class _Stacking:
+class _ExpertSumRewriter:
     """Rewrites one sum of the outputs of experts, which are separate modules, to operators on stacked tensors that have
     the experts as an additional first dim.
 
@@ -164,7 +164,7 @@ class _Stacking:
     """
 
     def __init__(self, captured: Captured, head: fx.Node) -> None:
-        self.packing = Packing(captured)
+        self.packing = ParameterStacker(captured)
         self.head = head
         self.build = Builder(captured.graph, head)
         self.made: dict[tuple[fx.Node, ...], tuple[fx.Node, bool]] = {}
@@ -178,20 +178,20 @@ class _Stacking:
         that compute all experts at once, and return ``True``. Return ``False``, with an unchanged graph, if it is no
         such sum.
         """
-        if not is_sum(self.head) or len(list_node_sizes(self.head)) != 2:
+        if not is_plain_sum(self.head) or len(list_node_sizes(self.head)) != 2:
             return False
-        addends, self.sums = addends_of(self.head)
+        addends, self.sums = list_addends(self.head)
         gated = {n: found for n in addends if (found := self._split_gated_output(n)) is not None}
-        if len(gated) < 2 or not self._is_chosen(list(gated)):
+        if len(gated) < 2 or not self._is_routed(list(gated)):
             return False
         self.num = len(gated)
         self.visited |= set(gated)
         outputs = [made for made, _ in gated.values()]
         try:
             self._check_stackable(tuple(outputs))
-        except Different:
+        except NotMergeable:
             return False
-        if not self._is_apart():
+        if not self._is_self_contained():
             return False
         with self.build.graph.inserting_before(self.head):
             total = self._build_gated_sum(outputs, [gate for _, gate in gated.values()])
@@ -218,7 +218,7 @@ class _Stacking:
                     return made, gate
         return None
 
-    def _is_chosen(self, addends: Sequence[fx.Node]) -> bool:
+    def _is_routed(self, addends: Sequence[fx.Node]) -> bool:
         """Return whether ``addends``, the outputs of experts that are added, depend on a ``topk`` or similar over as
         many scores as there are addends. This shows that a router chooses among the experts."""
         seen: set[fx.Node] = set()
@@ -233,7 +233,7 @@ class _Stacking:
     def _check_stackable(self, nodes: tuple[fx.Node, ...]) -> None:
         """Visit the operators that compute ``nodes``, the corresponding nodes of all experts (one for each).
 
-        Raises :class:`Different` unless all of these operators correspond to each other and can work on stacked
+        Raises :class:`NotMergeable` unless all of these operators correspond to each other and can work on stacked
         tensors.
         """
         if len(set(nodes)) == 1 or nodes in self.packed:
@@ -242,7 +242,7 @@ class _Stacking:
         if len(set(nodes)) != len(nodes) or (
             any(n.op != first.op or n.target != first.target for n in nodes[1:]) and (first.op != "placeholder")
         ):
-            raise Different
+            raise NotMergeable
         if first.op == "placeholder":
             self.packing.check_parameters(nodes)
             self.packed.append(nodes)
@@ -250,14 +250,14 @@ class _Stacking:
         self.visited |= set(nodes)
         flat = [_flatten_arguments(n) for n in nodes]
         if any(len(f) != len(flat[0]) for f in flat):
-            raise Different
+            raise NotMergeable
         for arguments in zip(*flat, strict=True):
             if all(isinstance(a, fx.Node) for a in arguments):
                 self._check_stackable(arguments)
             elif any(type(a) is not type(arguments[0]) or a != arguments[0] for a in arguments):
-                raise Different
+                raise NotMergeable
         if not self._has_form(first):
-            raise Different
+            raise NotMergeable
 
     def _has_form(self, node: fx.Node) -> bool:
         """Return whether the operator of ``node``, which works on one expert, can work on all experts at once, with the
@@ -270,7 +270,7 @@ class _Stacking:
             return True
         return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
-    def _is_apart(self) -> bool:
+    def _is_self_contained(self) -> bool:
         """Return whether nothing outside of the sum over experts reads the experts' parameters or intermediate values,
         so that they can be replaced."""
         inner = self.visited | {n for nodes in self.packed for n in nodes}
@@ -351,7 +351,7 @@ def _collect_arguments(nodes: tuple[fx.Node, ...], place: int) -> tuple[fx.Node,
 
 
 _BATCHED_PRODUCTS = (aten.bmm.default, aten.matmul.default)
-_MOVES = (
+_VIEW_OPERATORS = (
     aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int,
     aten.permute.default, aten.t.default, aten.expand.default, aten.clone.default, aten.slice.Tensor,
     aten.select.int, aten._to_copy.default, aten.to.dtype, aten.repeat_interleave.self_int,
@@ -427,18 +427,18 @@ def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if (
         len(list_node_sizes(stack)) != 3
         or len(list_node_sizes(picks)) != 1
-        or not _in_range(picks, list_node_sizes(stack)[0])
+        or not _is_below(picks, list_node_sizes(stack)[0])
     ):
         return None
     return stack, picks
 
 
-def _in_range(node: Any, size: int) -> bool:
+def _is_below(node: Any, size: int) -> bool:
     """Return whether the indices in ``node`` are known to be less than ``size``. This is known if they are positions
     that ``topk`` or a similar operator chose among at most ``size`` scores.
     """
     while isinstance(node, fx.Node):
-        if node.target in _MOVES:
+        if node.target in _VIEW_OPERATORS:
             node = node.args[0]
         elif node.target in _PLACES:
             return _count_choices(node) <= size

@@ -1,11 +1,10 @@
 """Trace branches on whether any row has chosen an expert, as if every expert had rows.
 
 ``if mask.any():`` and ``if rows.numel() == 0: continue`` skip experts without rows. Their outcome depends on the data,
-so a trace cannot know it. Inside :func:`guards_traced` every such condition is answered as if there were rows. This is
-exact only if the traced branch has no effect for an expert without rows. ``passes/experts/traced_loops.py`` proves this
-afterwards, from traces in which every other expert has no rows. For these proofs, the marker operator
-``partition::hit`` marks the masks and numbers that decide.
-"""
+so a trace cannot know it. Inside :func:`trace_expert_branches` every such condition is answered as if there were rows.
+This is exact only if the traced branch has no effect for an expert without rows. ``passes/experts/traced_loops.py``
+proves this afterwards, from traces in which every other expert has no rows. For these proofs, the marker operator
+``partition::hit`` marks the masks and numbers that decide."""
 
 from __future__ import annotations
 
@@ -26,30 +25,30 @@ from partitioner.passes.experts.routing_masks import (
     ALIKE,
     CASTS,
     SHAPED,
-    choice_of,
-    chosen_by_any,
-    classes_of,
-    dims_over,
+    find_integer_source,
+    get_num_choices,
     is_count,
-    num_choices,
-    numbers_of,
+    list_reduced_dims,
+    match_any_equality,
+    match_class_masks,
+    match_equality,
     skip_operators,
 )
 from partitioner.passes.experts.trace_marks import HIT
-from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.rules.factors import get_node_argument
-from partitioner.passes.trace.concrete_scalars import is_written, memory_of
+from partitioner.passes.trace.concrete_scalars import find_allocating_node, is_written
 
 aten = torch.ops.aten
 
 LISTING = frozenset({torch.where, torch.nonzero, Tensor.nonzero})
-_ASKING = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
+_TRUTH_FUNCTIONS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 _COUNTING = frozenset({torch.bincount, Tensor.bincount})
 _SAME = (*CASTS, *SHAPED)
 _COUNTS = (aten.any.default, aten.sum.default, aten.count_nonzero.default)
 SOME = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
 _NONE = (aten.eq.Scalar, aten.le.Scalar, aten.less_equal.Scalar)
-_MANY = 1 << 20  # rows
+_MAX_ROWS = 1 << 20  # rows
 
 
 @dataclass
@@ -58,14 +57,13 @@ class TracedBranches:
 
     A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered from 1, and
     ``num_listings`` is their number. ``leaves_out``: branches are decided as if experts with even (0) or odd (1)
-    numbers had no rows; ``None``: as if all experts had rows. ``seen``: the number of branches. ``decided``: the
-    listings on which a branch depended. ``changed``: whether a mask on which a branch depended was later written in
+    numbers had no rows; ``None``: as if all experts had rows. ``num_branches``: the number of branches. ``decided``:
+    the listings on which a branch depended. ``changed``: whether a mask on which a branch depended was later written in
     place. ``marked``: pairs of a node and the marker operator through which the trace reads it. ``counted``: symbol of
-    a number of rows -> (the number, its listing, its expert).
-    """
+    a number of rows -> (the number, its listing, its expert)."""
 
     leaves_out: int | None = None
-    seen: int = 0
+    num_branches: int = 0
     changed: bool = False  # whether a marked mask was written in place afterwards
     marked: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # pairs of a marked node and its mark
     counted: dict[Any, tuple[SymInt, int, int]] = field(default_factory=dict)  # symbol -> (rows, listing, expert)
@@ -82,11 +80,11 @@ class TracedBranches:
 
         ``listing``: the number of the place in the trace where the expert's rows (tokens) were listed.
         """
-        self.seen += 1
+        self.num_branches += 1
         self.decided.add(listing)
         return number % 2 != self.leaves_out
 
-    def count(self, rows: Any, listing: int, number: int) -> None:
+    def register_count(self, rows: Any, listing: int, number: int) -> None:
         """Register ``rows``, a symbolic number of rows (tokens), so that branches of forward on whether it is zero can
         be decided.
 
@@ -98,7 +96,7 @@ class TracedBranches:
         if isinstance(rows, SymInt):
             self.counted[rows.node.expr] = rows, listing, number
 
-    def decides(self, question: Any) -> bool:
+    def decide(self, question: Any) -> bool:
         """Fix the outcome of the symbolic condition ``question`` if it only tests whether an expert has rows (tokens
         that chose it), and return ``True``.
 
@@ -108,41 +106,41 @@ class TracedBranches:
         symbols = [s for s in question.free_symbols if s in self.counted]
         if len(symbols) != 1 or len(question.free_symbols) != 1:
             return False
-        answers = [bool(question.subs(symbols[0], rows)) for rows in (0, 1, 2, 3, _MANY)]
+        answers = [bool(question.subs(symbols[0], rows)) for rows in (0, 1, 2, 3, _MAX_ROWS)]
         if len(set(answers[1:])) != 1 or answers[0] == answers[1]:
             return False
         rows, listing, number = self.counted[symbols[0]]
         torch._check(rows > 0 if self.has_rows(number, listing) else rows == 0)
         return True
 
-    def look_back(self) -> None:
+    def drop_overwritten_masks(self) -> None:
         """Set ``changed`` of this record if a mask that decided a branch was written in place afterwards, and forget
         these masks; called at the end of a trace."""
-        self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
+        self.changed |= any(is_written(mark, {find_allocating_node(chosen), mark}) for chosen, mark in self.marked)
         self.marked = []
 
 
 @contextmanager
-def guards_traced(guards: TracedBranches) -> Iterator[None]:
+def trace_expert_branches(branches: TracedBranches) -> Iterator[None]:
     """Return a context in which branches of forward on whether an expert has rows (tokens that chose it) can be traced.
-    ``guards``: decides the branches, by default as if the expert had rows, and records them.
+    ``branches``: decides the branches, by default as if the expert had rows, and records them.
     """
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
-    def decided(self: SymBool) -> bool:
+    def decide_condition(self: SymBool) -> bool:
         """Replacement of ``SymBool.__bool__``: return the truth of a symbolic condition. If the condition only tests
         whether an expert has rows (tokens), its outcome is fixed first.
         """
         try:
             return plain(self)
         except GuardOnDataDependentSymNode:
-            if not guards.decides(self.node.expr):
+            if not branches.decide(self.node.expr):
                 raise
             return plain(self)
 
-    with mock.patch.object(SymBool, "__bool__", decided), _BranchMode(guards):
+    with mock.patch.object(SymBool, "__bool__", decide_condition), _BranchMode(branches):
         yield
-    guards.look_back()
+    branches.drop_overwritten_masks()
 
 
 class _BranchMode(TorchFunctionMode):
@@ -151,9 +149,9 @@ class _BranchMode(TorchFunctionMode):
     branches.
     """
 
-    def __init__(self, guards: TracedBranches) -> None:
+    def __init__(self, branches: TracedBranches) -> None:
         super().__init__()
-        self.guards = guards
+        self.guards = branches
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -173,14 +171,14 @@ class _BranchMode(TorchFunctionMode):
         if func in _COUNTING:
             made = _count_with_fixed_size(*args, **kwargs)
             return func(*args, **kwargs) if made is None else made
-        if func in _ASKING or (func is Tensor.item and args[0].dtype == torch.bool):
-            asked = _find_rows_query(node_of(args[0]))
-            if asked is not None:
-                return asked.some == self.guards.has_rows(asked.number, self._mark_queried_rows(asked))
+        if func in _TRUTH_FUNCTIONS or (func is Tensor.item and args[0].dtype == torch.bool):
+            query = _find_rows_query(get_fx_node(args[0]))
+            if query is not None:
+                return query.if_any == self.guards.has_rows(query.number, self._mark_queried_rows(query))
         made = func(*args, **kwargs)
-        asked = _find_rows_query(node_of(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
-        if asked is not None and asked.some:
-            self.guards.count(made, self._mark_queried_rows(asked), asked.number)
+        query = _find_rows_query(get_fx_node(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
+        if query is not None and query.if_any:
+            self.guards.register_count(made, self._mark_queried_rows(query), query.number)
         return made
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
@@ -190,21 +188,21 @@ class _BranchMode(TorchFunctionMode):
 
         ``kwargs``: further arguments of ``func``.
         """
-        number = _number_of(node_of(mask))
+        number = _find_expert_number(get_fx_node(mask))
         if number is None:
             return func(mask, **kwargs)
         listing = self.guards.listing()
         made = func(HIT(mask, number, listing, False), **kwargs)
-        self.guards.count((made[0] if isinstance(made, tuple) else made).shape[0], listing, number)
+        self.guards.register_count((made[0] if isinstance(made, tuple) else made).shape[0], listing, number)
         return made
 
-    def _mark_queried_rows(self, asked: _ExpertRowsQuery) -> int:
+    def _mark_queried_rows(self, query: _ExpertRowsQuery) -> int:
         """Insert marker operators, which return their operand unchanged, after a mask and after chosen expert numbers,
         so that the rest of the trace reads them through markers. Return the number of this listing, the place in the
         trace.
 
         Args:
-            asked: what forward asks about the rows (tokens) of an expert, with the nodes of the mask and of the chosen
+            query: what forward asks about the rows (tokens) of an expert, with the nodes of the mask and of the chosen
                 numbers.
         """
         mode = get_proxy_mode()
@@ -212,9 +210,9 @@ class _BranchMode(TorchFunctionMode):
         tracker, listing = mode.tracer.tensor_tracker, self.guards.listing()
         for tensor, held in list(tracker.items()):
             node = held.proxy.node
-            numbers = asked.of is not None and _is_chosen(node, asked.of)
-            if numbers or node in asked.masks:
-                mark = get_proxy_slot(HIT(tensor, asked.number, listing, numbers), mode.tracer)
+            numbers = query.chosen is not None and _is_same_node(node, query.chosen)
+            if numbers or node in query.masks:
+                mark = get_proxy_slot(HIT(tensor, query.number, listing, numbers), mode.tracer)
                 self.guards.marked.append((node, mark.proxy.node))
                 tracker[tensor] = mark
         return listing
@@ -224,18 +222,17 @@ class _BranchMode(TorchFunctionMode):
 class _ExpertRowsQuery:
     """What forward asks about the rows (tokens) that chose the expert ``number``: whether there are any, or how many.
 
-    ``some``: whether a true (or non-zero) answer means that there are rows; false if it means that there are none.
-    ``masks``: the nodes of one mask, in several dtypes, that is true in these rows; may be empty. ``of``: the node with
-    the chosen numbers, or ``None``. At least one of ``masks`` and ``of`` is given.
-    """
+    ``if_any``: whether a true (or non-zero) answer means that there are rows; false if it means that there are none.
+    ``masks``: the nodes of one mask, in several dtypes, that is true in these rows; may be empty. ``chosen``: the node
+    with the chosen numbers, or ``None``. At least one of ``masks`` and ``chosen`` is given."""
 
     number: int
-    some: bool
+    if_any: bool
     masks: tuple[fx.Node, ...]
-    of: fx.Node | None
+    chosen: fx.Node | None
 
 
-def node_of(value: Any) -> Any:
+def get_fx_node(value: Any) -> Any:
     """Return the FX node of ``value`` in the present trace; ``None`` if there is none."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
@@ -245,8 +242,8 @@ def node_of(value: Any) -> Any:
 def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
     """Return how often each of the numbers 0, 1, .., ``minlength`` - 1 occurs in ``numbers``, like ``bincount`` but
     with the fixed shape ``[minlength]``. Return ``None`` if larger numbers may occur, or if ``weights`` are given."""
-    node = node_of(numbers)
-    places = None if node is None else num_choices(numbers_of(node))
+    node = get_fx_node(numbers)
+    places = None if node is None else get_num_choices(find_integer_source(node))
     if weights is not None or places is None or places > minlength:
         return None
     every = torch.arange(minlength, device=numbers.device, dtype=numbers.dtype)
@@ -257,38 +254,38 @@ def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
     """Return the question that the value of ``node`` answers about the rows (tokens) that chose an expert: whether
     there are any, or how many. Return ``None`` if the value answers no such question.
     """
-    some = True
+    if_any = True
     while isinstance(node, fx.Node):
         args: Any = node.args
         if node.target in _COUNTS:
             masks = [args[0]]
             while masks[-1].target in ALIKE:
                 masks.append(masks[-1].args[0])
-            number, chosen = _number_of(masks[-1]), _find_mask_choice(masks[-1])
+            number, chosen = _find_expert_number(masks[-1]), _find_mask_choice(masks[-1])
             return (
                 None
                 if number is None
-                else _ExpertRowsQuery(number, some, tuple(masks), chosen and numbers_of(chosen[0]))
+                else _ExpertRowsQuery(number, if_any, tuple(masks), chosen and find_integer_source(chosen[0]))
             )
         if node.target is aten.select.int:
-            return _of_table(args[0], args[1], args[2], some)
+            return _match_table_entry(args[0], args[1], args[2], if_any)
         if node.target is operator.getitem and args[0].target is aten.unbind.int:
-            return _of_table(args[0].args[0], get_node_argument(args[0], "dim", 0), args[1], some)
+            return _match_table_entry(args[0].args[0], get_node_argument(args[0], "dim", 0), args[1], if_any)
         if node.target is aten.logical_not.default or (node.target in _NONE and args[1] == 0):
-            some = not some
+            if_any = not if_any
         elif node.target not in _SAME and not (node.target in SOME and args[1] == 0):
             return None
         node = args[0]
     return None
 
 
-def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
+def _match_table_entry(node: Any, dim: int, index: Any, if_any: bool) -> _ExpertRowsQuery | None:
     """Return the question about an expert's rows (tokens) that the element ``index`` of ``node`` along ``dim`` answers:
     whether the expert with this number has any. Return ``None`` unless ``node`` has the row counts of all experts,
     computed as a sum of masks, and ``index`` is an integer.
 
     Args:
-        some: whether a non-zero element means that the expert has rows.
+        if_any: whether a non-zero element means that the expert has rows.
     """
     node = skip_operators(node, CASTS)
     if (
@@ -298,14 +295,14 @@ def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery |
     ):
         return None
     table = skip_operators(node.args[0], ALIKE)
-    classes, over = classes_of(table), dims_over(node)
+    classes, over = match_class_masks(table), list_reduced_dims(node)
     left = [d for d in range(table.meta["val"].dim()) if d not in over]
     if classes is None or left != [classes.dim] or dim % len(left) or index < 0:
         return None
-    return _ExpertRowsQuery(index, some, (), numbers_of(classes.of))
+    return _ExpertRowsQuery(index, if_any, (), find_integer_source(classes.chosen))
 
 
-def _number_of(node: Any) -> int | None:
+def _find_expert_number(node: Any) -> int | None:
     """Return the number of the expert if ``node`` is the mask of the rows (tokens) that chose this expert; ``None`` if
     it is no such mask.
     """
@@ -324,13 +321,13 @@ def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
     """Return (node with the chosen numbers, expert number) if the mask ``node`` compares the two; ``None`` if it is no
     such mask.
     """
-    choice = choice_of(node)
-    return chosen_by_any(node) if choice is None else (choice.of, choice.number)
+    choice = match_equality(node)
+    return match_any_equality(node) if choice is None else (choice.chosen, choice.number)
 
 
-def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
-    """Return whether ``node`` is the node ``of`` or a marker operator of it, which has the same value."""
-    return skip_operators(node, (HIT,)) is of
+def _is_same_node(node: fx.Node, chosen: fx.Node) -> bool:
+    """Return whether ``node`` is the node ``chosen`` or a marker operator of it, which has the same value."""
+    return skip_operators(node, (HIT,)) is chosen
 
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
@@ -346,19 +343,19 @@ def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Coll
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:
         return frozenset()
-    same = Numbers()
+    same = ValueNumbers()
 
-    def key(of: fx.Node, number: int) -> tuple[int, int]:
-        return same(numbers_of(of)), number
+    def key(chosen: fx.Node, number: int) -> tuple[int, int]:
+        return same(find_integer_source(chosen)), number
 
     found = [(mark.args[0], mark.args[1]) if mark.args[3] else _find_mask_choice(mark.args[0]) for mark in marks]
-    asked = {key(*pair) for pair in found if pair is not None}
+    query = {key(*pair) for pair in found if pair is not None}
     masks = {mark for mark in marks if not mark.args[3] and mark.args[1] % 2 == parity}
     tell, first = set[Any](), set[fx.Node]()
     for node in nodes:
         if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
             pair = _find_mask_choice(node)
-            if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in asked:
+            if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in query:
                 tell.add(node)
                 first |= {node} if node.args[0] not in tell else set()  # else it derives from a mask found before
     return frozenset(first)

@@ -1,8 +1,8 @@
 """Trace loops over the experts that some row has chosen as loops over all experts, and prove that this is exact.
 
 ``for i in mask.sum((1, 2)).nonzero():`` has one iteration for each expert with rows, which a trace cannot know. Inside
-:func:`hits_traced` the loop has one iteration for every expert, and the marker operator ``partition::hits`` marks the
-masks that decide. An iteration of an expert without rows then runs operators that the model would not run.
+:func:`trace_expert_loops` the loop has one iteration for every expert, and the marker operator ``partition::hits``
+marks the masks that decide. An iteration of an expert without rows then runs operators that the model would not run.
 
 :func:`check_turns` proves that these iterations have no effect. Branches that ``passes/experts/traced_branches.py``
 traced are proven in the same way. Two more graphs are compared: the trace with empty masks for every other expert, and
@@ -26,18 +26,18 @@ from torch.overrides import TorchFunctionMode
 
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.experts.loop_patterns import LINEAR, RESHAPES
-from partitioner.passes.experts.routing_masks import ALIKE, SHAPED, dims_over, is_count, skip_operators
+from partitioner.passes.experts.routing_masks import ALIKE, SHAPED, is_count, list_reduced_dims, skip_operators
 from partitioner.passes.experts.trace_marks import HITS
-from partitioner.passes.experts.traced_branches import LISTING, SOME, TracedBranches, guards_traced, node_of
+from partitioner.passes.experts.traced_branches import LISTING, SOME, TracedBranches, get_fx_node, trace_expert_branches
 from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.rewrite import drop_unused, list_node_sizes
-from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.rules.factors import get_node_argument
-from partitioner.passes.trace.concrete_scalars import is_written, memory_of
+from partitioner.passes.trace.concrete_scalars import find_allocating_node, is_written
 
 aten = torch.ops.aten
 
-_OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
+_REDUCTIONS = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
 
 
 @dataclass
@@ -45,54 +45,53 @@ class TracedLoops:
     """Record of the loops of forward, in one trace, over the experts that some row (token) chose.
 
     ``leaves_out``: 0 or 1 if the trace skips the iterations of experts with even or odd numbers; ``None`` if it skips
-    none. ``seen`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
-    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``turns``: by the ``id``
-    of each tensor that forward got as a loop index, (the tensor, its expert number). ``guards`` records branches on
-    whether an expert has rows; ``None`` if these are not traced.
-    """
+    none. ``num_loops`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
+    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``iterations``: by
+    the ``id`` of each tensor that forward got as a loop index, (the tensor, its expert number). ``branches`` records
+    branches on whether an expert has rows; ``None`` if these are not traced."""
 
     leaves_out: int | None = None
-    seen: int = 0
+    num_loops: int = 0
     left_early: bool = False
     changed: bool = False  # masks, since it was asked which of them are true anywhere
-    turns: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
-    guards: TracedBranches | None = None  # where decisions are traced as well
+    iterations: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
+    branches: TracedBranches | None = None  # where decisions are traced as well
 
     @property
     def found(self) -> bool:
         """Return whether the trace has a loop over the experts with rows (tokens), or a branch on whether an expert has
         rows. The graph must then be proven equal to the model.
         """
-        return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
+        return self.num_loops > 0 or (self.branches is not None and self.branches.num_branches > 0)
 
-    def guarded(self) -> TracedLoops:
+    def with_branches(self) -> TracedLoops:
         """Return an empty record, with :class:`TracedBranches`, for another trace in which forward may also branch on
         whether an expert has rows (tokens).
         """
-        return TracedLoops(self.leaves_out, guards=TracedBranches(self.leaves_out))
+        return TracedLoops(self.leaves_out, branches=TracedBranches(self.leaves_out))
 
-    def leaving_out(self, parity: int | None) -> TracedLoops:
+    def without_parity(self, parity: int | None) -> TracedLoops:
         """Return an empty record for another trace without the iterations of even (``parity`` 0) or odd (1) experts.
 
         ``None`` stands for a trace with all iterations.
         """
-        return TracedLoops(parity, guards=self.guards and TracedBranches(parity))
+        return TracedLoops(parity, branches=self.branches and TracedBranches(parity))
 
-    def turn(self, number: int, *, listed: bool = False) -> Tensor:
+    def get_loop_index(self, number: int, *, listed: bool = False) -> Tensor:
         """Return the tensor that forward gets as loop index in the iteration for the expert ``number``, and record it.
 
         Args:
             listed: whether the tensor has a dim of size 1 instead of no dim.
         """
         made = torch.tensor([number] if listed else number)
-        self.turns[id(made)] = made, number
+        self.iterations[id(made)] = made, number
         return made
 
-    def check(self) -> None:
+    def check_complete(self) -> None:
         """Raise :class:`UnsupportedError` if forward left a traced loop over experts before its end, or if the masks
         that decide which experts have rows (tokens) were changed in place after the loop had read them.
         """
-        if self.changed or (self.guards is not None and self.guards.changed):
+        if self.changed or (self.branches is not None and self.branches.changed):
             raise UnsupportedError(
                 "the masks of the chosen experts are changed in place after they were read: change a copy of them, "
                 "or loop over all experts (for i in range(num_experts))"
@@ -105,32 +104,32 @@ class TracedLoops:
 
 
 @contextmanager
-def hits_traced(hits: TracedLoops) -> Iterator[None]:
+def trace_expert_loops(loops: TracedLoops) -> Iterator[None]:
     """Return a context in which loops of forward over the experts that have rows (that some token chose) can be traced.
-    They are traced as loops over all experts, and ``hits`` records them.
+    They are traced as loops over all experts, and ``loops`` records them.
     """
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
-    def turns(self: Tensor) -> Iterator[Any]:
+    def iterate_experts(self: Tensor) -> Iterator[Any]:
         found = _find_listed_masks(self)
-        return plain(self) if found is None else _iterate_marked_experts(hits, self.dim(), *found)
+        return plain(self) if found is None else _iterate_marked_experts(loops, self.dim(), *found)
 
-    guarded = nullcontext() if hits.guards is None else guards_traced(hits.guards)
-    with mock.patch.object(Tensor, "__iter__", turns), _LoopIndexMode(hits), guarded:
+    guarded = nullcontext() if loops.branches is None else trace_expert_branches(loops.branches)
+    with mock.patch.object(Tensor, "__iter__", iterate_experts), _LoopIndexMode(loops), guarded:
         yield
 
 
 def _iterate_marked_experts(
-    hits: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node
+    loops: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node
 ) -> Iterator[Tensor]:
     """Yield the loop index for each expert, in a loop over the experts that have rows (tokens). Meanwhile the trace
     reads the masks through marker operators, which return their operand unchanged and show in the graph which operators
     are in the loop.
 
-    ``hits``: the record of loops. ``rank``: the rank of the tensor over which forward loops; an index has no dims for
+    ``loops``: the record of loops. ``rank``: the rank of the tensor over which forward loops; an index has no dims for
     1, one dim for 2. ``masks``: the masks that decide which experts have rows, one for each dtype. ``dim``: their dim
     of experts. ``first``: the first node that reduces the masks; a later write in place to a mask is recorded in
-    ``hits``, because the loop would not have seen it.
+    ``loops``, because the loop would not have seen it.
     """
     mode = get_proxy_mode()
     assert mode is not None
@@ -139,18 +138,18 @@ def _iterate_marked_experts(
     for mask in masks:  # from here on the trace reads it by way of a mark
         tracker[mask] = get_proxy_slot(HITS(mask, dim), mode.tracer)
     marks = [tracker[mask] for mask in masks]
-    hits.seen += 1
+    loops.num_loops += 1
     done = False
     try:
         for number in range(masks[0].shape[dim]):
-            if number % 2 == hits.leaves_out:
+            if number % 2 == loops.leaves_out:
                 continue
-            yield hits.turn(number, listed=rank == 2)
+            yield loops.get_loop_index(number, listed=rank == 2)
         done = True
     finally:
-        hits.left_early |= not done
+        loops.left_early |= not done
     held = [slot.proxy.node for slot in (*slots.values(), *marks)]
-    hits.changed |= is_written(first, {memory_of(node) for node in held})
+    loops.changed |= is_written(first, {find_allocating_node(node) for node in held})
     for mask, slot in slots.items():
         tracker[mask] = slot
 
@@ -160,9 +159,9 @@ class _LoopIndexMode(TorchFunctionMode):
     tensor, it indexes by the expert's number as a Python int. ``hits``: the record of loops, which knows the number of
     each index tensor."""
 
-    def __init__(self, hits: TracedLoops) -> None:
+    def __init__(self, loops: TracedLoops) -> None:
         super().__init__()
-        self.hits = hits
+        self.hits = loops
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,11 +169,11 @@ class _LoopIndexMode(TorchFunctionMode):
         """Call the torch function ``func`` with ``args`` and ``kwargs`` and return its result. An index by a tensor
         that forward got as loop index becomes an index by the number of its expert. ``types``: unused.
         """
-        if func is Tensor.__getitem__ and self.hits.turns:
+        if func is Tensor.__getitem__ and self.hits.iterations:
             of, index = args
             turn, number = self._find_expert_number(of), self._find_expert_number(index)
             if turn is not None and of.dim() == 1 and isinstance(index, int) and index in (0, -1):
-                return self.hits.turn(turn)
+                return self.hits.get_loop_index(turn)
             if number is not None:
                 found = of.select(0, number)
                 return found.unsqueeze(0) if index.dim() else found
@@ -184,7 +183,7 @@ class _LoopIndexMode(TorchFunctionMode):
                 ]
                 args = of, tuple(i if n is None else n for i, n in zip(index, numbers, strict=True))
         made = func(*args, **kwargs or {})
-        if func in LISTING and self.hits.turns and len(args) == 1 and _is_turns(args[0]):
+        if func in LISTING and self.hits.iterations and len(args) == 1 and _is_iteration_mask(args[0]):
             rows = (made[0] if isinstance(made, tuple) else made).shape[0]
             torch._check(rows != 0)  # the turn is of an expert that some row has chosen
         return made
@@ -192,16 +191,16 @@ class _LoopIndexMode(TorchFunctionMode):
     def _find_expert_number(self, value: Any) -> int | None:
         """Return the number of the expert for which ``value`` is the loop index; ``None`` if ``value`` is no loop
         index."""
-        held = self.hits.turns.get(id(value)) if isinstance(value, Tensor) else None
+        held = self.hits.iterations.get(id(value)) if isinstance(value, Tensor) else None
         return None if held is None else held[1]
 
 
-def _is_turns(mask: Any) -> bool:
+def _is_iteration_mask(mask: Any) -> bool:
     """Return whether ``mask`` is the mask of the rows (tokens) of a single expert, selected inside a traced loop over
     the experts that have rows. Such a mask is true for at least one row, so the trace may assume that a list of its
     rows is not empty.
     """
-    node = node_of(mask)
+    node = get_fx_node(mask)
     node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
@@ -211,7 +210,7 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
     that some row (token) chose, as ``nonzero`` of the masks' sum does; ``None`` otherwise. The list has one tensor for
     each dtype to which the mask was cast.
     """
-    mode, node = get_proxy_mode(), node_of(value)
+    mode, node = get_proxy_mode(), get_fx_node(value)
     if mode is None or node is None:
         return None
     node = skip_operators(node, (*SHAPED, aten.alias.default))
@@ -220,16 +219,16 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
     node, dim, adds = skip_operators(node.args[0], ALIKE), 0, False
     if node.target in SOME and node.args[1] == 0:
         node = skip_operators(node.args[0], ALIKE)
-    if node.target not in _OVER:
+    if node.target not in _REDUCTIONS:
         return None
     first = node
-    while node.target in _OVER:
+    while node.target in _REDUCTIONS:
         if get_node_argument(node, "keepdim", False):
             return None
-        first, over, adds = node, dims_over(node), adds or node.target is aten.sum.dim_IntList
+        first, over, adds = node, list_reduced_dims(node), adds or node.target is aten.sum.dim_IntList
         dim = [d for d in range(node.args[0].meta["val"].dim()) if d not in over][dim]
         node = node.args[0]
-        if skip_operators(node, ALIKE).target in _OVER:
+        if skip_operators(node, ALIKE).target in _REDUCTIONS:
             node = skip_operators(node, ALIKE)
     if adds and not is_count(node):
         return None
@@ -241,7 +240,7 @@ def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | Non
     return (masks, dim, first) if masks else None
 
 
-def is_turn(node: fx.Node, parity: int) -> bool:
+def is_iteration_of_parity(node: fx.Node, parity: int) -> bool:
     """Return whether ``node`` is the mask of the rows (tokens) that chose one expert, selected in a traced loop over
     experts, and the expert's number is even (``parity`` 0) or odd (1).
     """
@@ -252,7 +251,7 @@ def is_turn(node: fx.Node, parity: int) -> bool:
     return bool(args[1] % mask.meta["val"].dim() == dim and args[2] % 2 == parity)
 
 
-def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
+def append_empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
     """Append to ``graph`` a mask of zeros that replaces ``node``, the mask of the rows (tokens) that chose one expert,
     as if no row had chosen it. Return the new node. ``where``: metadata of the new node, such as its module path and
     source line.
@@ -287,9 +286,9 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
     alike: dict[tuple[str, str, str], int] = {}
     outputs = []
     for graph in (empty, left_out):
-        _without_nothing(graph)
+        _remove_no_effects(graph)
         (last,) = graph.find_nodes(op="output")
-        outputs.append(list(map(Numbers(alike), last.args[0])))
+        outputs.append(list(map(ValueNumbers(alike), last.args[0])))
     if outputs[0] != outputs[1]:
         raise UnsupportedError(
             "forward skips the experts that no row has chosen, and an iteration does more than add to its rows, so "
@@ -298,7 +297,7 @@ def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
         )
 
 
-def _without_nothing(graph: fx.Graph) -> None:
+def _remove_no_effects(graph: fx.Graph) -> None:
     """Simplify ``graph`` in place: remove additions, selections and fills that have no effect because the mask that
     they read is known to be false everywhere.
     """
@@ -313,18 +312,18 @@ def _without_nothing(graph: fx.Graph) -> None:
             elif args[1] in false:
                 node.replace_all_uses_with(args[0])
         elif node.target is aten.where.self and args[0] in false:
-            _stand_in(node, args[2])
+            _replace_if_same_spec(node, args[2])
         elif node.target is aten.logical_not.default:
             true |= {node} if args[0] in false else set()
         elif node.target is aten.add.Tensor and len(args) == 2 and not node.kwargs:
             for kept, added in (args, args[::-1]):
                 if _is_in(added, zero) and isinstance(kept, fx.Node):
-                    _stand_in(node, kept)
+                    _replace_if_same_spec(node, kept)
                     break
         elif node.target in _ADDING:
             accumulates = node.target is not aten.index_put.default or args[3:4] == (True,)
             if accumulates and args[_ADDING[node.target]] in zero:
-                _stand_in(node, args[0])
+                _replace_if_same_spec(node, args[0])
         elif node.target is aten.mul.Tensor:
             zero |= {node} if any(_is_in(a, zero) for a in args) else set()
         else:
@@ -338,7 +337,7 @@ def _is_in(value: Any, nodes: set[fx.Node]) -> bool:
     return isinstance(value, fx.Node) and value in nodes
 
 
-def _stand_in(node: fx.Node, other: Any) -> None:
+def _replace_if_same_spec(node: fx.Node, other: Any) -> None:
     """Make all readers of ``node`` read ``other`` instead, if ``other`` is a node with the same shape and dtype;
     otherwise do nothing."""
     if list_node_sizes(other) == list_node_sizes(node) and other.meta["val"].dtype == node.meta["val"].dtype:

@@ -108,7 +108,7 @@ def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[T
     operator's other arguments are not read.
     """
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    return _by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
+    return _make_position_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
 
 
 def _create_attention_gradients(
@@ -118,23 +118,27 @@ def _create_attention_gradients(
     ``grad``: the gradient of the result, which is not read. ``q``, ``k``, ``v``: queries, keys and values of one rank.
     The operator's other arguments are not read.
     """
-    return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
+    return (
+        _make_position_major(q, q.shape[-1]),
+        _make_position_major(k, k.shape[-1]),
+        _make_position_major(v, v.shape[-1]),
+    )
 
 
 def create_scored_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None,
-    *how: Any,
+    *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return empty gradients of queries, keys, values and slopes of an attention with changed scores, for shape
-    inference of its backward. The gradient of the slopes has no elements unless the last argument of ``how`` says that
-    they are trained. ``q``, ``k``, ``v``, ``slopes``: those of one rank. The operator's other arguments are not read.
-    """
+    inference of its backward. The gradient of the slopes has no elements unless the last argument of ``options`` says
+    that they are trained. ``q``, ``k``, ``v``, ``slopes``: those of one rank. The operator's other arguments are not
+    read."""
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     like = q.new_empty(0, dtype=sums) if slopes is None else slopes
-    return *_create_attention_gradients(grad, q, k, v), like.new_empty(q.shape[1] if how[-1] is True else 0)
+    return *_create_attention_gradients(grad, q, k, v), like.new_empty(q.shape[1] if options[-1] is True else 0)
 
 
-def _by_position(like: Tensor, width: int) -> Tensor:
+def _make_position_major(like: Tensor, width: int) -> Tensor:
     """Return an empty tensor of shape ``[b, h, s, width]`` whose strides are those of a contiguous ``[b, s, h,
     width]``, as attention kernels return it.
 
@@ -356,7 +360,7 @@ def collective_name(target: Any) -> str | None:
     return None
 
 
-def is_over(node: fx.Node, axes: Collection[str]) -> bool:
+def is_collective_over(node: fx.Node, axes: Collection[str]) -> bool:
     """Return whether ``node`` is a collective operator of this project over one of the mesh ``axes``, such as
     ``tp``.
     """

@@ -4,7 +4,8 @@
 marks. Requires: meta tensors (``node.meta["val"]``) on every node. Provides: ``node.meta["grad"]`` on every node of
 every block, which is true if some call of the block needs the node's gradient.
 
-:func:`gradient_flow` computes for each call exactly which gradients its backward reads and returns, as programs need.
+:func:`compute_gradient_flow` computes for each call exactly which gradients its backward reads and returns, as programs
+need.
 
 :func:`freeze_unreached` removes ``requires_grad`` from parameters that no gradient reaches, because every path to the
 loss leads through ``detach`` or through values without gradients. Torch leaves the gradient of such a parameter
@@ -124,7 +125,7 @@ class CallLike(Protocol):
     def outputs(self) -> tuple[str, ...]: ...
 
 
-def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
+def find_gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
     """Return, for each output of the graph ``block``, a tuple with the positions of the placeholders that the gradient
     of this output reaches.
 
@@ -158,7 +159,7 @@ class GradientFlow:
         return bool(self.states[call] or self.inputs[call])
 
 
-def gradient_flow(
+def compute_gradient_flow(
     calls: Sequence[CallLike],
     paths: Mapping[str, tuple[tuple[int, ...], ...]],
     trainable: Collection[str],

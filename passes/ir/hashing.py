@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_FOUND = "_found_hash"
+_HASH_ATTRIBUTE = "_found_hash"
 
 
 def hashed_once(of: type[T]) -> type[T]:
@@ -19,13 +19,13 @@ def hashed_once(of: type[T]) -> type[T]:
 
     def kept(self: T) -> int:
         known = self.__dict__
-        if _FOUND not in known:
-            known[_FOUND] = find(self)
-        found: int = known[_FOUND]
+        if _HASH_ATTRIBUTE not in known:
+            known[_HASH_ATTRIBUTE] = find(self)
+        found: int = known[_HASH_ATTRIBUTE]
         return found
 
     def state(self: T) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != _FOUND}
+        return {name: value for name, value in self.__dict__.items() if name != _HASH_ATTRIBUTE}
 
     of.__hash__ = kept  # type: ignore[method-assign, assignment]
     of.__getstate__ = state  # type: ignore[method-assign, assignment]

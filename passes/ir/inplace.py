@@ -20,7 +20,7 @@ aten = torch.ops.aten
 _ITEM = operator.getitem
 
 # A view, and what puts a value into its place: both take the same arguments after the first.
-_INTO: dict[Any, Any] = {
+_FUNCTIONAL_OPERATORS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
@@ -33,7 +33,7 @@ def remove_inplace(graph: fx.Graph) -> bool:
 
     Return whether no operator that writes to its arguments is left.
     """
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    order = {node: position for position, node in enumerate(graph.nodes)}
     clean = True
     for node in list(graph.nodes):
         if _is_mutating_node(node) and not _replace_inplace_operator(graph, node, order):
@@ -73,26 +73,33 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
     It stays if another value may share the written memory. ``order``: the position of each node in the graph; new nodes
     are added to it.
     """
-    target, kin = node.args[0] if node.args else None, functional_kin(node.target)
-    if kin is None or not isinstance(target, fx.Node):
+    target, functional = node.args[0] if node.args else None, find_functional_operator(node.target)
+    if functional is None or not isinstance(target, fx.Node):
         return False
     base, view = target, None
-    if target.target in _INTO and isinstance(target.args[0], fx.Node):
+    if target.target in _FUNCTIONAL_OPERATORS and isinstance(target.args[0], fx.Node):
         base, view = target.args[0], target
-    if not _is_fresh(base):
+    if not _allocates_result(base):
         return False
     if any(is_view(user) and user is not view and order[user] < order[node] for user in base.users):
         return False
     if view is not None and any(is_view(user) and order[user] < order[node] for user in view.users):
         return False
     with graph.inserting_before(node):
-        added = [_build_written_value(graph, kin, node)]
+        added = [_build_written_value(graph, functional, node)]
         if view is not None:
-            added.append(graph.call_function(_INTO[view.target], (base, added[0], *view.args[1:]), dict(view.kwargs)))
+            added.append(
+                graph.call_function(
+                    _FUNCTIONAL_OPERATORS[view.target], (base, added[0], *view.args[1:]), dict(view.kwargs)
+                )
+            )
             added.append(graph.create_node("call_function", view.target, (added[1], *view.args[1:]), dict(view.kwargs)))
     wanted = [target] if view is None else [target, base, view]
     pairs = zip(added, wanted, strict=True)
-    if not all(_infer_matching_value(made, old, strides=made is not added[0] or view is None) for made, old in pairs):
+    if not all(
+        _infer_matching_value(new_node, old, strides=new_node is not added[0] or view is None)
+        for new_node, old in pairs
+    ):
         for unwanted in reversed(added):
             graph.erase_node(unwanted)
         return False
@@ -100,35 +107,35 @@ def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Nod
         made.meta = {**node.meta, "val": made.meta["val"]}
         order[made] = order[node]
     node.replace_all_uses_with(added[-1])
-    _read_later(target, added[-1], order, order[node])
+    _replace_later_reads(target, added[-1], order, order[node])
     if view is not None:
-        _read_later(base, added[1], order, order[node])
+        _replace_later_reads(base, added[1], order, order[node])
     graph.erase_node(node)
     if not added[-1].users:
         graph.erase_node(added[-1])
     return True
 
 
-def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
+def _build_written_value(graph: fx.Graph, functional: Any, node: fx.Node) -> fx.Node:
     """Add operators to ``graph`` that compute the value which the in-place operator ``node`` writes to its first
     operand. Return the last new node.
 
     Args:
-        kin: the functional operator with the same arguments, such as ``add`` for ``add_``.
+        functional: the functional operator with the same arguments, such as ``add`` for ``add_``.
     """
-    if kin is not aten.copy.default:
-        return graph.call_function(kin, node.args, dict(node.kwargs))
+    if functional is not aten.copy.default:
+        return graph.call_function(functional, node.args, dict(node.kwargs))
     target, source = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
-    made: Any = node.args[1]
+    new_node: Any = node.args[1]
     if source.dtype != target.dtype:
-        made = graph.call_function(aten._to_copy.default, (made,), {"dtype": target.dtype})
-        made.meta["val"] = source.to(target.dtype)
+        new_node = graph.call_function(aten._to_copy.default, (new_node,), {"dtype": target.dtype})
+        new_node.meta["val"] = source.to(target.dtype)
     if source.shape != target.shape:
-        return graph.call_function(aten.expand.default, (made, list(target.shape)))
-    return graph.call_function(aten.clone.default, (made,)) if made is node.args[1] else made
+        return graph.call_function(aten.expand.default, (new_node, list(target.shape)))
+    return graph.call_function(aten.clone.default, (new_node,)) if new_node is node.args[1] else new_node
 
 
-def functional_kin(target: Any) -> Any:
+def find_functional_operator(target: Any) -> Any:
     """Return the functional operator for the in-place operator ``target``, such as ``add`` for ``add_``; ``None`` if
     there is none.
 
@@ -141,12 +148,14 @@ def functional_kin(target: Any) -> Any:
     packet = getattr(aten, name.removesuffix("_"), None)
     if target.namespace != "aten" or not name.endswith("_") or written != [True, *[False] * (len(written) - 1)]:
         return None
-    kin = getattr(packet, target._overloadname, None)
-    if kin is None or kin._schema.is_mutable:
+    functional = getattr(packet, target._overloadname, None)
+    if functional is None or functional._schema.is_mutable:
         return None
-    (_, first), *same = [(a.name, str(a.type)) for a in kin._schema.arguments]
+    (_, first), *same = [(a.name, str(a.type)) for a in functional._schema.arguments]
     (_, wanted), *others = [(a.name, str(a.type)) for a in target._schema.arguments]
-    return kin if (first, same) == (wanted, others) else None  # the first has a name of its own: ``input``, ``self``
+    return (
+        functional if (first, same) == (wanted, others) else None
+    )  # the first has a name of its own: ``input``, ``self``
 
 
 def is_view(node: fx.Node) -> bool:
@@ -156,13 +165,13 @@ def is_view(node: fx.Node) -> bool:
     if any(r.alias_info is not None for r in node.target._schema.returns):
         return True
     # what is composed of other operators may end in a view without saying so, as dropout in eval does
-    return node.target._can_decompose() and node.target not in _MAKING
+    return node.target._can_decompose() and node.target not in _ALLOCATING_OPERATORS
 
 
-_MAKING = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_softmax.int}
+_ALLOCATING_OPERATORS = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_softmax.int}
 
 
-def _is_fresh(node: fx.Node) -> bool:
+def _allocates_result(node: fx.Node) -> bool:
     """Return whether the operator ``node`` allocates the memory of its result, so that no input, parameter or earlier
     value shares it.
     """
@@ -172,21 +181,21 @@ def _is_fresh(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_view(node) and node.target is not _ITEM
 
 
-def _infer_matching_value(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:
-    """Compute the fake result of the new node ``made``, store it in ``made.meta["val"]``, and return whether its shape
-    and dtype equal those of ``old``, the node that it is to replace.
+def _infer_matching_value(new_node: fx.Node, old: fx.Node, *, strides: bool) -> bool:
+    """Compute the fake result of the new node ``new_node``, store it in ``new_node.meta["val"]``, and return whether
+    its shape and dtype equal those of ``old``, the node that it is to replace.
 
     Args:
         strides: whether the strides must be equal too.
     """
     wanted = old.meta.get("val")
-    values: Any = fx.node.map_arg((made.args, made.kwargs), lambda n: n.meta.get("val"))
+    values: Any = fx.node.map_arg((new_node.args, new_node.kwargs), lambda n: n.meta.get("val"))
     modes = [v.fake_mode for v in _iterate_tensors(values) if isinstance(v, FakeTensor)]
     if not modes or not isinstance(wanted, Tensor):
         return False
     with modes[0]:
-        value = made.target(*values[0], **values[1])  # type: ignore[operator]
-    made.meta["val"] = value
+        value = new_node.target(*values[0], **values[1])  # type: ignore[operator]
+    new_node.meta["val"] = value
     same = (value.shape, value.dtype) == (wanted.shape, wanted.dtype)
     return same and (not strides or value.stride() == wanted.stride())
 
@@ -202,13 +211,13 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
         yield from _iterate_tensors(list(values.values()))
 
 
-def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
+def _replace_later_reads(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], position: int) -> None:
     """Replace ``old`` by ``new`` as an operand of the later users of ``old``: those whose position in ``order`` is
-    greater than ``place``.
+    greater than ``position``.
 
-    ``order``: the position of each node in the graph, from 0. ``place``: the position of the in-place operator after
+    ``order``: the position of each node in the graph, from 0. ``position``: the position of the in-place operator after
     which ``old`` has the value ``new``.
     """
     for user in list(old.users):
-        if order.get(user, -1) > place:
+        if order.get(user, -1) > position:
             user.replace_input_with(old, new)

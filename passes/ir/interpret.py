@@ -22,7 +22,7 @@ META = torch.device("meta")
 
 # What operators make of which operands: layers repeat, and so do the candidates of a search.
 _known: dict[Any, Any] = {}
-_MOST_KNOWN = 1 << 14
+_MAX_CACHED_RESULTS = 1 << 14
 
 
 def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -40,7 +40,7 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
     except TypeError:  # an argument that cannot be told from others
         return _run_on_meta(target, args, kwargs)
     if known is _known:
-        if len(_known) >= _MOST_KNOWN:
+        if len(_known) >= _MAX_CACHED_RESULTS:
             _known.clear()
         known = _known[key] = _run_on_meta(target, args, kwargs)
     return known
@@ -66,7 +66,7 @@ def _build_argument_key(argument: Any) -> Any:
 
 
 # Operators that torch has no meta kernel of, and that the normal form replaces: as their first operand, broadcast.
-_LIKE_FIRST = frozenset(
+_SAME_SPEC_AS_FIRST = frozenset(
     {
         torch.ops.aten._sample_dirichlet.default,
         torch.ops.aten.binomial.default,
@@ -83,7 +83,7 @@ def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
     """Return the result of the operator ``target`` with the arguments ``args`` and ``kwargs``, which have meta tensors.
     No cache is used. A list of results becomes a tuple.
     """
-    if target in _LIKE_FIRST:
+    if target in _SAME_SPEC_AS_FIRST:
         other = args[1].shape if target is torch.ops.aten.binomial.default else ()
         return args[0].new_empty(torch.broadcast_shapes(args[0].shape, other), device=META)
     with torch.no_grad(), META:
@@ -91,7 +91,7 @@ def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any
     return tuple(result) if isinstance(result, list) else result
 
 
-def value_of(argument: Any) -> Any:
+def resolve_meta_values(argument: Any) -> Any:
     """Return ``argument`` (an argument of an operator, or a nested container of them) with every graph node in it
     replaced by the node's meta tensor, ``node.meta["val"]``."""
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
@@ -105,7 +105,9 @@ def refresh_node_value(node: fx.Node) -> None:
     """
     assert callable(node.target), node
     try:
-        node.meta["val"] = infer_meta_value(node.target, value_of(node.args), value_of(node.kwargs))
+        node.meta["val"] = infer_meta_value(
+            node.target, resolve_meta_values(node.args), resolve_meta_values(node.kwargs)
+        )
     except PartitionError:
         raise
     except NotImplementedError as error:
@@ -116,7 +118,7 @@ def refresh_node_value(node: fx.Node) -> None:
             "write it with other operators, or register one (torch.library.register_fake)"
         ) from error
     except Exception as error:
-        shapes = [tuple(v.shape) for v in pytree.tree_leaves(value_of(node.args)) if isinstance(v, Tensor)]
+        shapes = [tuple(v.shape) for v in pytree.tree_leaves(resolve_meta_values(node.args)) if isinstance(v, Tensor)]
         where = node.meta.get("source") or node.meta.get("path") or node.name
         raise AssertionError(f"{node.format_node()} on operand shapes {shapes} ({where}): {error}") from error
 

@@ -99,7 +99,7 @@ def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = F
     return Layout("S", dim, sections if len(sections) > 1 else (), zigzag)
 
 
-def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
+def list_sections(layout: Layout, size: int) -> tuple[int, ...]:
     """Return the sizes, in elements, of the parts of a sharded dim that ``layout`` shards separately, such as the q, k
     and v parts of a fused projection; ``(size,)`` if the dim is sharded as one part. ``size``: number of elements of
     the dim.
@@ -115,11 +115,11 @@ def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> 
         return True
     if layout.dim >= len(shape):
         return False
-    sections, pieces = sections_of(layout, shape[layout.dim]), num_ranks * (1 + layout.zigzag)
+    sections, pieces = list_sections(layout, shape[layout.dim]), num_ranks * (1 + layout.zigzag)
     return sum(sections) == shape[layout.dim] and all(s > 0 and s % pieces == 0 for s in sections)
 
 
-def piece_order(layout: Layout, num_ranks: int) -> list[list[int]]:
+def list_rank_pieces(layout: Layout, num_ranks: int) -> list[list[int]]:
     """Return, for each of ``num_ranks`` ranks, which pieces of the sharded dim it has under ``layout``. The dim is
     divided into equal pieces, and each list has the indices (from 0) of a rank's pieces, in the order in which the rank
     stores them.
@@ -145,8 +145,8 @@ def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[
     """Return (start, length), in elements, of each slice of the sharded dim that rank ``index`` of ``num_ranks`` holds
     under ``layout``, in order. ``size``: the number of elements in the sharded dim of the whole tensor."""
     pieces, start = [], 0
-    mine = piece_order(layout, num_ranks)[index]
-    for section in sections_of(layout, size):
+    mine = list_rank_pieces(layout, num_ranks)[index]
+    for section in list_sections(layout, size):
         length = section // (num_ranks * len(mine))
         pieces += [(start + piece * length, length) for piece in mine]
         start += section

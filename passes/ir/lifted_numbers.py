@@ -260,7 +260,7 @@ class LiftedNumber:
         """
         if not _is_number(other):
             return NotImplemented
-        theirs, value = _expression_of(other), _value_of(other)
+        theirs, value = _get_expression(other), _get_number(other)
         outcome = bool(OPERATORS[name].on_numbers(self.value, value))
         return self.scope.decide((name, self.expression, theirs), outcome)
 
@@ -420,14 +420,14 @@ def _is_number(value: Any) -> bool:
     return is_lifted(value) or (isinstance(value, int | float) and not isinstance(value, Tensor))
 
 
-def _value_of(value: Any) -> Number:
+def _get_number(value: Any) -> Number:
     """Return the Python number that ``value`` stands for. If ``value`` is a lifted number (a Python number that is
     traced as a tensor), this is its value in the batch for which the plan is made; otherwise it is ``value`` itself.
     """
     return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
 
 
-def _expression_of(value: Any) -> Expression:
+def _get_expression(value: Any) -> Expression:
     return value.expression if is_lifted(value) else ("number", value)
 
 
@@ -444,20 +444,20 @@ def apply_number_operator(name: str, *operands: Any) -> Any:
         if is_lifted(operands[place]):
             operands[place]._decide_comparison(question, bound)
     used = OPERATORS[name]
-    expression: Expression = (name, *map(_expression_of, operands))
+    expression: Expression = (name, *map(_get_expression, operands))
     try:
-        value = used.on_numbers(*map(_value_of, operands))
+        value = used.on_numbers(*map(_get_number, operands))
     except ValueError as error:
         raise scope.refuse(str(error)) from error
     if name == "pow" and not isinstance(value, float) and is_lifted(operands[1]):
         raise scope.refuse("a whole power of a whole number")  # of which Python makes a float below zero
     assert used.on_tensors is not None
-    real = used.real or any(isinstance(_value_of(o), float) for o in operands)
-    tensors = [_tensor_of(o, real) for o in operands]
+    real = used.real or any(isinstance(_get_number(o), float) for o in operands)
+    tensors = [_make_tensor(o, real) for o in operands]
     return LiftedNumber(used.on_tensors(*tensors), value, expression, scope)
 
 
-def _tensor_of(value: Any, real: bool) -> Tensor:
+def _make_tensor(value: Any, real: bool) -> Tensor:
     """Return the Python number ``value``, lifted (traced as a tensor) or not, as a 0-dimensional tensor: float64 if
     ``real``, else int64."""
     dtype = torch.float64 if real else torch.int64
@@ -471,23 +471,23 @@ def _tensor_of(value: Any, real: bool) -> Tensor:
 _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands that torch does not promote
 
 
-def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
+def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], same_dtype: bool = False) -> Tensor:
     """Return the tensor of ``number``, a lifted number (a Python number that is traced as a tensor), cast so that torch
     promotes dtypes as for a Python number.
 
     Args:
         others: the tensor operands with which the number is combined.
-        of_one_type: whether the operator requires operands of one dtype.
+        same_dtype: whether the operator requires operands of one dtype.
     """
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]
-    if tensor.dtype == torch.int64 and not of_one_type:
+    if tensor.dtype == torch.int64 and not same_dtype:
         whole = [t for t in others if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool]
         small = whole and not real and all(t.dim() == 0 for t in whole)
         return tensor.to(_promote_tensor_dtypes(whole)) if small else tensor
     if not real:
         return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
-    if any(t.dim() for t in real) and not of_one_type:
+    if any(t.dim() for t in real) and not same_dtype:
         return tensor
     dtype = _promote_tensor_dtypes(real)
     return tensor.to(dtype.to_real() if dtype.is_complex else dtype)
@@ -517,7 +517,7 @@ def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
     return pytree.tree_map(replace, tree)
 
 
-class _Constructors(TorchFunctionMode):
+class _ConstructorMode(TorchFunctionMode):
     """A function mode in which torch functions whose arguments must be Python numbers, such as ``torch.full``, accept
     lifted numbers, too. A lifted number is a Python number that is traced as a tensor.
     """
@@ -582,7 +582,7 @@ _MAKERS: dict[Any, Callable[..., Any]] = {
 
 # --- while the forward is traced --------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def numbers_followed() -> Iterator[None]:
+def trace_number_functions() -> Iterator[None]:
     """Return a context in which ``min``, ``max``, functions of ``math``, and functions of torch such as ``torch.full``
     accept lifted numbers.
 
@@ -602,7 +602,7 @@ def numbers_followed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        stack.enter_context(_Constructors())
+        stack.enter_context(_ConstructorMode())
         yield
 
 

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 Positions = frozenset[int]
 
-_INSTEAD = "clip or change gradients after the step's backward instead"
+_ADVICE = "clip or change gradients after the step's backward instead"
 
 NOT_LINEAR = "is not linear in the gradient that it is given ({} reads it)"
 
@@ -30,7 +30,7 @@ class NotAffine(Exception):
     ``what``: the reason, a phrase that follows the name of the function. ``instead``: advice on what to write instead.
     """
 
-    def __init__(self, what: str, instead: str = _INSTEAD) -> None:
+    def __init__(self, what: str, instead: str = _ADVICE) -> None:
         super().__init__(what)
         self.what, self.instead = what, instead
 
@@ -47,7 +47,9 @@ class AffinePart:
     zero: bool
 
 
-def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]) -> dict[fx.Node, AffinePart]:
+def find_affine_parts(
+    graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]
+) -> dict[fx.Node, AffinePart]:
     """Return a dict from every placeholder and operator of ``graph`` to how its value depends on ``inputs``: whether it
     does, and whether it is zero if they are zero.
 
@@ -66,7 +68,7 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
     return found
 
 
-def without_shape_reads(graph: fx.Graph) -> None:
+def replace_shape_reads(graph: fx.Graph) -> None:
     """Replace operators of ``graph`` that read only the shape and dtype of an operand, such as ``zeros_like``, by
     operators that make the same tensor without this operand. The graph is changed in place. A search for the values
     that depend on the operand then leaves these tensors out.
@@ -126,7 +128,7 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
     """
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]
-    choices = _linear_in(node)
+    choices = _list_linear_operands(node)
     zero = any(_has_zero_operands(node.args, positions, found) for positions in choices)
     if not any(found[n].depends for n in node.all_input_nodes):
         return AffinePart(False, zero or _is_zero_by_itself(node))
@@ -173,7 +175,7 @@ def _is_zero_by_itself(node: fx.Node) -> bool:
     return name in ("zeros", "zeros_like", "new_zeros", "zero")
 
 
-def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
+def _list_linear_operands(node: fx.Node) -> tuple[Positions, ...]:
     """Return sets of positions (from 0) of operands in which the operator ``node`` is linear: in the operands of one
     set together, while all other operands are fixed. For example, a product of two operands is linear in ``{0}`` and in
     ``{1}``; a sum is linear in ``{0, 1}``."""
@@ -181,7 +183,7 @@ def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ()
     name = _read_operator_name(target)
-    if name in _ONLY_IF and not _ONLY_IF[name](node):
+    if name in _LINEAR_IF and not _LINEAR_IF[name](node):
         return ()
     if name in _LINEAR:
         return _LINEAR[name]
@@ -271,7 +273,7 @@ _LINEAR = _build_position_table(
 )
 
 # Operators of which some forms alone are linear.
-_ONLY_IF: dict[str, Callable[[fx.Node], bool]] = {
+_LINEAR_IF: dict[str, Callable[[fx.Node], bool]] = {
     "view": lambda node: node.target is not aten.view.dtype,
     "div": lambda node: node.kwargs.get("rounding_mode") is None,
     "scatter": lambda node: "reduce" not in node.kwargs,

@@ -47,7 +47,7 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> TensorSpec:
+    def from_tensor(tensor: torch.Tensor) -> TensorSpec:
         return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 

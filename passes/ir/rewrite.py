@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from partitioner.passes.ir.interpret import infer_meta_value, refresh_graph_values, value_of
+from partitioner.passes.ir.interpret import infer_meta_value, refresh_graph_values, resolve_meta_values
 
 aten = torch.ops.aten
 
@@ -57,22 +57,22 @@ class Builder:
         if name not in self.constants:
             self.constants[name] = value
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
-                made = self.graph.placeholder(placeholder_name(name))
-            made.meta["val"] = value.to("meta")
-            self._placeholders[name] = made
+                result = self.graph.placeholder(get_placeholder_name(name))
+            result.meta["val"] = value.to("meta")
+            self._placeholders[name] = result
         return self._placeholders[name]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append the operator ``target`` with the arguments ``args`` and ``kwargs`` to the graph and return its node,
         with its meta tensor."""
-        made = self.graph.call_function(target, args, kwargs)
+        result = self.graph.call_function(target, args, kwargs)
         if self.node is not None:
-            made.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
-        made.meta["val"] = infer_meta_value(target, value_of(args), value_of(kwargs))
-        return made
+            result.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
+        result.meta["val"] = infer_meta_value(target, resolve_meta_values(args), resolve_meta_values(kwargs))
+        return result
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Return the module path and source line of the operator that is being replaced, such as ``layers.0
         (model.py:12)``, for messages.
         """
@@ -87,7 +87,7 @@ def format_node_location(node: fx.Node | None) -> str:
     return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
 
 
-def placeholder_name(constant: str) -> str:
+def get_placeholder_name(constant: str) -> str:
     return "c_" + constant.replace(".", "_")
 
 
@@ -137,28 +137,28 @@ def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], 
     if rule is not None:
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
-        made = rule(build, *args, **kwargs)
-        if made is not KEEP and not _is_result_missing(made, node):
-            return made
+        result = rule(build, *args, **kwargs)
+        if result is not KEEP and not _is_result_missing(result, node):
+            return result
     copied = build.graph.node_copy(node, env.__getitem__)
     copied.meta = dict(node.meta)
     return copied
 
 
-def _is_result_missing(made: Any, node: fx.Node) -> bool:
+def _is_result_missing(result: Any, node: fx.Node) -> bool:
     """Return whether a rewrite rule returned ``None`` in place of one of the results of ``node``, although some
     operator reads this result.
 
-    ``made``: what the rule returned in place of the node.
+    ``result``: what the rule returned in place of the node.
     """
-    read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(made, tuple) else []
-    return any(made[i] is None for i in read)
+    read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(result, tuple) else []
+    return any(result[i] is None for i in read)
 
 
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def as_type(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+def replace_floating_dtype(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that replaces ``given`` if all floating-point types of a graph become ``dtype``.
 
     A complex type becomes the one with parts of ``dtype``, if it exists. Other types are unchanged.
@@ -179,24 +179,28 @@ def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
     """
 
     def retyped(argument: Any) -> Any:
-        return as_type(argument, dtype) if isinstance(argument, torch.dtype) and argument not in _SMALL else argument
+        return (
+            replace_floating_dtype(argument, dtype)
+            if isinstance(argument, torch.dtype) and argument not in _SMALL
+            else argument
+        )
 
     for node in graph.nodes:
         if node.op == "placeholder":
             value = node.meta.get("val")
             if isinstance(value, Tensor):
-                node.meta["val"] = value.to(as_type(value.dtype, dtype))
+                node.meta["val"] = value.to(replace_floating_dtype(value.dtype, dtype))
         elif node.op == "call_function":
             node.args = fx.node.map_aggregate(node.args, retyped)
             node.kwargs = fx.node.map_aggregate(node.kwargs, retyped)
-            if _takes_default(node):
+            if _uses_default_dtype(node):
                 node.kwargs = {**node.kwargs, "dtype": dtype}
             elif dtype == torch.float64 and _is_integer_promotion(node):
                 _cast_node_operands(graph, node, dtype)
     refresh_graph_values(graph)
 
 
-def _takes_default(node: fx.Node) -> bool:
+def _uses_default_dtype(node: fx.Node) -> bool:
     """Return whether ``node``, an operator without tensor operands, creates a tensor of torch's default dtype, because
     no dtype is given.
     """

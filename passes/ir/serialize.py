@@ -97,21 +97,21 @@ def _node_to_data(node: fx.Node) -> dict[str, Any]:
     return data
 
 
-def _node_from_data(graph: fx.Graph, data: dict[str, Any], made: dict[str, fx.Node]) -> fx.Node:
+def _node_from_data(graph: fx.Graph, data: dict[str, Any], nodes: dict[str, fx.Node]) -> fx.Node:
     """Append the node that ``data``, a dict of JSON values, describes to ``graph`` and return it.
 
-    ``made``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` if the node cannot be read.
+    ``nodes``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` if the node cannot be read.
     """
     op = data["op"]
     node: fx.Node
     if op == "placeholder":
         node = graph.create_node("placeholder", data["name"], name=data["name"])
     elif op == "output":
-        node = graph.output(tuple(_from_json(data["args"], made)))
+        node = graph.output(tuple(_from_json(data["args"], nodes)))
         return node
     elif op == "call_function":
-        args = tuple(_from_json(data["args"], made))
-        kwargs = {k: _from_json(v, made) for k, v in data.get("kwargs", {}).items()}
+        args = tuple(_from_json(data["args"], nodes))
+        kwargs = {k: _from_json(v, nodes) for k, v in data.get("kwargs", {}).items()}
         target = _CALLABLES.get(data["target"]) or _find_allowed(data["target"])
         _check_call(target, args, kwargs)
         node = graph.create_node("call_function", target, args, kwargs, name=data["name"])
@@ -187,22 +187,22 @@ def _to_json(value: Any) -> Any:
     raise AssertionError(f"a graph's argument of type {type(value).__name__} cannot be written: {value!r}")
 
 
-def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
+def _from_json(value: Any, nodes: dict[str, fx.Node]) -> Any:
     """Return the argument of a graph node that the JSON value ``value`` describes, such as ``{"node": "add_1"}`` for a
     node.
 
-    ``made``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` for a value that cannot be read.
+    ``nodes``: the earlier nodes of the graph, by name. Raise :class:`GraphFormatError` for a value that cannot be read.
     """
     if isinstance(value, list):
-        return [_from_json(v, made) for v in value]
+        return [_from_json(v, nodes) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     match kind:
         case "node":
-            if content not in made:
+            if content not in nodes:
                 raise GraphFormatError(f"reads {content!r}, which is not defined before it")
-            return made[content]
+            return nodes[content]
         case "dtype":
             return dtype_of(content)
         case "device":
@@ -210,15 +210,15 @@ def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
         case "float":
             return float(content)
         case "complex":
-            return complex(*(_from_json(part, made) for part in content))
+            return complex(*(_from_json(part, nodes) for part in content))
         case "layout" | "memory_format":
-            return _torch_constant(kind, content)
+            return _find_torch_constant(kind, content)
         case "slice":
-            return slice(*(_from_json(v, made) for v in content))
+            return slice(*(_from_json(v, nodes) for v in content))
     raise GraphFormatError(f"unknown argument {value!r}")
 
 
-def _torch_constant(kind: str, name: Any) -> Any:
+def _find_torch_constant(kind: str, name: Any) -> Any:
     """Return the object of torch with the name ``name``, such as ``strided``, if it is of the type ``kind``: ``layout``
     or ``memory_format``. Raise :class:`GraphFormatError` if it is not.
     """

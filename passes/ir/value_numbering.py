@@ -14,18 +14,19 @@ import torch
 from torch import Tensor, fx
 
 
-class Numbers:
+class ValueNumbers:
     """Assigns an integer to each node. Nodes that apply the same operators to the same inputs have the same integer.
 
     Each random operator has an integer of its own.
 
     Args:
-        alike: a table (key of a node -> integer) that the objects of several graphs share, so that their integers can
-            be compared; inputs then match by name, and random operators by their order. ``None``: a table of its own.
+        shared_numbers: a table (key of a node -> integer) that the objects of several graphs share, so that their
+        integers can be compared; inputs then match by name, and random operators by their order. ``None``: a table of
+        its own.
     """
 
-    def __init__(self, alike: dict[tuple[str, str, str], int] | None = None) -> None:
-        self._alike = {} if alike is None else alike
+    def __init__(self, shared_numbers: dict[tuple[str, str, str], int] | None = None) -> None:
+        self._alike = {} if shared_numbers is None else shared_numbers
         self._known: dict[fx.Node, int] = {}
         self._draws = 0
 
@@ -57,7 +58,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Signature:
+class GraphSignature:
     """Hashable description of a sequence of operators; an equal ``key`` means the same computation.
 
     ``states`` and ``inputs``: the nodes that the sequence reads from outside (parameters, buffers and constants, and
@@ -69,7 +70,7 @@ class Signature:
     inputs: tuple[fx.Node, ...]
 
 
-def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Signature:
+def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> GraphSignature:
     """Return a hashable description of the operators ``nodes``, which are in execution order. Two sequences with equal
     descriptions, such as two equal layers, compute the same function.
 
@@ -111,7 +112,7 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
         tuple([_build_value_spec(n) for n in inputs]),
         tuple([index[n] for n in outputs]),
     )
-    return Signature(key, tuple(states), tuple(inputs))
+    return GraphSignature(key, tuple(states), tuple(inputs))
 
 
 def _build_value_spec(node: fx.Node) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from partitioner.passes.errors import PartitionError
 from partitioner.passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
-from partitioner.passes.ir.interpret import infer_meta_value, value_of
+from partitioner.passes.ir.interpret import infer_meta_value, resolve_meta_values
 from partitioner.passes.ir.model import Block, FoldedModel, TensorSpec
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -84,7 +84,7 @@ def check_block(block: Block, axes: Mapping[str, int] | None = None) -> None:
 
 
 def _check_value(node: fx.Node) -> None:
-    if shape_of(node.meta.get("val")) is None:
+    if describe_shape(node.meta.get("val")) is None:
         raise GraphError(f"carries no value: {node.meta.get('val')!r}; expected a tensor on meta, or a tuple of them")
 
 
@@ -116,10 +116,10 @@ def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
     if axes is not None:
         _check_axis(node, axes)
     try:
-        inferred = infer_meta_value(target, value_of(node.args), value_of(node.kwargs))
+        inferred = infer_meta_value(target, resolve_meta_values(node.args), resolve_meta_values(node.kwargs))
     except Exception as error:
         raise GraphError(f"{target} does not accept its operands: {error}") from error
-    if shape_of(inferred) != shape_of(node.meta["val"]):
+    if describe_shape(inferred) != describe_shape(node.meta["val"]):
         raise GraphError(
             f"{target} gives {format_meta_value(inferred)}, the node carries {format_meta_value(node.meta['val'])}"
         )
@@ -128,7 +128,7 @@ def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
 def _check_axis(node: fx.Node, axes: Mapping[str, int]) -> None:
     """Raise :class:`GraphError` if the collective ``node`` names an unknown mesh axis or a wrong number of ranks, or
     divides a dim unevenly. ``axes``: the mesh axes by name, with their numbers of ranks."""
-    named = axis_of(node)
+    named = get_collective_axis(node)
     if named is None:
         return
     axis, size = named
@@ -148,7 +148,7 @@ def _check_axis(node: fx.Node, axes: Mapping[str, int]) -> None:
 _DIVIDES = ("shard_slice", "shard_narrow", "reduce_scatter", "all_to_all")
 
 
-def axis_of(node: fx.Node) -> tuple[str, int] | None:
+def get_collective_axis(node: fx.Node) -> tuple[str, int] | None:
     """Return (name of the mesh axis, number of ranks on it) over which ``node`` communicates if it is a collective
     operator; ``None`` for any other node."""
     if node.op != "call_function" or collective_name(node.target) is None:
@@ -159,13 +159,13 @@ def axis_of(node: fx.Node) -> tuple[str, int] | None:
     return (axis, size) if isinstance(axis, str) and isinstance(size, int) else None
 
 
-def shape_of(value: Any) -> Any:
+def describe_shape(value: Any) -> Any:
     """Return (shape, dtype) of ``value`` if it is a tensor; for a tuple, a tuple with this for each entry; ``None`` for
     anything else."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
-        return tuple(shape_of(v) for v in value)
+        return tuple(describe_shape(v) for v in value)
     return None
 
 
@@ -235,7 +235,7 @@ def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None
 
     ``where``: words for the call, for the message. ``value``: the value's name.
     """
-    if spec != TensorSpec.of(node.meta["val"]):
+    if spec != TensorSpec.from_tensor(node.meta["val"]):
         have = format_meta_value(spec.meta())
         raise GraphError(
             f"{where} has {value!r} as {format_meta_value(node.meta['val'])}, the model as {have}", node=node.name
@@ -244,16 +244,16 @@ def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None
 
 Sameness = Literal["alike", "different", "unknown"]
 
-_MAKES_ALIKE = frozenset({"all_gather", "all_reduce", "all_reduce_max"})
+_EQUALIZING_COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_reduce_max"})
 
-_MAKES_DIFFERENT = (
+_DISTRIBUTING_COLLECTIVES = (
     frozenset({"reduce_scatter", "shard_slice", "shard_narrow", "shard_pad", "all_to_all", "axis_index"}) | CONTEXT
 )
 # What joins the ranks' parts makes no sense of copies of one value, what takes a whole value none of the ranks' parts.
-_WANTS_PARTS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+_COLLECTIVES_OF_PARTS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
 # What may make nothing new to look at where the ranks share the new elements, one each.
 _EXPANDS = ("aten.expand.", "aten.repeat.", "aten.repeat_interleave.")
-_WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
+_COLLECTIVES_OF_EQUAL_TENSORS = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
 def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
@@ -270,33 +270,33 @@ def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: s
         if node.op == "placeholder":
             result[node.name] = given.get(node.name, "alike")
         elif node.op == "call_function":
-            result[node.name] = _of_operator(node, result, axis, size)
+            result[node.name] = _infer_sameness(node, result, axis, size)
     return result
 
 
-def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: int) -> Sameness:
+def _infer_sameness(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: int) -> Sameness:
     """Return how the result of the operator ``node`` compares between the ``size`` ranks of the mesh axis ``axis``:
     "alike" if it is equal and whole on every rank; "different" if it may differ; "unknown" if it is equal on all ranks,
     but may be meant as one rank's shard or as an addend of a sum (such as zeros in the shape of a shard).
 
     ``known``: name of an earlier node -> this property of its value.
     """
-    named = axis_of(node)
+    named = get_collective_axis(node)
     if named is not None and named[0] == axis:
         kind = collective_name(node.target)
-        if kind in _MAKES_ALIKE:
+        if kind in _EQUALIZING_COLLECTIVES:
             return "alike"
-        if kind in _MAKES_DIFFERENT:
+        if kind in _DISTRIBUTING_COLLECTIVES:
             return "different"
     operands = {known[n.name] for n in node.all_input_nodes}
     if "different" in operands:
         return "different"
-    if "unknown" in operands or _makes_elements(node) or _is_spread(node, size):
+    if "unknown" in operands or _may_create_elements(node) or _divides_by_ranks(node, size):
         return "unknown"
     return "alike"
 
 
-def _makes_elements(node: fx.Node) -> bool:
+def _may_create_elements(node: fx.Node) -> bool:
     """Return whether the operator ``node`` may create elements that none of its operands has, as ``arange`` or padding
     does, so that the size of its result comes from a constant argument. The caller cannot know then whether the result
     is a whole tensor or has the size of one rank's shard.
@@ -311,7 +311,7 @@ def _makes_elements(node: fx.Node) -> bool:
     return constants and max((v.numel() for v in _list_tensors(node.meta["val"])), default=0) > max(sizes)
 
 
-def _is_spread(node: fx.Node, size: int) -> bool:
+def _divides_by_ranks(node: fx.Node, size: int) -> bool:
     """Return whether the operator ``node`` has the number ``1 / size`` as an argument. Its result may then be an addend
     of a sum over ``size`` ranks, and not a whole value.
     """
@@ -335,20 +335,20 @@ def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis
             addend.
     """
     for node in graph.nodes:
-        named = axis_of(node)
+        named = get_collective_axis(node)
         if named is None or named[0] != axis or not node.all_input_nodes:
             continue
         kind, operand = collective_name(node.target), known[node.all_input_nodes[0].name]
-        if kind in _WANTS_PARTS and operand == "alike":
+        if kind in _COLLECTIVES_OF_PARTS and operand == "alike":
             return node, f"{kind} over {axis} of a value that is whole on every rank counts it {named[1]} times"
-        if kind in _WANTS_WHOLE and operand == "different":
+        if kind in _COLLECTIVES_OF_EQUAL_TENSORS and operand == "different":
             return node, f"{kind} over {axis} of a value that differs from rank to rank"
-        if kind in COMMUNICATING and _routed_apart(node.all_input_nodes[0], known):
+        if kind in COMMUNICATING and _has_rank_dependent_rows(node.all_input_nodes[0], known):
             return node, f"{kind} over {axis} of rows that are routed apart: their number differs from rank to rank"
     return None
 
 
-def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
+def _has_rank_dependent_rows(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
     """Return whether the ranks of a mesh axis have different numbers of rows in ``node``, because each rank has sent
     rows (tokens) to experts by its own expert numbers.
 

@@ -28,7 +28,7 @@ def _scale_by_factor(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
     return x if factor == 1 else build(aten.mul.Tensor, x, factor)
 
 
-def add_product(product: Any) -> Rule:
+def make_product_sum_rule(product: Any) -> Rule:
     """Return the function that rewrites an operator ``beta * c + alpha * product(a, b)``, such as ``addmm``, as a
     product and a separate sum.
 
@@ -62,7 +62,7 @@ def rewrite_bitwise_or(build: Builder, a: Any, b: Any) -> fx.Node:
 
 
 # --- numbers beside tensors of no dims: tensors themselves, so that a partial sum gets them once ----------------------
-def plus_number(sign: int) -> Rule:
+def make_number_sum_rule(sign: int) -> Rule:
     """Return the function that rewrites the addition (``sign`` 1) or subtraction (-1) of a number: ``x + sign * alpha *
     number``.
 
@@ -166,7 +166,7 @@ def rewrite_variance(build: Builder, x: fx.Node, dims: Any = None, *args: Any, *
     return KEEP if moments is None else moments[0]
 
 
-def var_mean(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
+def rewrite_var_mean(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
     moments = _append_variance_and_mean(build, x, dims, *args, **kwargs)
     return KEEP if moments is None else moments
 
@@ -220,7 +220,7 @@ class BatchNorm(NamedTuple):
     eps: float
 
 
-def batch_norm(build: Builder, x: fx.Node, *arguments: Any) -> Any:
+def rewrite_batch_norm_inference(build: Builder, x: fx.Node, *arguments: Any) -> Any:
     """Rewrite ``aten.batch_norm`` of ``x`` as elementary operators, and return the node of the normalised tensor.
 
     ``x`` is normalised by the statistics of the batch in training or if there are no running statistics, otherwise by
@@ -240,12 +240,12 @@ def _rewrite_batch_norm(build: Builder, x: fx.Node, norm: BatchNorm) -> Any:
     if len(list_node_sizes(x)) < 2:  # a tensor without channels
         return KEEP
     if norm.training or norm.running_mean is None or norm.running_var is None:
-        return _normalize_channels(build, x, norm, *_compute_moments(build, x, _per_channel(x), 0.0, True))
+        return _normalize_channels(build, x, norm, *_compute_moments(build, x, _list_statistics_dims(x), 0.0, True))
     variance, centre = (_broadcast_channels(build, running, x) for running in (norm.running_var, norm.running_mean))
     return _normalize_channels(build, x, norm, variance, centre)
 
 
-def _per_channel(x: fx.Node) -> list[int]:
+def _list_statistics_dims(x: fx.Node) -> list[int]:
     """Return the indices of all dims of ``x`` except the channel dim 1: the dims over which the statistics of a channel
     are computed.
     """
@@ -268,7 +268,7 @@ def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: f
     return result if norm.bias is None else build(aten.add.Tensor, result, _broadcast_channels(build, norm.bias, x))
 
 
-def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
+def rewrite_training_batch_norm(build: Builder, x: fx.Node, *arguments: Any) -> Any:
     """Rewrite a batch norm of ``x`` with running statistics, which torch updates, as elementary operators. Return a
     tuple of five: the node of the normalised tensor, two ``None`` for saved statistics that nothing reads, and the
     nodes of the new running mean and running variance.
@@ -283,8 +283,8 @@ def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
     assert running_var is not None
     if not norm.training:
         return _rewrite_batch_norm(build, x, norm), None, None, running_mean, running_var
-    size = count_reduced_elements(x, _per_channel(x))
-    variance, centre = _compute_moments(build, x, _per_channel(x), 0.0, True)
+    size = count_reduced_elements(x, _list_statistics_dims(x))
+    variance, centre = _compute_moments(build, x, _list_statistics_dims(x), 0.0, True)
     result = _normalize_channels(build, x, norm, variance, centre)
 
     def moved(running: fx.Node, seen: fx.Node, part: float) -> fx.Node:
@@ -296,7 +296,7 @@ def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
     return result, None, None, moved(running_mean, centre, momentum), moved(running_var, variance, unbiased)
 
 
-def functional_batch_norm(
+def rewrite_functional_batch_norm(
     build: Builder,
     x: fx.Node,
     weight: fx.Node | None,
@@ -314,7 +314,7 @@ def functional_batch_norm(
     return _rewrite_batch_norm(build, x, norm), None, None
 
 
-def batch_norm_of_batch(
+def rewrite_stateless_batch_norm(
     build: Builder,
     x: fx.Node,
     weight: fx.Node | None,
@@ -333,12 +333,12 @@ def batch_norm_of_batch(
 
 ALGEBRA: dict[Any, Rule] = {
     aten.linear.default: rewrite_linear,
-    aten.addmm.default: add_product(aten.mm.default),
-    aten.baddbmm.default: add_product(aten.bmm.default),
-    aten.addmv.default: add_product(aten.mv.default),
+    aten.addmm.default: make_product_sum_rule(aten.mm.default),
+    aten.baddbmm.default: make_product_sum_rule(aten.bmm.default),
+    aten.addmv.default: make_product_sum_rule(aten.mv.default),
     aten._linalg_check_errors.default: drop_error_check,
-    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), plus_number(1)),
-    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), plus_number(-1)),
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), make_number_sum_rule(1)),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), make_number_sum_rule(-1)),
     aten.rsub.Scalar: number_minus,
     aten.__and__.Tensor: rewrite_bitwise_and,
     aten.__or__.Tensor: rewrite_bitwise_or,
@@ -350,11 +350,11 @@ ALGEBRA: dict[Any, Rule] = {
     aten.std.default: rewrite_standard_deviation,
     aten.std.dim: rewrite_standard_deviation,
     aten.std.correction: rewrite_standard_deviation,
-    aten.var_mean.default: var_mean,
-    aten.var_mean.dim: var_mean,
-    aten.var_mean.correction: var_mean,
-    aten.batch_norm.default: batch_norm,
-    aten._native_batch_norm_legit_functional.default: batch_norm_of_training,
-    aten._native_batch_norm_legit_no_training.default: functional_batch_norm,
-    aten._native_batch_norm_legit.no_stats: batch_norm_of_batch,
+    aten.var_mean.default: rewrite_var_mean,
+    aten.var_mean.dim: rewrite_var_mean,
+    aten.var_mean.correction: rewrite_var_mean,
+    aten.batch_norm.default: rewrite_batch_norm_inference,
+    aten._native_batch_norm_legit_functional.default: rewrite_training_batch_norm,
+    aten._native_batch_norm_legit_no_training.default: rewrite_functional_batch_norm,
+    aten._native_batch_norm_legit.no_stats: rewrite_stateless_batch_norm,
 }

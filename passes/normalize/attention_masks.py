@@ -8,7 +8,7 @@ becomes ``partition::document_attention``, with the document of each position as
 form.
 
 A mask function of ``flex_attention`` is evaluated on the indices of all queries and keys while the model is traced, see
-:func:`flex_attention_traced`. It gives a mask like any other.
+:func:`trace_flex_attention`. It gives a mask like any other.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from partitioner.passes.ir.rewrite import aten, drop_unused, list_node_sizes
 from partitioner.passes.normalize.constant_folding import (
     LIMIT,
     MASKED,
+    Comparison,
     Condition,
     ConditionalValue,
-    DataTerm,
+    DataComparison,
     MaskEvaluator,
-    Term,
     Value,
 )
 from partitioner.passes.normalize.document_masks import DocumentMask, find_document_mask, insert_document_ids
-from partitioner.passes.ops.attention import Band, limits_of
+from partitioner.passes.ops.attention import Band, get_band_limits
 from partitioner.passes.ops.documents import document_ops
 
 
@@ -99,7 +99,7 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
     elif is_plain_attention(node):
-        arguments = (*node.args[:3], *limits_of(band), node.kwargs.get("scale"))
+        arguments = (*node.args[:3], *get_band_limits(band), node.kwargs.get("scale"))
         replace_attention(graph, node, torch.ops.partition.band_attention.default, arguments)
     else:
         return False
@@ -123,7 +123,7 @@ def _replace_mask_by_documents(
     where = mask.source, query[0]
     if where not in ids:
         ids[where] = insert_document_ids(graph, mask, query[0])
-    arguments = (*node.args[:3], ids[where], [], *limits_of(mask.band), node.kwargs.get("scale"))
+    arguments = (*node.args[:3], ids[where], [], *get_band_limits(mask.band), node.kwargs.get("scale"))
     replace_attention(graph, node, document_ops.document_attention.default, arguments)
     return True
 
@@ -169,10 +169,10 @@ def classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docume
         return None
     if isinstance(value, Tensor):
         return _classify_tensor(value, queries, keys)
-    terms = find_shown_terms(value) if isinstance(value, ConditionalValue) else value
+    terms = find_visibility_conditions(value) if isinstance(value, ConditionalValue) else value
     if not isinstance(terms, tuple):
         return None
-    if not any(isinstance(t, DataTerm) for t in terms):
+    if not any(isinstance(t, DataComparison) for t in terms):
         return _classify_conditions(terms, queries, keys)
     found = find_document_mask(terms, queries)
     if found is None or queries != keys:
@@ -186,12 +186,12 @@ def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: in
     ``conditions`` hold; return ``None`` if these keys do not form one range. A condition is a boolean mask or a
     comparison of two constant tensors. ``queries``, ``keys``: the numbers of queries and of keys."""
     whole = [_classify_tensor(c, queries, keys) for c in conditions if isinstance(c, Tensor)]
-    terms = [c for c in conditions if isinstance(c, Term)]
+    terms = [c for c in conditions if isinstance(c, Comparison)]
     band = _classify_terms(terms, queries, keys)
     return band if not whole else _intersect_bands([band, *whole], queries, keys)
 
 
-def _classify_terms(terms: Sequence[Term], queries: int, keys: int) -> Band | None:
+def _classify_terms(terms: Sequence[Comparison], queries: int, keys: int) -> Band | None:
     """Return the range of key positions around its own that a query sees, if it sees the keys for which all ``terms``
     hold; return ``None`` if these keys do not form one range. A term is a comparison of two constant tensors.
     ``queries``, ``keys``: the numbers of queries and of keys."""
@@ -206,19 +206,19 @@ def _classify_terms(terms: Sequence[Term], queries: int, keys: int) -> Band | No
     return _intersect_bands([_term_to_band(*s) for s in known], queries, keys)
 
 
-def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
+def _term_to_band(strict: bool, by_key: Tensor, by_query: Tensor) -> Band | None:
     """Return the range of key positions, relative to its own, that a query sees if query ``i`` sees key ``j`` where
-    ``over_keys[j] <= over_queries[i]`` (``<`` if ``strict``).
+    ``by_key[j] <= over_queries[i]`` (``<`` if ``strict``).
 
-    ``over_keys`` ``[keys]``, ``over_queries`` ``[queries]``: one number for each key and for each query. Return
+    ``by_key`` ``[keys]``, ``by_query`` ``[queries]``: one number for each key and for each query. Return
     ``None`` unless both vectors count up by ones, or both count down by ones.
     """
-    if over_keys.numel() < 2 or over_queries.numel() < 2:
+    if by_key.numel() < 2 or by_query.numel() < 2:
         return None
-    step = int(over_keys[1] - over_keys[0])
-    if step not in (1, -1) or any(bool((x.diff() != step).any()) for x in (over_keys, over_queries)):
+    step = int(by_key[1] - by_key[0])
+    if step not in (1, -1) or any(bool((x.diff() != step).any()) for x in (by_key, by_query)):
         return None
-    between = float(over_queries[0] - over_keys[0])  # step * (key - query) is at most, or less than, this
+    between = float(by_query[0] - by_key[0])  # step * (key - query) is at most, or less than, this
     limit = math.ceil(between) - 1 if strict else math.floor(between)
     return Band(None, limit) if step == 1 else Band(limit, None)
 
@@ -241,7 +241,7 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
     return Band(None if before >= queries - 1 else before, None if after >= keys - 1 else after)
 
 
-def find_shown_terms(choice: ConditionalValue) -> tuple[Condition, ...] | None:
+def find_visibility_conditions(choice: ConditionalValue) -> tuple[Condition, ...] | None:
     """Return conditions that all hold at exactly those attention scores that an additive mask does not hide.
 
     An additive mask is 0 at shown scores and -6e4 or less at hidden ones. ``choice``: the mask: one number where its
@@ -284,7 +284,7 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
     return Band(None if before == queries - 1 else before, None if after == keys - 1 else after)
 
 
-def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
+def _split_term_sides(term: Comparison, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
     """Rewrite the comparison ``term``, a condition under which a query sees a key, as ``by_key[j] < by_query[i]`` or
     ``by_key[j] <= by_query[i]`` for query ``i`` and key ``j``. Return three values: whether the comparison is strict
     (``<``), ``by_key`` ``[keys]``, and ``by_query`` ``[queries]``.
@@ -310,37 +310,37 @@ def _select_comparison(strict: bool) -> Callable[[Tensor, Tensor], Tensor]:
     return operator.lt if strict else operator.le
 
 
-def _sees_every_key(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    """Return whether every query sees every key. Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or
-    if ``over_keys[j] < over_queries[i]`` where ``strict`` is true.
+def _sees_every_key(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
+    """Return whether every query sees every key. Query ``i`` sees key ``j`` if ``by_key[j] <= over_queries[i]``, or
+    if ``by_key[j] < over_queries[i]`` where ``strict`` is true.
     """
-    return bool(_select_comparison(strict)(over_keys.max(), over_queries.min()))
+    return bool(_select_comparison(strict)(by_key.max(), by_query.min()))
 
 
-def _sees_earlier_keys(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+def _sees_earlier_keys(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
     """Return whether every query sees all keys up to its own position.
 
-    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or if ``over_keys[j] < over_queries[i]`` where
+    Query ``i`` sees key ``j`` if ``by_key[j] <= over_queries[i]``, or if ``by_key[j] < over_queries[i]`` where
     ``strict`` is true.
     """
-    return bool(_select_comparison(strict)(over_keys.cummax(0).values, over_queries).all())
+    return bool(_select_comparison(strict)(by_key.cummax(0).values, by_query).all())
 
 
-def _hides_later_keys(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+def _hides_later_keys(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
     """Return whether no query sees a key after its own position.
 
-    Query ``i`` sees key ``j`` if ``over_keys[j] <= over_queries[i]``, or if ``over_keys[j] < over_queries[i]`` where
+    Query ``i`` sees key ``j`` if ``by_key[j] <= over_queries[i]``, or if ``by_key[j] < over_queries[i]`` where
     ``strict`` is true.
     """
-    smallest_after = over_keys.flip(0).cummin(0).values.flip(0)[1:]
-    return not bool(_select_comparison(strict)(smallest_after, over_queries[:-1]).any())
+    smallest_after = by_key.flip(0).cummin(0).values.flip(0)[1:]
+    return not bool(_select_comparison(strict)(smallest_after, by_query[:-1]).any())
 
 
 # --- flex_attention, while the model is traced ------------------------------------------------------------------------
 
 
 @contextmanager
-def flex_attention_traced() -> Iterator[None]:
+def trace_flex_attention() -> Iterator[None]:
     """Return a context in which ``flex_attention`` is traced as scaled dot-product attention with a mask. Its mask
     function is called once, with index tensors of all batch rows, heads, queries and keys, instead of once for each
     element. If a score function is given, it is called once with all scores, and attention is traced as a product, a

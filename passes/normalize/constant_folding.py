@@ -23,7 +23,7 @@ LIMIT = 1 << 22  # most elements of a tensor that is created in full
 
 
 @dataclass(frozen=True)
-class Term:
+class Comparison:
     """A comparison of two constant tensors, ``compare(a, b)`` with broadcasting, that is stored instead of its (large)
     boolean result.
 
@@ -35,42 +35,42 @@ class Term:
     a: Tensor
     b: Tensor
 
-    def negated(self) -> Term:
+    def negated(self) -> Comparison:
         """Return the comparison of the same two tensors that holds exactly where this one fails, such as ``ge`` for
         ``lt``."""
-        return Term(_OPPOSITE[self.compare], self.a, self.b)
+        return Comparison(_OPPOSITE[self.compare], self.a, self.b)
 
-    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Term:
+    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Comparison:
         """Return a copy of this comparison of two tensors, in which each tensor is replaced by ``move(tensor)``.
         ``move``: a function that rearranges dims, such as a transpose."""
-        return Term(self.compare, move(self.a), move(self.b))
+        return Comparison(self.compare, move(self.a), move(self.b))
 
 
 _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 
 
 @dataclass(frozen=True, eq=False)
-class Gathered:
+class GatheredValue:
     """Says where the elements of an integer tensor come from: each is an element of another tensor of the graph, plus a
     constant. The numbers themselves depend on data and are not known.
 
     ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
-    element along this dim. It has size 1 in every dim along which the index is constant. ``added``: the constant.
+    element along this dim. It has size 1 in every dim along which the index is constant. ``offset``: the constant.
     """
 
     source: fx.Node
     places: tuple[Tensor, ...]
-    added: int = 0
+    offset: int = 0
 
-    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Gathered:
+    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> GatheredValue:
         """Return this description of an integer tensor, which says that its elements are certain elements of another
         tensor, after a rearrangement of the dims of the described tensor. ``move``: the function that rearranges the
         dims of a tensor, such as a transpose; it is applied to the index tensors."""
-        return Gathered(self.source, tuple(move(p) for p in self.places), self.added)
+        return GatheredValue(self.source, tuple(move(p) for p in self.places), self.offset)
 
 
 @dataclass(frozen=True, eq=False)
-class DataTerm:
+class DataComparison:
     """A comparison of elements of a tensor that depends on data with other elements of the same tensor: ``compare(a,
     b)`` with broadcasting.
 
@@ -79,21 +79,21 @@ class DataTerm:
     """
 
     compare: str
-    a: Gathered
-    b: Gathered
+    a: GatheredValue
+    b: GatheredValue
 
-    def negated(self) -> DataTerm:
-        return DataTerm(_OPPOSITE[self.compare], self.a, self.b)
+    def negated(self) -> DataComparison:
+        return DataComparison(_OPPOSITE[self.compare], self.a, self.b)
 
-    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> DataTerm:
+    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> DataComparison:
         """Return this comparison of elements of a tensor after a rearrangement of the dims of its boolean result.
         ``move``: the function that rearranges, such as a transpose; it is applied to the index tensors that say which
         elements are compared."""
-        return DataTerm(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
+        return DataComparison(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
 
 
 # A boolean tensor that must hold is a condition, too.
-Condition = Term | DataTerm | Tensor
+Condition = Comparison | DataComparison | Tensor
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ConditionalValue:
 
 
 # A tensor with size 1 in constant dims; or conditions that must all hold; or a choice between two numbers; or data.
-Value = Tensor | tuple[Condition, ...] | ConditionalValue | Gathered
+Value = Tensor | tuple[Condition, ...] | ConditionalValue | GatheredValue
 
 MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
 
@@ -135,9 +135,8 @@ class ConstantEvaluator:
 
         The value has one of four forms: a tensor with size 1 in every dim along which it is constant; a tuple of
         conditions, for a boolean tensor that is true where all of them hold; a :class:`ConditionalValue`, which has one
-        number where conditions hold and another elsewhere; or, in a :class:`MaskEvaluator`, a :class:`Gathered`, which
-        says from which elements of a data-dependent tensor the elements are copied.
-        """
+        number where conditions hold and another elsewhere; or, in a :class:`MaskEvaluator`, a :class:`GatheredValue`,
+        which says from which elements of a data-dependent tensor the elements are copied."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -165,14 +164,14 @@ class ConstantEvaluator:
             args: Any = fx.node.map_arg(node.args, known)
             kwargs: Any = fx.node.map_arg(node.kwargs, known)
             rule = RULES.get(node.target)
-            result = self.as_it_is(node) if rule is None else rule(node, *args, **kwargs)
-            if isinstance(result, Gathered):
+            result = self.evaluate_expanded(node) if rule is None else rule(node, *args, **kwargs)
+            if isinstance(result, GatheredValue):
                 return result.map_tensors(_squeeze_constant_dims)
             return _squeeze_constant_dims(result) if isinstance(result, Tensor) else result
         except (UnknownValueError, RuntimeError, IndexError, TypeError):
             return None
 
-    def as_it_is(self, node: fx.Node) -> Tensor:
+    def evaluate_expanded(self, node: fx.Node) -> Tensor:
         """Execute the operator of ``node`` on the known values of its operands, expanded to full size, and return the
         result. Raise :class:`UnknownValueError` if it draws random numbers, or if its result or an operand has more
         than ``LIMIT`` (2**22) elements."""
@@ -196,32 +195,34 @@ _MOST_DIMS = 4  # of a tensor of data that masks are made of
 
 class MaskEvaluator(ConstantEvaluator):
     """Computes the values of nodes from which attention masks are made. Besides constants, it follows integers that
-    depend on data, such as the document of each position, as a :class:`Gathered`: it knows of which tensor and which
-    element each integer is a copy, but not the number. If no rule follows an integer tensor, such as a running sum over
-    data, its :class:`Gathered` refers to the tensor's own elements."""
+    depend on data, such as the document of each position, as a :class:`GatheredValue`: it knows of which tensor and
+    which element each integer is a copy, but not the number. If no rule follows an integer tensor, such as a running
+    sum over data, its :class:`GatheredValue` refers to the tensor's own elements."""
 
     def compute_value(self, node: fx.Node) -> Value | None:
         """Return the value of ``node``, such as a tensor or a tuple of conditions, if it follows from constants or from
-        rules for integers that depend on data. Otherwise, if ``node`` is an integer tensor, return a :class:`Gathered`
-        (a description of a tensor by elements of another one) that refers to the elements of ``node`` itself. Return
-        ``None`` in any other case, or if the tensor has more than four dims or a dim larger than ``LIMIT`` (2**22)."""
+        rules for integers that depend on data. Otherwise, if ``node`` is an integer tensor, return a
+        :class:`GatheredValue` (a description of a tensor by elements of another one) that refers to the elements of
+        ``node`` itself. Return ``None`` in any other case, or if the tensor has more than four dims or a dim larger
+        than ``LIMIT`` (2**22)."""
         value = super().compute_value(node)
         return describe_integers(node) if value is None else value
 
 
-def describe_integers(node: fx.Node) -> Gathered | None:
-    """Return a :class:`Gathered` (a description of an integer tensor by elements of another tensor) for ``node`` that
-    refers to the elements of ``node`` itself; comparisons of rearrangements of ``node`` can then be followed. Return
-    ``None`` unless ``node`` is an integer tensor of one to four dims of at most ``LIMIT`` (2**22) elements each."""
+def describe_integers(node: fx.Node) -> GatheredValue | None:
+    """Return a :class:`GatheredValue` (a description of an integer tensor by elements of another tensor) for ``node``
+    that refers to the elements of ``node`` itself; comparisons of rearrangements of ``node`` can then be followed.
+    Return ``None`` unless ``node`` is an integer tensor of one to four dims of at most ``LIMIT`` (2**22) elements
+    each."""
     tensor = node.meta.get("val")
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
         return None
     if not 1 <= tensor.dim() <= _MOST_DIMS or max(tensor.shape) > LIMIT:
         return None
-    return Gathered(node, list_own_places(tensor.shape))
+    return GatheredValue(node, list_dim_indices(tensor.shape))
 
 
-def list_own_places(shape: Sequence[int]) -> tuple[Tensor, ...]:
+def list_dim_indices(shape: Sequence[int]) -> tuple[Tensor, ...]:
     """Return, for each dim of a tensor of the shape ``shape``, the index of each of its elements along this dim, as a
     tensor with size 1 in all other dims."""
     rank = len(shape)
@@ -274,7 +275,7 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
     be expressed in these forms, or has more than ``LIMIT`` (2**22) elements."""
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
         return _evaluate_choice(node, args, kwargs)
-    if any(isinstance(a, Gathered) for a in args):
+    if any(isinstance(a, GatheredValue) for a in args):
         return _shift_gathered(node, *args)
     tensors = [a for a in args if isinstance(a, Tensor)]
     if torch.broadcast_shapes(*(t.shape for t in tensors)).numel() > LIMIT:
@@ -283,27 +284,27 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
     return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
 
 
-def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> Gathered:
+def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> GatheredValue:
     """Return the value of the operator ``node`` with an operand that is known as elements, at known indices, of a
-    tensor that depends on data (a :class:`Gathered`). The operator may add an integer, subtract an integer, or cast to
-    another integer type without loss. ``a``, ``b``, ``rest``: the values of the operands. Raise
+    tensor that depends on data (a :class:`GatheredValue`). The operator may add an integer, subtract an integer, or
+    cast to another integer type without loss. ``a``, ``b``, ``rest``: the values of the operands. Raise
     :class:`UnknownValueError` for any other operator."""
-    if isinstance(a, Gathered) and node.target is aten.to.dtype and keeps_integers(node):
+    if isinstance(a, GatheredValue) and node.target is aten.to.dtype and preserves_integers(node):
         return a
     add, subtract = (getattr(aten, name) for name in ("add", "sub"))
     kind, exact = getattr(node.target, "overloadpacket", None), get_node_tensor(node).dtype in _INTEGERS
-    one, other = (a, b) if isinstance(a, Gathered) else (b, a)
+    one, other = (a, b) if isinstance(a, GatheredValue) else (b, a)
     if isinstance(other, Tensor) and other.numel() == 1 and other.dtype in _INTEGERS:
         other = int(other)
-    whole = isinstance(one, Gathered) and isinstance(other, int) and not isinstance(other, bool)
+    whole = isinstance(one, GatheredValue) and isinstance(other, int) and not isinstance(other, bool)
     if not whole or not exact or rest or node.kwargs or kind not in (add, subtract) or (kind is subtract and one is b):
         raise UnknownValueError
     rank = get_node_tensor(node).dim()
-    moved: Gathered = one.map_tensors(lambda t: _align_rank(t, rank))
-    return Gathered(moved.source, moved.places, moved.added + (other if kind is add else -other))
+    moved: GatheredValue = one.map_tensors(lambda t: _align_rank(t, rank))
+    return GatheredValue(moved.source, moved.places, moved.offset + (other if kind is add else -other))
 
 
-def keeps_integers(cast: fx.Node) -> bool:
+def preserves_integers(cast: fx.Node) -> bool:
     """Return whether the node ``cast`` converts signed integers to an integer type of at least as many bytes, so that
     no number changes."""
     before, after = get_node_tensor(cast.args[0]).dtype, get_node_tensor(cast).dtype  # type: ignore[arg-type]
@@ -400,12 +401,12 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     no form is possible."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         return _evaluate_choice(node, (a, b), {})
-    if isinstance(a, Gathered) or isinstance(b, Gathered):
-        if not isinstance(a, Gathered) or not isinstance(b, Gathered) or a.source is not b.source:
+    if isinstance(a, GatheredValue) or isinstance(b, GatheredValue):
+        if not isinstance(a, GatheredValue) or not isinstance(b, GatheredValue) or a.source is not b.source:
             raise UnknownValueError
         width = get_node_tensor(node).dim()
         name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
-        return (DataTerm(name, a, b).map_tensors(lambda t: _align_rank(t, width)),)
+        return (DataComparison(name, a, b).map_tensors(lambda t: _align_rank(t, width)),)
     if node.target in _EQUALITIES:
         return _evaluate_pointwise(node, a, b)
     given = a, b
@@ -415,7 +416,7 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
     rank, kind = get_node_tensor(node).dim(), torch.result_type(a, b)
     a, b = (widen_number_type(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
-    return (Term(name, a, b),)
+    return (Comparison(name, a, b),)
 
 
 def widen_number_type(x: Tensor) -> Tensor:
@@ -423,7 +424,7 @@ def widen_number_type(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x.long()
 
 
-def _require_terms(value: Any) -> tuple[Condition, ...]:
+def _list_conditions(value: Any) -> tuple[Condition, ...]:
     """Return a tuple of conditions that all hold exactly where the boolean mask ``value`` is true. ``value``: a tensor,
     a tuple of conditions that must all hold, or a choice between two values by conditions. Raise
     :class:`UnknownValueError` if there are no such conditions."""
@@ -448,7 +449,7 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and bool(one):
             return map_value_parts(other, lambda t: _align_rank(t, get_node_tensor(node).dim()))
-    terms = _require_terms(a) + _require_terms(b)
+    terms = _list_conditions(a) + _list_conditions(b)
     return tuple(map_condition(t, lambda x: _align_rank(x, get_node_tensor(node).dim())) for t in terms)
 
 
@@ -459,7 +460,7 @@ def evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
     case."""
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise UnknownValueError
-    if isinstance(a, Gathered) or isinstance(b, Gathered) or isinstance(condition, Gathered):
+    if isinstance(a, GatheredValue) or isinstance(b, GatheredValue) or isinstance(condition, GatheredValue):
         raise UnknownValueError
     a, b = (torch.as_tensor(x, dtype=get_node_tensor(node).dtype) for x in (a, b))
     if isinstance(condition, ConditionalValue) and not condition.shown and condition.hidden:
@@ -470,7 +471,7 @@ def evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
         result = torch.where(condition, a, b)
         return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
     if a.numel() == b.numel() == 1:
-        return ConditionalValue(_require_terms(condition), a.reshape(()), b.reshape(()))
+        return ConditionalValue(_list_conditions(condition), a.reshape(()), b.reshape(()))
     raise UnknownValueError
 
 
@@ -482,7 +483,7 @@ def _evaluate_not(node: fx.Node, x: Any) -> Value:
         return _evaluate_pointwise(node, x)
     if isinstance(x, ConditionalValue):
         return _evaluate_choice(node, (x,), {})
-    terms = _require_terms(x)
+    terms = _list_conditions(x)
     return (_negate_condition(terms[0]),) if len(terms) == 1 else ConditionalValue(terms, _FALSE, _TRUE)
 
 
@@ -494,7 +495,7 @@ def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Val
     """Return a function ``rule(node, value, *args)`` that computes the value of a node which only rearranges dims,
     such as a transpose. ``value``: the value of its operand; ``args``: its further arguments. The function applies
     ``operation(tensor, *args)`` to ``value`` if it is a tensor, to both sides of the comparisons of a mask, or to
-    the index tensors of a :class:`Gathered`, which describes the operand as elements of a tensor that depends on
+    the index tensors of a :class:`GatheredValue`, which describes the operand as elements of a tensor that depends on
     data."""
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
@@ -557,7 +558,7 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
     has the same form. ``source`` has size 1 in dims along which it is constant; indices into these dims are ignored.
     ``indices``: the values of the index tensors. Raise :class:`UnknownValueError` unless there is a constant index
     tensor for every dim of ``source``."""
-    if isinstance(source, Gathered):
+    if isinstance(source, GatheredValue):
         return source.map_tensors(lambda place: _evaluate_index(node, place, indices))
     if (
         not isinstance(source, Tensor)
@@ -581,7 +582,7 @@ def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:
     if isinstance(source, Tensor) and isinstance(index, Tensor):
         whole = _expand_to_sizes(source, list(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
         return whole.gather(dim, _expand_to_sizes(index, list(list_node_sizes(node))))
-    if not isinstance(source, Gathered) or not isinstance(index, Tensor):
+    if not isinstance(source, GatheredValue) or not isinstance(index, Tensor):
         raise UnknownValueError
     old, new = list_node_sizes(node.args[0]), list_node_sizes(node)  # type: ignore[arg-type]
     dim %= len(old)
@@ -642,20 +643,20 @@ def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
     if isinstance(x, Tensor) and x[..., :1, :1].numel() * rows * columns <= LIMIT:
         whole = x.expand([*x.shape[:-2], rows, columns])
         return whole.tril(diagonal) if lower else whole.triu(diagonal)
-    if isinstance(x, Gathered) or (isinstance(x, Tensor) and x.numel() != 1):
+    if isinstance(x, GatheredValue) or (isinstance(x, Tensor) and x.numel() != 1):
         raise UnknownValueError
     rank = get_node_tensor(node).dim()
     row = torch.arange(rows).reshape([1] * (rank - 2) + [rows, 1])
     column = torch.arange(columns).reshape([1] * (rank - 1) + [columns])
-    terms = (Term("le" if lower else "ge", column, row + diagonal),)
+    terms = (Comparison("le" if lower else "ge", column, row + diagonal),)
     if isinstance(x, tuple | ConditionalValue):  # a mask: outside of the triangle everything is hidden
-        return _hide_outside(x, terms)
+        return _mask_triangle(x, terms)
     if get_node_tensor(node).dtype is torch.bool and bool(x):
         return terms
     return ConditionalValue(terms, x.reshape(()), torch.zeros((), dtype=x.dtype))
 
 
-def _hide_outside(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Term, ...]) -> Value:
+def _mask_triangle(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[Comparison, ...]) -> Value:
     """Return the value of ``tril`` or ``triu`` of ``mask``: the mask itself inside the triangle, and 0 (false) outside.
     ``mask``: a tuple of conditions that must all hold, or a choice between two numbers by conditions; the result has
     the same form. ``terms``: comparisons that all hold exactly inside the triangle. Raise :class:`UnknownValueError` if

@@ -44,13 +44,13 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
     return made, moved
 
 
-def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
+def trace_decomposition(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
     """Return a graph of the operators by which torch defines the operator ``node``, and a list of the operand nodes
     that the placeholders of this graph stand for, in order. Return ``None`` if torch does not define the operator by
     others, or if its definition reads numbers out of tensors (``item()``)."""
     if not _is_composite(node.target):
         return None
-    operands, run = _as_function(node, node.args, node.kwargs)
+    operands, run = _make_decomposition_function(node, node.args, node.kwargs)
     values = [n.meta.get("val") for n in operands]
     if not all(isinstance(v, Tensor) for v in values):
         return None
@@ -58,7 +58,7 @@ def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
         traced = make_fx(torch.func.functionalize(run))(*values)
     except Exception:  # it reads numbers out of tensors
         return None
-    pure = remove_inplace(traced.graph) and _is_fit(traced.graph)
+    pure = remove_inplace(traced.graph) and _is_valid_replacement(traced.graph)
     return (traced.graph, operands) if pure and all(n.target is not node.target for n in traced.graph.nodes) else None
 
 
@@ -70,7 +70,7 @@ def _is_mutating(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
-def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
+def _make_decomposition_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
     """Return two values: a list of the operand nodes of ``node``, and a function that takes their tensors and executes
     torch's decomposition of the operator of ``node``.
 
@@ -95,10 +95,10 @@ def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | N
         _is_mutating(n.target) for n in traced.graph.nodes
     ):  # the first pass missed operators that torch composes itself
         traced = make_fx(torch.func.functionalize(traced))(*values)
-    return traced.graph if _is_fit(traced.graph) else None
+    return traced.graph if _is_valid_replacement(traced.graph) else None
 
 
-def _is_fit(graph: fx.Graph) -> bool:
+def _is_valid_replacement(graph: fx.Graph) -> bool:
     """Return whether ``graph``, obtained by tracing an operator's definition in simpler operators, can take the place
     of the operator. It must have at most 4096 nodes, and none may write to its operands or read an attribute of a
     module.
@@ -117,7 +117,7 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """
     node = build.node
     assert node is not None
-    operands, run = _as_function(node, args, kwargs)
+    operands, run = _make_decomposition_function(node, args, kwargs)
     try:
         with META:
             graph = _trace_operators(run, [o.meta["val"] for o in operands])
@@ -155,22 +155,22 @@ class RecurrentLayers(NamedTuple):
     batch_first: bool
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """Return whether the recurrent network applies dropout between its layers."""
         return bool(self.p) and self.train and self.layers > 1
 
     @property
-    def ways(self) -> int:
+    def num_directions(self) -> int:
         """Return the number of directions in which a layer of the recurrent network reads its input: 1 or 2."""
         return 2 if self.both_ways else 1
 
     @property
-    def of_one(self) -> RecurrentLayers:
+    def single_layer(self) -> RecurrentLayers:
         """Return a copy of these arguments for a recurrent network with a single layer, without dropout."""
         return self._replace(layers=1, p=0.0)
 
 
-def split_into_layers(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
+def rewrite_recurrent_network(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
     """Rewrite a recurrent network as one operator for each layer and direction (``passes/ops/recurrent.py``), with
     dropout operators between the layers. Return a tuple of nodes: the output of the last layer, and the final state of
     all layers (two nodes for an LSTM).
@@ -184,7 +184,7 @@ def split_into_layers(build: Builder, x: fx.Node, state: Any, weights: list[fx.N
     assert build.node is not None
     kind = build.node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
     states = list(state) if isinstance(state, list | tuple) else [state]
-    each = len(weights) // (stack.layers * stack.ways)
+    each = len(weights) // (stack.layers * stack.num_directions)
     last: list[list[fx.Node]] = []
 
     def swap(x: fx.Node) -> fx.Node:  # the layers read [steps, batch, features]
@@ -192,11 +192,11 @@ def split_into_layers(build: Builder, x: fx.Node, state: Any, weights: list[fx.N
 
     x = swap(x)
     for layer in range(stack.layers):
-        if layer and stack.drops:
+        if layer and stack.has_dropout:
             x = swap(build(aten.dropout.default, swap(x), stack.p, True))
         outputs = []
-        for way in range(stack.ways):
-            place = layer * stack.ways + way
+        for way in range(stack.num_directions):
+            place = layer * stack.num_directions + way
             first = [build(aten.slice.Tensor, s, 0, place, place + 1) for s in states]
             own = _name_weights(weights[place * each : (place + 1) * each], stack.biased)
             output, *ends = _append_layer(build, kind, x, first, own, reverse=way == 1)
@@ -236,5 +236,5 @@ def _append_layer(
 
 
 RECURRENT: dict[Any, Rule] = dict.fromkeys(
-    (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), split_into_layers
+    (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), rewrite_recurrent_network
 )

@@ -24,11 +24,11 @@ from partitioner.passes.ir.model import Captured
 from partitioner.passes.ir.rewrite import aten, list_node_sizes
 from partitioner.passes.normalize.constant_folding import (
     LIMIT,
+    Comparison,
     Condition,
     ConstantEvaluator,
-    DataTerm,
-    Term,
-    keeps_integers,
+    DataComparison,
+    preserves_integers,
 )
 from partitioner.passes.ops.attention import Band
 from partitioner.passes.ops.documents import document_ops
@@ -74,26 +74,26 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
     ``terms``: the conditions of the mask, which must all hold where a key is shown. ``length``: the number of queries,
     which is also that of keys.
     """
-    data = [t for t in terms if isinstance(t, DataTerm)]
-    same = [t for t in data if t.compare == "eq" and t.a.added == t.b.added]
+    data = [t for t in terms if isinstance(t, DataComparison)]
+    same = [t for t in data if t.compare == "eq" and t.a.offset == t.b.offset]
     found = {(t.a.source, _find_pair_dims(t, length)) for t in same}
     if len(found) != 1:
         return None
     ((ids, dims),) = found
     if dims is None:
         return None
-    rest: list[Condition] = [t for t in terms if not isinstance(t, DataTerm)]
+    rest: list[Condition] = [t for t in terms if not isinstance(t, DataComparison)]
     for term in data:
         if term in same:
             continue
         of = _find_pair_dims(term, length)
         if of is None or not _positions_increase_within(term.a.source, of[0], ids, dims[0]):
             return None
-        rest.append(Term(term.compare, *(side.places[of[0]] + side.added for side in (term.a, term.b))))
+        rest.append(Comparison(term.compare, *(side.places[of[0]] + side.offset for side in (term.a, term.b))))
     return DocumentTerms(ids, *dims, tuple(rest))
 
 
-def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | None:
+def _find_pair_dims(term: DataComparison, length: int) -> tuple[int, int | None] | None:
     """Return two dims of the tensor whose elements ``term`` compares: the dim of positions, and the dim of batch rows
     (``None`` if one row serves all). ``term`` must compare the element at the query's position with the element at the
     key's position, in the same row, as a test of whether query and key are in one document does. Return ``None`` for
@@ -108,18 +108,18 @@ def _find_pair_dims(term: DataTerm, length: int) -> tuple[int, int | None] | Non
         if size == 1:
             continue
         pairs = (sides, sides[::-1])
-        if size == length and any(counts_along(a, -2, size) and counts_along(b, -1, size) for a, b in pairs):
+        if size == length and any(is_arange_along(a, -2, size) and is_arange_along(b, -1, size) for a, b in pairs):
             if position is not None:
                 return None
             position = dim
-        elif batch is None and all(counts_along(side, -4, size) for side in sides):
+        elif batch is None and all(is_arange_along(side, -4, size) for side in sides):
             batch = dim
         else:
             return None
     return None if position is None else (position, batch)
 
 
-def counts_along(side: Tensor, dim: int, size: int) -> bool:
+def is_arange_along(side: Tensor, dim: int, size: int) -> bool:
     """Return whether the index tensor ``side`` is 0, 1, ..., ``size`` - 1 along ``dim`` (a negative number), and has
     size 1 in all other dims."""
     if side.dim() < -dim or side.numel() != size or side.shape[dim] != size:
@@ -127,10 +127,10 @@ def counts_along(side: Tensor, dim: int, size: int) -> bool:
     return bool(torch.equal(side.reshape(-1), torch.arange(size)))
 
 
-def _look_through(node: fx.Node) -> fx.Node:
+def _skip_expands_and_casts(node: fx.Node) -> fx.Node:
     """Return the node from which ``node`` was made by ``expand`` operators and casts between integer types alone, so
     that it has the same integers; ``node`` itself if there are none."""
-    while node.target is aten.expand.default or (node.target is aten.to.dtype and keeps_integers(node)):
+    while node.target is aten.expand.default or (node.target is aten.to.dtype and preserves_integers(node)):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -140,10 +140,10 @@ def _positions_increase_within(positions: fx.Node, position_dim: int, ids: fx.No
     a document. The proof is that ``ids``, the document ids, are the running sum of ``diff(positions) != 1``, so that a
     new document starts wherever positions do not count up by one. ``position_dim``, ``ids_dim``: the dims of the two
     tensors that index positions."""
-    total = _look_through(ids)
+    total = _skip_expands_and_casts(ids)
     if total.target is not aten.cumsum.default:
         return False
-    changes = _look_through(total.args[0])  # type: ignore[arg-type]
+    changes = _skip_expands_and_casts(total.args[0])  # type: ignore[arg-type]
     if changes.target is not aten.ne.Scalar or changes.args[1] != 1:
         return False
     steps = changes.args[0]
@@ -157,7 +157,7 @@ def _positions_increase_within(positions: fx.Node, position_dim: int, ids: fx.No
     along = {int(total.args[1]) % rank, int(dim) % rank}  # type: ignore[arg-type]
     if along != {ids_dim % rank} or list_node_sizes(first)[ids_dim] != 1:
         return False
-    return _look_through(operand) is _look_through(positions) and position_dim == ids_dim
+    return _skip_expands_and_casts(operand) is _skip_expands_and_casts(positions) and position_dim == ids_dim
 
 
 def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.Node:
@@ -218,11 +218,11 @@ def replace_packed_sequences(graph: fx.Graph) -> None:
             ids[ends] = _insert_sequence_numbers(graph, ends, length)
         limits = (-1, 0) if given.get("is_causal") else tuple(given.get("window_size") or (-1, -1))
         with graph.inserting_before(node):
-            rows = [_insert_steps(graph, given[n], _TO_ROWS, node) for n in ("query", "key", "value")]
+            rows = [_insert_operator_chain(graph, given[n], _TO_ROWS, node) for n in ("query", "key", "value")]
             arguments = (*rows, ids[ends], [], *limits, given.get("scale"))
             made = insert_operator_node(graph, document_ops.document_attention.default, arguments)
             first = insert_operator_node(graph, operator.getitem, (made, 0))
-            out = _insert_steps(graph, first, _FROM_ROWS, node)
+            out = _insert_operator_chain(graph, first, _FROM_ROWS, node)
         for new in (made, first):
             new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         for user in list(node.users):
@@ -236,7 +236,7 @@ _TO_ROWS: tuple[_Step, ...] = ((aten.unsqueeze.default, (0,)), (aten.transpose.i
 _FROM_ROWS: tuple[_Step, ...] = ((aten.transpose.int, (1, 2)), (aten.select.int, (0, 0)))
 
 
-def _insert_steps(graph: fx.Graph, value: fx.Node, steps: Sequence[_Step], like: fx.Node) -> fx.Node:
+def _insert_operator_chain(graph: fx.Graph, value: fx.Node, steps: Sequence[_Step], like: fx.Node) -> fx.Node:
     """Insert a chain of operators at the insertion point of ``graph``: the first reads ``value``, each other one reads
     the result of the one before. Return the last node. ``steps``: for each operator of the chain, the operator and its
     arguments after the operand. ``like``: a node whose metadata (except the value) the new nodes get."""
@@ -297,17 +297,17 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
     evaluator = ConstantEvaluator(_list_known_values(captured, inputs))
     found: tuple[int, ...] = ()
     for node in nodes:
-        place = _place_of(node, "lengths")
+        place = _get_argument_position(node, "lengths")
         found = tuple(lengths) or _count_documents(evaluator, node.args[3])  # type: ignore[arg-type]
         node.args = (*node.args[:place], list(found), *node.args[place + 1 :])
     for node in list_prefix_attentions(captured.graph):
-        place = _place_of(node, "ahead")
+        place = _get_argument_position(node, "ahead")
         ahead = _count_prefix_pairs(evaluator, node)
         node.args = (*node.args[:place], ahead, *node.args[place + 1 :])
-    return tuple(nodes[0].args[_place_of(nodes[0], "lengths")]) if nodes else ()  # type: ignore[arg-type]
+    return tuple(nodes[0].args[_get_argument_position(nodes[0], "lengths")]) if nodes else ()  # type: ignore[arg-type]
 
 
-def _place_of(node: fx.Node, name: str) -> int:
+def _get_argument_position(node: fx.Node, name: str) -> int:
     """Return the position, from 0, of the argument ``name`` in the schema of the operator ``node``."""
     return [a.name for a in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
 
@@ -349,7 +349,7 @@ def _count_prefix_pairs(evaluator: ConstantEvaluator, node: fx.Node) -> int:
     earlier = place - place.masked_fill(~starts, 0).cummax(1).values  # positions of the document before and after
     later = place.masked_fill(~ends, length).flip(1).cummin(1).values.flip(1) - place
     inner: Any = node.args[8:10]
-    outer: Any = node.args[_place_of(node, "reach") :]
+    outer: Any = node.args[_get_argument_position(node, "reach") :]
     outer = outer[0] if outer else (-1, -1)
     pairs = torch.zeros_like(place)
     # Queries after the key see it before their own position.

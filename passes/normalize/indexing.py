@@ -1,7 +1,9 @@
-"""Rewrite rules for reads and writes by index: ``embedding_bag``, ``gather``, ``scatter``, ``index``, ``index_put``.
+"""Rewrite rules for reads and writes by index: ``rewrite_embedding_bag``, ``gather``, ``scatter``, ``index``,
+``index_put``.
 
-* ``embedding_bag`` becomes an embedding and a sum, mean or maximum over the ids of each bag. All bags must have the
-  same size, as they have if ``nn.EmbeddingBag`` gets ids ``[bags, size]``. The bags are then a dim that can be sharded.
+* ``rewrite_embedding_bag`` becomes an embedding and a sum, mean or maximum over the ids of each bag. All bags must have
+  the same size, as they have if ``nn.EmbeddingBag`` gets ids ``[bags, size]``. The bags are then a dim that can be
+  sharded.
 * If the index is one vector that is expanded over all other dims, ``gather`` becomes ``index_select``, ``scatter_add``
   becomes ``index_add`` and ``scatter`` becomes ``index_copy``.
 * ``x[arange(n), index]``, which reads within row ``i`` for each ``i``, becomes a ``gather``. ``x[mask] = value``
@@ -43,9 +45,9 @@ class BagReduction(NamedTuple):
     padding_idx: int | None = None
 
 
-def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Node, *reduction: Any) -> Any:
-    """Rewrite ``embedding_bag`` as an embedding and a reduction over each bag, a group of ids. Return the node of the
-    result ``[bags, width]`` and three ``None`` for results that nothing reads.
+def rewrite_embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Node, *reduction: Any) -> Any:
+    """Rewrite ``rewrite_embedding_bag`` as an embedding and a reduction over each bag, a group of ids. Return the node
+    of the result ``[bags, width]`` and three ``None`` for results that nothing reads.
 
     ``build``: appends operators to the graph. ``weight``: the table ``[rows, width]``. ``ids``: a vector of indices of
     table rows. ``offsets``: a vector; bag ``i`` starts at ``ids[offsets[i]]``. ``reduction``: the operator's further
@@ -58,18 +60,19 @@ def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Nod
     regular = offsets.target is aten.arange.start_step and offsets.args[0] == 0 and offsets.args[2] == size
     if not size or size * bags != length or not regular:
         raise UnsupportedError(
-            f"embedding_bag at {build.where} has bags of different sizes, which would differ between ranks; give ids "
+            f"embedding_bag at {build.location} has bags of different sizes, which would differ between ranks; give "
+            "ids "
             "as [bags, size], and fill short bags with padding_idx"
         )
     if how.scale_grad_by_freq:
         raise UnsupportedError(
-            f"embedding_bag at {build.where} scales gradients by the number of times that an id is in the batch, so "
+            f"embedding_bag at {build.location} scales gradients by the number of times that an id is in the batch, so "
             "that samples interact; expected scale_grad_by_freq=False"
         )
-    table = _by_bag(build, ids, [bags, size])
+    table = _reshape_unless_equal(build, ids, [bags, size])
     rows = build(aten.embedding.default, weight, table)
     if how.per_sample_weights is not None:
-        scale = _by_bag(build, how.per_sample_weights, [bags, size])
+        scale = _reshape_unless_equal(build, how.per_sample_weights, [bags, size])
         rows = build(aten.mul.Tensor, rows, build(aten.unsqueeze.default, scale, -1))
     kept = None
     if how.padding_idx is not None and how.padding_idx >= 0:
@@ -77,7 +80,7 @@ def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Nod
     return (_reduce_bags(build, rows, kept, how.mode), None, None, None)
 
 
-def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
+def _reshape_unless_equal(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
     while flat.target is aten.reshape.default:
         flat = flat.args[0]  # type: ignore[assignment]
     return flat if list_node_sizes(flat) == sizes else build(aten.reshape.default, flat, sizes)
@@ -127,8 +130,8 @@ def rewrite_embedding(
 
 BAGS: dict[Any, Rule] = {
     aten.embedding.default: rewrite_embedding,
-    aten.embedding_bag.default: embedding_bag,
-    aten.embedding_bag.padding_idx: embedding_bag,
+    aten.embedding_bag.default: rewrite_embedding_bag,
+    aten.embedding_bag.padding_idx: rewrite_embedding_bag,
 }
 
 _VIEWS = (aten.expand.default, aten.repeat.default, aten.expand_as.default, aten.broadcast_to.default)

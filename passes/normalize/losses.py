@@ -3,14 +3,13 @@
 The count depends on targets alone, so it can be computed over the whole global batch before anything else runs.
 
 :func:`undo_target_shift` rewrites next-token losses. The last position has no target, so models drop it:
-``cross_entropy(logits[:, :-1], tokens[:, 1:])``. The remaining length is one less than the sequence and does not divide
-evenly over ranks, so the logits, the largest values of the model, would have to be gathered. The rewrite keeps the last
-position, with an ignored target, which adds nothing to the sum, the count or a gradient.
+``rewrite_cross_entropy(logits[:, :-1], tokens[:, 1:])``. The remaining length is one less than the sequence and does
+not divide evenly over ranks, so the logits, the largest values of the model, would have to be gathered. The rewrite
+keeps the last position, with an ignored target, which adds nothing to the sum, the count or a gradient.
 
-:func:`pick_before_softmax` rewrites ``gather(log_softmax(x), index)`` as ``-cross_entropy(x, index)`` if nothing else
-reads the ``log_softmax``. Models that rank, distil or learn from rewards write the log-probability of a token in this
-way; ``nll_loss`` of a ``log_softmax`` is covered, too. Requires: normal form.
-"""
+:func:`fuse_gathered_log_softmax` rewrites ``gather(log_softmax(x), index)`` as ``-cross_entropy(x, index)`` if nothing
+else reads the ``log_softmax``. Models that rank, distil or learn from rewards write the log-probability of a token in
+this way; ``nll_loss`` of a ``log_softmax`` is covered, too. Requires: normal form."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from torch import fx
 from partitioner.passes.ir.rewrite import Builder, Rule, drop_unused, get_node_tensor, list_node_sizes
 from partitioner.passes.normalize.shapes import to_dtype
 from partitioner.passes.ops.cross_entropy import CROSS_ENTROPY, NARROW
-from partitioner.passes.rules.factors import as_dim, get_node_argument
+from partitioner.passes.rules.factors import get_node_argument, normalize_dim
 
 aten = torch.ops.aten
 
@@ -95,7 +94,7 @@ def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
     return build(aten.mul.Tensor, result, 1 / math.prod(list_node_sizes(terms))) if reduction == MEAN else result
 
 
-def cross_entropy(
+def rewrite_cross_entropy(
     build: Builder,
     logits: fx.Node,
     target: fx.Node,
@@ -114,7 +113,7 @@ def cross_entropy(
     """
     dim = min(1, len(list_node_sizes(logits)) - 1)
     if get_node_tensor(target).dtype.is_floating_point:
-        return _cross_entropy_of_probabilities(build, logits, target, weight, reduction, label_smoothing, dim)
+        return _append_probability_cross_entropy(build, logits, target, weight, reduction, label_smoothing, dim)
     if reduction != NONE:
         logits, target = undo_target_shift(build, logits, target, ignore_index)
     counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
@@ -123,12 +122,12 @@ def cross_entropy(
         normalizer = build(aten.logsumexp.default, logits, [dim], True)
         terms = build(aten.sub.Tensor, normalizer, build(aten.gather.default, logits, dim, index))
     else:
-        terms = target_terms(build, logits, index, dim)
+        terms = append_target_cross_entropy(build, logits, index, dim)
     if weight is not None:
         weights = build(aten.index.Tensor, weight, [index])
         terms = build(aten.mul.Tensor, terms, weights)
     if normalizer is not None:
-        smooth = _smooth_terms(build, logits, normalizer, weight, dim)
+        smooth = _append_smoothing_terms(build, logits, normalizer, weight, dim)
         size = list_node_sizes(logits)[dim]
         terms = build(
             aten.add.Tensor,
@@ -138,7 +137,7 @@ def cross_entropy(
     return _reduce_counted(build, terms, counts, weights, reduction, dim)
 
 
-def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> fx.Node:
+def append_target_cross_entropy(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> fx.Node:
     """Return the node of the cross entropy of each row of ``logits`` with its target class. It has the shape of
     ``logits`` with size 1 along ``dim``, the dim of classes.
 
@@ -225,7 +224,9 @@ def _reduce_counted(
     return build(aten.div.Tensor, result, number)
 
 
-def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
+def _append_smoothing_terms(
+    build: Builder, logits: fx.Node, normalizer: fx.Node, weight: fx.Node | None, dim: int
+) -> fx.Node:
     """Append the label-smoothing term of each row of ``logits`` to the graph: the sum over classes of
     ``-log_softmax(logits)`` times the class weight. Return its node, with size 1 along ``dim``, the dim of classes.
     ``build``: appends operators to the graph. ``normalizer``: the node of ``logsumexp(logits)`` along ``dim``.
@@ -234,15 +235,20 @@ def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: 
         whole = build(aten.mul.Tensor, normalizer, list_node_sizes(logits)[dim])
         return build(aten.sub.Tensor, whole, build(aten.sum.dim_IntList, logits, [dim], True))
     logs = build(aten.sub.Tensor, normalizer, logits)
-    return build(aten.sum.dim_IntList, build(aten.mul.Tensor, logs, _by_class(build, weight, logits, dim)), [dim], True)
+    return build(
+        aten.sum.dim_IntList,
+        build(aten.mul.Tensor, logs, _reshape_class_weight(build, weight, logits, dim)),
+        [dim],
+        True,
+    )
 
 
-def _by_class(build: Builder, weight: fx.Node, logits: fx.Node, dim: int) -> fx.Node:
+def _reshape_class_weight(build: Builder, weight: fx.Node, logits: fx.Node, dim: int) -> fx.Node:
     sizes = [s if d == dim else 1 for d, s in enumerate(list_node_sizes(logits))]
     return build(aten.reshape.default, weight, sizes)
 
 
-def _cross_entropy_of_probabilities(
+def _append_probability_cross_entropy(
     build: Builder, logits: fx.Node, target: fx.Node, weight: fx.Node | None, reduction: int, smoothing: float, dim: int
 ) -> fx.Node:
     """Append the cross entropy of ``logits`` with targets that are class probabilities to the graph; return its node.
@@ -256,7 +262,7 @@ def _cross_entropy_of_probabilities(
         target = build(aten.add.Tensor, build(aten.mul.Tensor, target, 1 - smoothing), smoothing / size)
     logs = build(aten.log_softmax.int, logits, dim)
     if weight is not None:
-        logs = build(aten.mul.Tensor, logs, _by_class(build, weight, logits, dim))
+        logs = build(aten.mul.Tensor, logs, _reshape_class_weight(build, weight, logits, dim))
     terms = build(aten.neg.default, build(aten.sum.dim_IntList, build(aten.mul.Tensor, logs, target), [dim]))
     return _apply_reduction(build, terms, reduction)
 
@@ -270,7 +276,7 @@ def rewrite_l1_loss(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEA
     return _apply_reduction(build, build(aten.abs.default, build(aten.sub.Tensor, x, y)), reduction)
 
 
-def multilabel_margin(build: Builder, x: fx.Node, target: fx.Node, reduction: int = MEAN) -> fx.Node:
+def rewrite_multilabel_margin(build: Builder, x: fx.Node, target: fx.Node, reduction: int = MEAN) -> fx.Node:
     terms = build(aten.multilabel_margin_loss_forward.default, x, target, NONE)
     return _apply_reduction(build, build(operator.getitem, terms, 0), reduction)
 
@@ -317,22 +323,22 @@ REDUCTION_AT = {
 _OF_TWO = {aten.multilabel_margin_loss_forward.default}
 
 LOSSES: dict[Any, Rule] = {
-    aten.cross_entropy_loss.default: cross_entropy,
+    aten.cross_entropy_loss.default: rewrite_cross_entropy,
     aten.nll_loss.default: rewrite_nll_loss,
     aten.nll_loss_nd.default: rewrite_nll_loss,
     aten.nll_loss2d.default: rewrite_nll_loss,
     **{t: make_loss_rule(t, at) for t, at in REDUCTION_AT.items() if t not in _OF_TWO},
     aten.mse_loss.default: rewrite_mse_loss,
     aten.l1_loss.default: rewrite_l1_loss,
-    aten.multilabel_margin_loss.default: multilabel_margin,
+    aten.multilabel_margin_loss.default: rewrite_multilabel_margin,
 }
 
 _LOGS = (aten.log_softmax.int, aten._log_softmax.default)
 
 
-def pick_before_softmax(graph: fx.Graph) -> None:
-    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by the negative of ``cross_entropy(x, index)``, in place.
-    The result of ``log_softmax``, which is as large as ``x``, is then not stored.
+def fuse_gathered_log_softmax(graph: fx.Graph) -> None:
+    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by the negative of ``rewrite_cross_entropy(x, index)``, in
+    place. The result of ``log_softmax``, which is as large as ``x``, is then not stored.
 
     A ``gather`` is replaced only if nothing else reads the ``log_softmax`` and it takes one element of each row.
     """
@@ -354,13 +360,13 @@ def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
     logs, dim, index = node.args[:3]
     assert isinstance(logs, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node), node
     sizes = list_node_sizes(logs)
-    dim = as_dim(dim, len(sizes))
+    dim = normalize_dim(dim, len(sizes))
     if list_node_sizes(index) != [1 if d == dim else size for d, size in enumerate(sizes)]:
         return False
     scores = _find_softmax_scores(build, logs, dim)
     if scores is None:
         return False
-    terms = target_terms(build, scores, index, dim)
+    terms = append_target_cross_entropy(build, scores, index, dim)
     for user in list(node.users):
         if user.target is aten.neg.default:
             user.replace_all_uses_with(terms)
@@ -383,7 +389,7 @@ def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | N
     if logs.target in _LOGS:
         source = logs.args[0]
         assert isinstance(source, fx.Node), logs
-        if as_dim(get_node_argument(logs, "dim"), len(list_node_sizes(logs))) != dim:
+        if normalize_dim(get_node_argument(logs, "dim"), len(list_node_sizes(logs))) != dim:
             return None
         dtype = logs.meta["val"].dtype
         return source if source.meta["val"].dtype == dtype else build(aten.to.dtype, source, dtype)
@@ -393,7 +399,7 @@ def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | N
     inner = logs.args[0]
     if logs.target in KEEPS and list_node_sizes(inner) and list_node_sizes(inner)[-1] == list_node_sizes(logs)[-1]:
         pass
-    elif logs.target is not aten.slice.Tensor or as_dim(get_node_argument(logs, "dim"), last + 1) == last:
+    elif logs.target is not aten.slice.Tensor or normalize_dim(get_node_argument(logs, "dim"), last + 1) == last:
         return None
     scores = _find_softmax_scores(build, inner, len(list_node_sizes(inner)) - 1)
     return None if scores is None else build(logs.target, scores, *logs.args[1:], **logs.kwargs)

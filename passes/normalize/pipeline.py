@@ -32,14 +32,14 @@ from partitioner.passes.experts.sorted_rows import remove_row_sorts
 from partitioner.passes.experts.stacked_modules import replace_gathered_products, stack_experts
 from partitioner.passes.experts.traced_loops import check_turns
 from partitioner.passes.ir.model import Captured, ModelState, TensorSpec
-from partitioner.passes.ir.rewrite import format_node_location, placeholder_name, rewrite_by_rules
+from partitioner.passes.ir.rewrite import format_node_location, get_placeholder_name, rewrite_by_rules
 from partitioner.passes.normalize.algebra import ALGEBRA
 from partitioner.passes.normalize.attention_masks import drop_constant_masks
 from partitioner.passes.normalize.decompose import RECURRENT, decompose_operators
 from partitioner.passes.normalize.document_masks import replace_packed_sequences
 from partitioner.passes.normalize.indexing import BAGS, INDICES, PLACES
-from partitioner.passes.normalize.losses import LOSSES, pick_before_softmax
-from partitioner.passes.normalize.random import RANDOM, refuse_draws
+from partitioner.passes.normalize.losses import LOSSES, fuse_gathered_log_softmax
+from partitioner.passes.normalize.random import RANDOM, refuse_torch_random_operators
 from partitioner.passes.normalize.score_functions import replace_score_functions
 from partitioner.passes.normalize.shapes import SHAPES, STRIDES
 from partitioner.passes.normalize.unflatten import unflatten_dims
@@ -144,15 +144,15 @@ def _normalize_graph(captured: Captured) -> Captured:
     graph, parts = decompose_operators(graph, RULES)
     first = {old: parts[new] for old, new in layers.items() if new in parts}
     graph, then, drawn = rewrite_by_rules(graph, RULES)
-    refuse_draws(graph)
+    refuse_torch_random_operators(graph)
     moved = {old: then[new] for old, new in first.items() if new in then}
-    captured = _with_constants(captured, drawn)
+    captured = _add_constants(captured, drawn)
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
     results = _list_result_names(graph)
     drop_constant_masks(graph, constants)
     replace_score_functions(graph, constants)
     replace_packed_sequences(graph)
-    pick_before_softmax(graph)
+    fuse_gathered_log_softmax(graph)
     remove_row_sorts(graph)
     replace_gathered_products(graph)
     became = _deduplicate_results(graph, results)
@@ -204,14 +204,14 @@ def _replace_graph(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]
     return captured.with_(graph=graph, outputs=outputs, loss=loss, updates=updates, placeholders=placeholders)
 
 
-def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:
+def _add_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:
     """Return ``captured``, a model as one graph, with further constants and a placeholder for each. ``added``: value by
     name of the constant."""
-    states = {name: ModelState(name, TensorSpec.of(value), "constant") for name, value in added.items()}
+    states = {name: ModelState(name, TensorSpec.from_tensor(value), "constant") for name, value in added.items()}
     return captured.with_(
         states={**captured.states, **states},
         constants={**captured.constants, **added},
-        placeholders={**captured.placeholders, **{placeholder_name(name): name for name in added}},
+        placeholders={**captured.placeholders, **{get_placeholder_name(name): name for name in added}},
     )
 
 

@@ -20,13 +20,13 @@ from partitioner.passes.ops import random
 from partitioner.passes.ops.random import (
     SEED,
     Sampler,
-    arguments_of,
-    formula_of,
-    is_stream,
+    bind_arguments,
+    find_sampling_function,
+    format_stream_name,
+    is_stream_name,
     list_drawing_operators,
     ops,
     sample_gamma,
-    stream_name,
 )
 from partitioner.passes.ops.random import native_dropout as native
 
@@ -37,7 +37,7 @@ def rewrite_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
     return x if not train or p == 0 else _build_dropout(build, x, p)[0]
 
 
-def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> Any:
+def rewrite_native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> Any:
     """Rewrite ``aten.native_dropout`` of ``x``. Return two nodes: the result, and the boolean mask of elements that are
     not zeroed.
 
@@ -62,18 +62,18 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
     ``KEEP`` (the operator stays) if this project has no such computation for the operator, or for these arguments.
     """
     assert build.node is not None
-    formula = formula_of(build.node.target, args, kwargs)
+    formula = find_sampling_function(build.node.target, args, kwargs)
     if formula is None:
         return KEEP
     value = build.node.meta["val"]
-    made = value[0] if isinstance(value, tuple | list) else value
-    return formula(_create_sampler(build, arguments_of(build.node.target, args, kwargs), made))  # type: ignore[arg-type]
+    result = value[0] if isinstance(value, tuple | list) else value
+    return formula(_create_sampler(build, bind_arguments(build.node.target, args, kwargs), result))  # type: ignore[arg-type]
 
 
-def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
+def _create_sampler(build: Builder, given: Mapping[str, Any], result: Tensor) -> Sampler:
     """Return the object through which a function that imitates one of torch's random operators works on a graph: it
     appends operators and draws of random numbers. ``build``: appends operators to this graph. ``given``: the arguments
-    of torch's random operator by name. ``made``: a meta tensor with the shape and dtype of its result."""
+    of torch's random operator by name. ``result``: a meta tensor with the shape and dtype of its result."""
 
     def numbers(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: fx.Node) -> fx.Node:
         return _draw_random_numbers(build, list(sizes), distribution, *parameters)
@@ -82,7 +82,7 @@ def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> S
         new = target in (aten.zeros_like.default, aten.ones_like.default)
         return build(target, *args, **kwargs, **({"device": META} if new else {}))
 
-    return Sampler(run, numbers, given, made)
+    return Sampler(run, numbers, given, result)
 
 
 def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
@@ -144,7 +144,7 @@ def _draw_random_numbers(
     appends operators to the graph. ``distribution``: the operator that draws, such as ``partition::uniform`` (numbers
     from 0 to 1). ``parameters``: its further operands, such as a rate.
     """
-    stream = stream_name(sum(is_stream(name) for name in build.constants))
+    stream = format_stream_name(sum(is_stream_name(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
     own = build.constant(stream, torch.tensor(int(stream.rsplit(".", 1)[1])))
     return build(distribution, _build_element_index(build, sizes), seed, own, *parameters)
@@ -231,7 +231,7 @@ def _build_causal_mask(build: Builder, rows: int, columns: int) -> fx.Node:
 _SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that switch the drawing off if false or 0
 
 
-def refuse_draws(graph: fx.Graph) -> None:
+def refuse_torch_random_operators(graph: fx.Graph) -> None:
     """Raise :class:`UnsupportedError` if ``graph`` still has a random operator of torch, one that no rewrite rule has
     replaced. Its numbers would differ between plans."""
     for node in graph.nodes:
@@ -249,7 +249,7 @@ def _is_random_draw(node: fx.Node) -> bool:
     arguments = target._schema.arguments
     if torch.Tag.nondeterministic_seeded not in target.tags and all("Generator" not in str(a.type) for a in arguments):
         return False
-    given = arguments_of(target, node.args, node.kwargs)
+    given = bind_arguments(target, node.args, node.kwargs)
     return all(given.get(name, True) for name in _SWITCHES)
 
 
@@ -277,15 +277,15 @@ def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -
     if p == 1:
         return build(aten.zeros_like.default, x, device=META)
     return build(
-        aten.mul.Tensor, x, build(aten.mul.Tensor, _draw_kept_mask(build, x, p, of_channels=True), 1 / (1 - p))
+        aten.mul.Tensor, x, build(aten.mul.Tensor, _draw_kept_mask(build, x, p, whole_channels=True), 1 / (1 - p))
     )
 
 
-def make_alpha_dropout_rule(of_channels: bool) -> Rule:
+def make_alpha_dropout_rule(whole_channels: bool) -> Rule:
     """Return the function that rewrites alpha dropout, which keeps the mean and variance of its input (Klambauer et al.
     2017), as elementary operators.
 
-    ``of_channels``: whether whole channels (dim 1) of a sample are dropped, instead of single elements.
+    ``whole_channels``: whether whole channels (dim 1) of a sample are dropped, instead of single elements.
     """
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
@@ -296,7 +296,7 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
             return x
         if p == 1:
             return build(aten.zeros_like.default, x, device=META)
-        kept = _draw_kept_mask(build, x, p, of_channels)
+        kept = _draw_kept_mask(build, x, p, whole_channels)
         scale = 1 / math.sqrt((_SATURATED * _SATURATED * p + 1) * (1 - p))
         instead = build(aten.mul.Tensor, build(aten.sub.Tensor, kept, 1.0), _SATURATED * scale)
         instead = build(aten.add.Tensor, instead, _SATURATED * scale * p)
@@ -308,13 +308,13 @@ def make_alpha_dropout_rule(of_channels: bool) -> Rule:
 _SATURATED = 1.7580993408473766  # the negated limit of SELU at minus infinity
 
 
-def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
+def _draw_kept_mask(build: Builder, x: fx.Node, p: float, whole_channels: bool) -> fx.Node:
     """Append a random mask for dropout of ``x`` to the graph: 1 with probability ``1 - p``, otherwise 0. Return its
-    node. ``build``: appends operators to the graph. ``p``: the probability of zeroing. ``of_channels``: whether one
+    node. ``build``: appends operators to the graph. ``p``: the probability of zeroing. ``whole_channels``: whether one
     number is drawn for each channel (dim 1) of a sample; the mask then has size 1 in every dim behind dim 1. Otherwise
     it has the shape of ``x``."""
     sizes = list_node_sizes(x)
-    sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
+    sizes = sizes[:2] + [1] * (len(sizes) - 2) if whole_channels else sizes
     kept: fx.Node = random.sample_bernoulli(_create_sampler(build, {"p": 1 - p}, get_node_tensor(x).new_empty(sizes)))
     return kept
 
@@ -325,9 +325,9 @@ RANDOM: dict[Any, Rule] = {
     aten._sample_dirichlet.default: rewrite_dirichlet,
     aten.rrelu.default: rewrite_rrelu,
     aten.feature_dropout.default: rewrite_channel_dropout,
-    aten.alpha_dropout.default: make_alpha_dropout_rule(of_channels=False),
-    aten.feature_alpha_dropout.default: make_alpha_dropout_rule(of_channels=True),
+    aten.alpha_dropout.default: make_alpha_dropout_rule(whole_channels=False),
+    aten.feature_alpha_dropout.default: make_alpha_dropout_rule(whole_channels=True),
     aten.dropout.default: rewrite_dropout,
-    aten.native_dropout.default: native_dropout,
+    aten.native_dropout.default: rewrite_native_dropout,
     aten.scaled_dot_product_attention.default: rewrite_attention_dropout,
 }

@@ -27,7 +27,7 @@ from partitioner.passes.ir.rewrite import aten, drop_unused, get_node_tensor, li
 from partitioner.passes.normalize import constant_folding as folding
 from partitioner.passes.normalize.attention_masks import (
     classify_mask,
-    find_shown_terms,
+    find_visibility_conditions,
     is_plain_attention,
     replace_attention,
     replace_mask,
@@ -35,15 +35,15 @@ from partitioner.passes.normalize.attention_masks import (
 from partitioner.passes.normalize.constant_folding import (
     LIMIT,
     MASKED,
+    Comparison,
     Condition,
     ConditionalValue,
     MaskEvaluator,
-    Term,
     describe_integers,
-    list_own_places,
+    list_dim_indices,
 )
-from partitioner.passes.normalize.document_masks import DocumentMask, counts_along, insert_document_ids
-from partitioner.passes.ops.attention import Band, limits_of
+from partitioner.passes.normalize.document_masks import DocumentMask, insert_document_ids, is_arange_along
+from partitioner.passes.ops.attention import Band, get_band_limits
 from partitioner.passes.ops.documents import document_ops
 from partitioner.passes.ops.scored_attention import scored_ops
 
@@ -52,7 +52,7 @@ _Move = Callable[[Tensor], Tensor]
 
 # --- values of masks that are no masks of documents -------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
-class Elements:
+class ElementSource:
     """Says where the elements of a tensor come from: each is an element of a (usually smaller) tensor of the graph,
     such as a vector with one flag for each key or one slope for each head.
 
@@ -63,11 +63,11 @@ class Elements:
     source: fx.Node
     places: tuple[Tensor, ...]
 
-    def map_tensors(self, move: _Move) -> Elements:
+    def map_tensors(self, move: _Move) -> ElementSource:
         """Return this description of a tensor, which says of which other tensor its elements are copies, after a
         rearrangement of the dims of the described tensor. ``move``: the function that rearranges the dims of a tensor,
         such as a transpose; it is applied to the index tensors."""
-        return Elements(self.source, tuple(move(p) for p in self.places))
+        return ElementSource(self.source, tuple(move(p) for p in self.places))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class FlaggedCondition:
     each key of a prefix."""
 
     terms: tuple[Condition, ...]
-    flags: Elements
+    flags: ElementSource
 
     def map_tensors(self, move: _Move) -> FlaggedCondition:
         """Return this condition of an attention mask after a rearrangement of the mask's dims. ``move``: the function
@@ -109,7 +109,7 @@ class HeadBias:
     ``slopes``: a number for each head, taken from a tensor of the graph. ``parts``: constant tensors that broadcast,
     such as the positions of keys and the negative positions of queries."""
 
-    slopes: Elements
+    slopes: ElementSource
     parts: tuple[Tensor, ...]
     factor: float = 1.0
 
@@ -138,21 +138,21 @@ class BiasedMask:
         return BiasedMask(self.bias.map_tensors(move), replace(self.mask, terms=terms))
 
 
-_DESCRIBED = (Elements, VectorSum, HeadBias, BiasedMask)
+_DESCRIBED = (ElementSource, VectorSum, HeadBias, BiasedMask)
 _NO_MASK = ConditionalValue((), torch.zeros(()), torch.tensor(-torch.inf))
 
 
 class ScoreEvaluator(MaskEvaluator):
     """Computes the values of nodes from which masks and biases of attention scores are made. Besides the forms of value
-    that a :class:`MaskEvaluator` finds, it finds: booleans that depend on data (:class:`Elements`), conditions that
-    also hold where such a boolean is true (:class:`FlaggedCondition`), large sums of constants (:class:`VectorSum`),
-    products of a number for each head with positions (:class:`HeadBias`), and masks with such a bias
-    (:class:`BiasedMask`)."""
+    that a :class:`MaskEvaluator` finds, it finds: booleans that depend on data (:class:`ElementSource`), conditions
+    that also hold where such a boolean is true (:class:`FlaggedCondition`), large sums of constants
+    (:class:`VectorSum`), products of a number for each head with positions (:class:`HeadBias`), and masks with such a
+    bias (:class:`BiasedMask`)."""
 
     def compute_value(self, node: fx.Node) -> Any:
         """Return the value of ``node``, from the values of its operands; ``None`` if nothing is known. The value has
         one of the forms of :meth:`MaskEvaluator.find_value`, such as a tensor or a tuple of conditions, or it is an
-        :class:`Elements`, a :class:`VectorSum`, a :class:`HeadBias` or a :class:`BiasedMask`."""
+        :class:`ElementSource`, a :class:`VectorSum`, a :class:`HeadBias` or a :class:`BiasedMask`."""
         operands = [self.values[n] for n in node.all_input_nodes]
         value: Any = None
         rule = _SCORE_RULES.get(node.target)
@@ -170,16 +170,16 @@ class ScoreEvaluator(MaskEvaluator):
         return _describe_elements(node) if value is None else value
 
 
-def _describe_elements(node: fx.Node) -> Elements | None:
-    """Return an :class:`Elements` (a description of a tensor by elements of another one) for ``node`` that refers to
-    the elements of ``node`` itself. Return ``None`` unless ``node`` is a boolean or floating-point tensor of at most
+def _describe_elements(node: fx.Node) -> ElementSource | None:
+    """Return an :class:`ElementSource` (a description of a tensor by elements of another one) for ``node`` that refers
+    to the elements of ``node`` itself. Return ``None`` unless ``node`` is a boolean or floating-point tensor of at most
     four dims of at most ``LIMIT`` (2**22) elements each."""
     tensor = node.meta.get("val")
     if not isinstance(tensor, Tensor) or not 1 <= tensor.dim() <= 4 or max(tensor.shape) > LIMIT:
         return None
     if tensor.dtype is not torch.bool and not tensor.is_floating_point():
         return None
-    return Elements(node, list_own_places(tensor.shape))
+    return ElementSource(node, list_dim_indices(tensor.shape))
 
 
 def _align(node: fx.Node, value: Any) -> Any:
@@ -193,7 +193,7 @@ def _align(node: fx.Node, value: Any) -> Any:
     return value if value is None or isinstance(value, int | float) else folding.map_value_parts(value, move)
 
 
-def _wide_dims(x: Tensor) -> set[int]:
+def _list_wide_dims(x: Tensor) -> set[int]:
     """Return the dims of ``x`` of a size other than 1, as numbers from 0."""
     return {d for d, size in enumerate(x.shape) if size != 1}
 
@@ -204,13 +204,13 @@ def _list_parts(value: Any) -> tuple[Tensor, ...]:
     return value.parts if isinstance(value, VectorSum) else (value,) if isinstance(value, Tensor) else ()
 
 
-def _multiply(node: fx.Node, a: Any, b: Any) -> Any:
+def _evaluate_product(node: fx.Node, a: Any, b: Any) -> Any:
     """Return the symbolic value of the product ``node`` of two operands. ``a``, ``b``: their symbolic values. If one
     operand has a number for each head, and the other is a constant that does not vary along heads, the result is a
     :class:`HeadBias`. If one operand is a :class:`HeadBias` or a :class:`VectorSum`, and the other is a number, the
     result is the same description, multiplied by the number. Otherwise return ``None``."""
     for one, other in ((a, b), (b, a)):
-        number = _as_number(other)
+        number = _get_number(other)
         if number is not None and isinstance(one, VectorSum):
             return VectorSum(tuple(p * number for p in _align(node, one).parts))
         if number is not None and isinstance(one, HeadBias):
@@ -225,24 +225,31 @@ def _multiply(node: fx.Node, a: Any, b: Any) -> Any:
         parts = tuple(_align(node, x) for x in _list_parts(factor))
         if slopes is None or not parts or not isinstance(other, fx.Node):
             continue
-        dims = set().union(*(_wide_dims(p) for p in slopes.places))
-        places = set().union(*(_wide_dims(p) for p in parts))
+        dims = set().union(*(_list_wide_dims(p) for p in slopes.places))
+        places = set().union(*(_list_wide_dims(p) for p in parts))
         if len(dims) == 1 and places and max(dims) < min(places):  # heads come before positions
             return HeadBias(slopes, parts)
     return None
 
 
-def _find_slopes(node: fx.Node, operand: Any, value: Any) -> Elements | None:
-    """Return an :class:`Elements` that says of which tensor of the graph the elements of ``operand``, an operand of the
-    product ``node``, are copies. It has as many dims as the result of ``node``. Return ``None`` if ``operand`` is not a
-    floating-point tensor, or is neither constant nor such a copy. ``value``: the symbolic value of ``operand``."""
+def _find_slopes(node: fx.Node, operand: Any, value: Any) -> ElementSource | None:
+    """Return an :class:`ElementSource` that says of which tensor of the graph the elements of ``operand``, an operand
+    of the product ``node``, are copies. It has as many dims as the result of ``node``. Return ``None`` if ``operand``
+    is not a floating-point tensor, or is neither constant nor such a copy. ``value``: the symbolic value of
+    ``operand``."""
     if not isinstance(operand, fx.Node) or not get_node_tensor(operand).is_floating_point():
         return None
-    found = value if isinstance(value, Elements) else _describe_elements(operand) if isinstance(value, Tensor) else None
+    found = (
+        value
+        if isinstance(value, ElementSource)
+        else _describe_elements(operand)
+        if isinstance(value, Tensor)
+        else None
+    )
     return None if found is None else _align(node, found)
 
 
-def _as_number(value: Any) -> float | None:
+def _get_number(value: Any) -> float | None:
     """Return ``value`` as a Python number if it is an int or float, or a tensor of a single element; otherwise, also
     for a Python boolean, return ``None``."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.numel() != 1):
@@ -250,22 +257,26 @@ def _as_number(value: Any) -> float | None:
     return value.item() if isinstance(value, Tensor) else value if isinstance(value, int | float) else None
 
 
-def _divide(node: fx.Node, a: Any, b: Any) -> Any:
-    number = _as_number(b)
-    return None if not number or not isinstance(a, VectorSum | HeadBias) else _multiply(node, a, 1.0 / number)
+def _evaluate_quotient(node: fx.Node, a: Any, b: Any) -> Any:
+    number = _get_number(b)
+    return None if not number or not isinstance(a, VectorSum | HeadBias) else _evaluate_product(node, a, 1.0 / number)
 
 
-def _negate(node: fx.Node, x: Any) -> Any:
-    return _multiply(node, x, -1) if isinstance(x, VectorSum | HeadBias) else None
+def _evaluate_negation(node: fx.Node, x: Any) -> Any:
+    return _evaluate_product(node, x, -1) if isinstance(x, VectorSum | HeadBias) else None
 
 
-def _cast(node: fx.Node, x: Any, dtype: torch.dtype, *_: Any) -> Any:
+def _evaluate_cast(node: fx.Node, x: Any, dtype: torch.dtype, *_: Any) -> Any:
     if isinstance(x, VectorSum):
         return x.map_tensors(lambda t: t.to(dtype))
-    return x if isinstance(x, HeadBias | BiasedMask | Elements) and get_node_tensor(node).is_floating_point() else None
+    return (
+        x
+        if isinstance(x, HeadBias | BiasedMask | ElementSource) and get_node_tensor(node).is_floating_point()
+        else None
+    )
 
 
-def _add(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
+def _evaluate_sum(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
     """Return the symbolic value of ``node``, the sum of two operands. ``a``, ``b``: their symbolic values. The
     result is a :class:`VectorSum` if both are constants and their sum is too large to create. It is a
     :class:`BiasedMask` if one operand is a bias and the other is an additive mask. Otherwise return ``None``, also if
@@ -285,17 +296,17 @@ def _add(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
     return None
 
 
-def _subtract(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
+def _evaluate_difference(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
     constant = isinstance(b, int | float) or (isinstance(b, Tensor) and b.dtype is not torch.bool)
-    negative = -b if constant else _negate(node, b)
-    return None if negative is None else _add(node, a, negative, alpha)
+    negative = -b if constant else _evaluate_negation(node, b)
+    return None if negative is None else _evaluate_sum(node, a, negative, alpha)
 
 
-def _compare(node: fx.Node, a: Any, b: Any) -> Any:
+def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Any:
     """Return the symbolic value of the comparison ``node`` of two constants, at least one of which is a
     :class:`VectorSum` (a sum too large to create). ``a``, ``b``: their symbolic values. The result is a tuple with one
-    :class:`Term`, in which everything that varies along the last dim only is on the left side, and the rest on the
-    right side. Return ``None`` for other operands."""
+    :class:`Comparison`, in which everything that varies along the last dim only is on the left side, and the rest on
+    the right side. Return ``None`` for other operands."""
     if not isinstance(a, VectorSum) and not isinstance(b, VectorSum):
         return None
     given = [_list_parts(torch.as_tensor(x) if isinstance(x, int | float) else x) for x in (a, b)]
@@ -305,48 +316,48 @@ def _compare(node: fx.Node, a: Any, b: Any) -> Any:
         (sign, folding.widen_number_type(_align(node, p))) for sign, of in zip((1, -1), given, strict=True) for p in of
     ]
     last = get_node_tensor(node).dim() - 1
-    sides = [[sign * p for sign, p in signed if (_wide_dims(p) == {last}) is along] for along in (True, False)]
+    sides = [[sign * p for sign, p in signed if (_list_wide_dims(p) == {last}) is along] for along in (True, False)]
     name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
     over_keys, rest = (sum(side, torch.zeros([1] * (last + 1), dtype=torch.int64)) for side in sides)
-    return (Term(name, over_keys, -rest),)
+    return (Comparison(name, over_keys, -rest),)
 
 
-def _or(node: fx.Node, a: Any, b: Any) -> Any:
+def _evaluate_or(node: fx.Node, a: Any, b: Any) -> Any:
     """Return the symbolic value of ``node``, the logical ``or`` of two operands. ``a``, ``b``: their symbolic values.
     The result is a tuple with a :class:`FlaggedCondition` if one operand consists of conditions, or is a constant that
     varies along two or more dims, and the other is a vector of flags, such as one for each key. If one operand is false
     everywhere, the result is that of the other. Otherwise return ``None``."""
     for one, other in ((a, b), (b, a)):
-        if isinstance(one, Tensor) and one.numel() == 1 and not one and isinstance(other, tuple | Elements):
+        if isinstance(one, Tensor) and one.numel() == 1 and not one and isinstance(other, tuple | ElementSource):
             return _align(node, other)
     given = ((a, b), node.args[1]), ((b, a), node.args[0])
     for (one, other), operand in given:
-        conditions = isinstance(one, tuple) or (isinstance(one, Tensor) and len(_wide_dims(one)) > 1)
-        vector = isinstance(other, Tensor) and len(_wide_dims(other)) == 1
-        if conditions and (vector or isinstance(other, Elements)) and isinstance(operand, fx.Node):
-            flags = other if isinstance(other, Elements) else _describe_elements(operand)
+        conditions = isinstance(one, tuple) or (isinstance(one, Tensor) and len(_list_wide_dims(one)) > 1)
+        vector = isinstance(other, Tensor) and len(_list_wide_dims(other)) == 1
+        if conditions and (vector or isinstance(other, ElementSource)) and isinstance(operand, fx.Node):
+            flags = other if isinstance(other, ElementSource) else _describe_elements(operand)
             terms = one if isinstance(one, tuple) else (one,)
             if flags is not None:
                 return (FlaggedCondition(_align(node, terms), _align(node, flags)),)
     return None
 
 
-def _not(node: fx.Node, x: Any) -> Any:
+def _evaluate_not(node: fx.Node, x: Any) -> Any:
     flagged = isinstance(x, tuple) and any(isinstance(t, FlaggedCondition) for t in x)
     return ConditionalValue(x, torch.tensor(False), torch.tensor(True)) if flagged else None
 
 
-def _fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
-    return _choose(node, mask, value, x)
+def _evaluate_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
+    return _evaluate_where(node, mask, value, x)
 
 
-def _choose(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
+def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
     """Return the symbolic value of ``node``, which has ``a`` where ``condition`` is true and ``b`` elsewhere. The
     result is a :class:`BiasedMask` if one of ``a`` and ``b`` is a bias of scores, or a mask with a bias, and the other
     is a large negative number, which hides a score. Otherwise return ``None``. ``condition``, ``a``, ``b``: the
     symbolic value of the three operands."""
     for place, (one, other) in enumerate(((a, b), (b, a))):
-        number = _as_number(other)
+        number = _get_number(other)
         if number is None or number > MASKED or not isinstance(one, HeadBias | BiasedMask):
             continue
         chosen = folding.evaluate_where(node, condition, *((0.0, number) if place == 0 else (number, 0.0)))
@@ -370,17 +381,17 @@ def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
 
 
 _SCORE_RULES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _multiply),
-    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _divide),
-    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _add),
-    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _subtract),
-    **dict.fromkeys(folding.COMPARISONS, _compare),
-    **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), _or),
-    **dict.fromkeys((aten.bitwise_not.default, aten.logical_not.default), _not),
-    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _fill),
-    **dict.fromkeys((aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther), _choose),
-    aten.neg.default: _negate,
-    aten.to.dtype: _cast,
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _evaluate_product),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _evaluate_quotient),
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _evaluate_sum),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _evaluate_difference),
+    **dict.fromkeys(folding.COMPARISONS, _evaluate_comparison),
+    **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), _evaluate_or),
+    **dict.fromkeys((aten.bitwise_not.default, aten.logical_not.default), _evaluate_not),
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _evaluate_fill),
+    **dict.fromkeys((aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther), _evaluate_where),
+    aten.neg.default: _evaluate_negation,
+    aten.to.dtype: _evaluate_cast,
     **dict.fromkeys(
         (
             aten.unsqueeze.default, aten.transpose.int, aten.permute.default, aten.expand.default, aten.reshape.default,
@@ -411,7 +422,7 @@ class ScoreForm(NamedTuple):
     def list_reach(self) -> list[list[int]]:
         """Return the last argument of ``partition::scored_attention`` in a list: within which positions a query sees
         the keys of the prefix. The list is empty without a prefix, or if there are no such limits."""
-        return [] if self.prefix is None or self.prefix.band.is_full else [list(limits_of(self.prefix.band))]
+        return [] if self.prefix is None or self.prefix.band.is_full else [list(get_band_limits(self.prefix.band))]
 
 
 def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm | None:
@@ -429,7 +440,7 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
             biases.append(value if isinstance(value, HeadBias) else value.bias)
             value = value.mask.terms if isinstance(value, BiasedMask) else ()
         elif isinstance(value, ConditionalValue):
-            value = find_shown_terms(value)
+            value = find_visibility_conditions(value)
         elif isinstance(value, Tensor):
             hidden = value == 0 if value.dtype is torch.bool else value <= MASKED
             value = (~hidden,) if value.dtype is torch.bool or bool((hidden | (value == 0)).all()) else None
@@ -455,7 +466,7 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
     return ScoreForm(band, seen if isinstance(seen, DocumentMask) else None, prefix, slopes)
 
 
-def _find_row_flags(flags: Elements, length: int) -> DocumentMask | None:
+def _find_row_flags(flags: ElementSource, length: int) -> DocumentMask | None:
     """Return the tensor from which ``flags`` takes one element for each key, or for each batch row and key. It is
     returned as a :class:`DocumentMask` whose ``source`` is the node of this tensor. Return ``None`` if the flags depend
     on heads or queries.
@@ -467,9 +478,9 @@ def _find_row_flags(flags: Elements, length: int) -> DocumentMask | None:
     for dim, (size, place) in enumerate(zip(list_node_sizes(flags.source), flags.places, strict=True)):
         if size == 1:
             continue
-        if size == length and position is None and counts_along(place, -1, size):
+        if size == length and position is None and is_arange_along(place, -1, size):
             position = dim
-        elif batch is None and counts_along(place, -4, size):
+        elif batch is None and is_arange_along(place, -4, size):
             batch = dim
         else:
             return None
@@ -487,13 +498,13 @@ def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> 
     """
     source, places = bias.slopes.source, bias.slopes.places
     wide = [d for d, size in enumerate(list_node_sizes(source)) if size != 1]
-    if len(wide) != 1 or list_node_sizes(source)[wide[0]] != heads or not counts_along(places[wide[0]], -3, heads):
+    if len(wide) != 1 or list_node_sizes(source)[wide[0]] != heads or not is_arange_along(places[wide[0]], -3, heads):
         return None
     if length < 2:
         return None
     factor = 0.0
     for part in bias.parts:
-        if part.dim() != 4 or _wide_dims(part) - {2, 3}:
+        if part.dim() != 4 or _list_wide_dims(part) - {2, 3}:
             return None
         steps = part[0, 0].double().diff(dim=-1)
         if not steps.numel():  # a number for each query, which a softmax does not see
@@ -543,9 +554,9 @@ def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAtt
     if softmax.target is not aten.softmax.int or len(dims) != 4 or softmax.args[1] not in (-1, 3):
         return None
     last: fx.Node | None = softmax
-    result = _only_user(softmax)
+    result = _get_only_user(softmax)
     while result is not None and result.target is aten.to.dtype:
-        last, result = result, _only_user(result)
+        last, result = result, _get_only_user(result)
     if result is None or result.target not in _MATMULS or result.args[0] is not last:
         return None
     found = _EagerAttention()
@@ -553,7 +564,7 @@ def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAtt
     return (found, result) if _match_scores(softmax.args[0], found, evaluator) else None  # type: ignore[arg-type]
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
+def _get_only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
@@ -572,7 +583,7 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
         elif target is aten.tanh.default and found.inner is None:
             found.inner, node = 1.0, args[0]  # type: ignore[assignment]
         elif target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-            number = _as_number(evaluator.find_value(args[1]) if isinstance(args[1], fx.Node) else args[1])
+            number = _get_number(evaluator.find_value(args[1]) if isinstance(args[1], fx.Node) else args[1])
             if not number:
                 return False
             number = number if target in (aten.mul.Tensor, aten.mul.Scalar) else 1.0 / number
@@ -631,7 +642,7 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
     scores, condition, number = args if filled else (args[1], args[0], args[2])
     if isinstance(number, fx.Node):
         number = evaluator.find_value(number)  # type: ignore[assignment]
-    hides = _as_number(number)
+    hides = _get_number(number)
     known = evaluator.find_value(condition) if isinstance(condition, fx.Node) else None
     if hides is None or hides > MASKED or not isinstance(known, Tensor | tuple | ConditionalValue):
         return None
@@ -678,19 +689,19 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     value = evaluator.find_value(mask)
     if value is None or query[-2] != key[-2] or get_node_tensor(mask).dim() > 4:
         return False
-    form = classify_scores([_widen(value)], query[1], query[-2])
+    form = classify_scores([_pad_to_four_dims(value)], query[1], query[-2])
     if form is None:
         return False
     if form.prefix is None and form.slopes is None:  # which drop_constant_masks finds where constants are small
         return replace_mask(graph, node, form.documents or form.band, writer.ids)
     further = writer.write_operands(form, query[0], query[1])
     how = (node.kwargs.get("scale"), None, *form.list_reach())
-    arguments = (*node.args[:3], *further, [], -1, *limits_of(form.band), *how)
+    arguments = (*node.args[:3], *further, [], -1, *get_band_limits(form.band), *how)
     replace_attention(graph, node, scored_ops.scored_attention.default, arguments)
     return True
 
 
-def _widen(value: Any) -> Any:
+def _pad_to_four_dims(value: Any) -> Any:
     """Return ``value``, the symbolic value of a mask of at most four dims, with dims of size 1 added in front, so that
     it has four."""
 
@@ -726,10 +737,10 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
     further = writer.write_operands(form, query.shape[0], query.shape[1])
     keys = _transpose(graph, found.key, result)  # type: ignore[arg-type]
     target = document_ops.document_attention.default
-    how: tuple[Any, ...] = ([], *limits_of(form.band), scale)
+    how: tuple[Any, ...] = ([], *get_band_limits(form.band), scale)
     if changed:
         target = scored_ops.scored_attention.default
-        how = (*further[1:], [], -1, *limits_of(form.band), scale, cap, *form.list_reach())
+        how = (*further[1:], [], -1, *get_band_limits(form.band), scale, cap, *form.list_reach())
     replace_attention(graph, result, target, (found.query, keys, found.value, further[0], *how))
     return True
 

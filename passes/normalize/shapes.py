@@ -1,10 +1,9 @@
 """Rewrite rules for copies, casts, views, slices, creation operators and access by strides.
 
 Copies and views that change nothing are removed, and the many spellings of a cast, view or creation operator become
-one. Reads and writes by strides (``as_strided``) become reads and writes by index, because the memory layout on a rank
-differs from that of the whole tensor. A write to a diagonal becomes a ``where``. ``SHAPES`` and ``STRIDES`` map each
-operator to its rule.
-"""
+one. Reads and writes by strides (``rewrite_as_strided``) become reads and writes by index, because the memory layout on
+a rank differs from that of the whole tensor. A write to a diagonal becomes a ``where``. ``SHAPES`` and ``STRIDES`` map
+each operator to its rule."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
     return build(aten.to.dtype, x, dtype)
 
 
-def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
+def rewrite_cast(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Rewrite ``x.to(...)`` in any of its forms as a cast to a dtype, and return its node; return ``x`` if it has this
     dtype already. ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of ``to`` after ``x``:
     a dtype, or a tensor whose dtype is taken; devices among them are ignored."""
@@ -158,11 +157,11 @@ def rewrite_full(build: Builder, _: Any, value: Any, **__: Any) -> fx.Node:
     return _create_full_tensor(build, value)
 
 
-def new_full(build: Builder, _: fx.Node, sizes: Any, value: Any, **__: Any) -> Any:
+def rewrite_new_full(build: Builder, _: fx.Node, sizes: Any, value: Any, **__: Any) -> Any:
     return KEEP if isinstance(value, fx.Node) else _create_full_tensor(build, value)
 
 
-def scalar_tensor(build: Builder, value: Any, **_: Any) -> fx.Node:
+def rewrite_scalar_tensor(build: Builder, value: Any, **_: Any) -> fx.Node:
     return _create_full_tensor(build, value)
 
 
@@ -225,7 +224,7 @@ _ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
 
 SHAPES: dict[Any, Rule] = {
     **dict.fromkeys(_SAME, drop_identity),
-    **dict.fromkeys(_CASTS, cast_to),
+    **dict.fromkeys(_CASTS, rewrite_cast),
     **dict.fromkeys(_RESHAPES, rewrite_reshape),
     **dict.fromkeys(_EXPANDS, rewrite_expand),
     **dict.fromkeys(_SPLITS, rewrite_split),
@@ -238,33 +237,35 @@ SHAPES: dict[Any, Rule] = {
     aten.detach.default: rewrite_detach,
     aten.full.default: rewrite_full,
     aten.full_like.default: rewrite_full,
-    aten.new_full.default: new_full,
+    aten.new_full.default: rewrite_new_full,
     aten.fill.Scalar: rewrite_overwrite,
     aten.fill.Tensor: rewrite_overwrite,
     aten.copy.default: rewrite_overwrite,
     aten.zero.default: rewrite_zeros,
-    aten.scalar_tensor.default: scalar_tensor,
+    aten.scalar_tensor.default: rewrite_scalar_tensor,
     aten.arange.default: rewrite_arange,
     aten.arange.start: rewrite_arange,
     aten.arange.start_step: rewrite_arange,
 }
 
 
-def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
-    """Rewrite ``as_strided`` of ``x`` as an index into the flattened tensor, because the memory layout of a rank's
-    shard differs, and return its node.
+def rewrite_as_strided(
+    build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None
+) -> fx.Node:
+    """Rewrite ``rewrite_as_strided`` of ``x`` as an index into the flattened tensor, because the memory layout of a
+    rank's shard differs, and return its node.
 
     ``build``: appends operators to the graph. ``sizes``: the shape of the result. ``strides``: for each dim of the
     result, the distance of neighbours in the memory of ``x``, in elements. ``offset``: the position of the first
     element in memory; ``None`` means 0.
     """
-    flat, _ = flat_in_memory(
+    flat, _ = flatten_in_memory_order(
         build, x, 1 + (offset or 0) + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     )
-    return build(aten.index.Tensor, flat, [strided_places(build, sizes, strides, offset)])
+    return build(aten.index.Tensor, flat, [append_strided_positions(build, sizes, strides, offset)])
 
 
-def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node, list[int]]:
+def flatten_in_memory_order(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node, list[int]]:
     """Return two values: the node of ``x`` as a vector in the order of its elements in memory, and a list of the dims
     of ``x`` by decreasing stride.
 
@@ -276,14 +277,15 @@ def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node,
     order = sorted(range(old.dim()), key=lambda d: (-old.stride(d), -old.shape[d]))
     if not old.permute(order).is_contiguous() or reach > old.numel():
         raise UnsupportedError(
-            f"as_strided at {build.where} reads memory outside of its operand: write it with unfold, slices or an index"
+            f"as_strided at {build.location} reads memory outside of its operand: write it with unfold, slices or an "
+            "index"
         )
     return build(aten.reshape.default, build(aten.permute.default, x, order), [old.numel()]), order
 
 
-def strided_places(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
+def append_strided_positions(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
     """Return an int64 node of the shape ``sizes``: the memory position, in elements, of each element that
-    ``as_strided`` accesses.
+    ``rewrite_as_strided`` accesses.
 
     ``build``: appends operators to the graph. ``strides``: the distance in memory between neighbours along each dim, in
     elements. ``offset``: the position of the first element; ``None`` means 0.
@@ -298,11 +300,11 @@ def strided_places(build: Builder, sizes: list[int], strides: list[int], offset:
     return places
 
 
-def diagonal_scatter(
+def rewrite_diagonal_scatter(
     build: Builder, x: fx.Node, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> fx.Node:
-    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on a diagonal, ``x`` elsewhere. Return the node of the
-    result.
+    """Rewrite ``rewrite_diagonal_scatter`` as a ``where``: ``source`` on a diagonal, ``x`` elsewhere. Return the node
+    of the result.
 
     ``build``: appends operators to the graph. ``source``: the new elements of the diagonal, along its last dim.
     ``dim1``, ``dim2``: the two dims of ``x`` that span the matrices. ``offset``: which diagonal; 0 is the main one,
@@ -327,11 +329,11 @@ def diagonal_scatter(
     return build(aten.where.self, build(aten.eq.Tensor, count(across), count(along, abs(offset))), source, x)
 
 
-def as_strided_scatter(
+def rewrite_as_strided_scatter(
     build: Builder, x: fx.Node, source: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None
 ) -> fx.Node:
-    """Rewrite ``as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one, and return the node
-    of the result. The operator itself has a wrong gradient in torch 2.13: zero for the elements that are not
+    """Rewrite ``rewrite_as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one, and return
+    the node of the result. The operator itself has a wrong gradient in torch 2.13: zero for the elements that are not
     overwritten.
 
     ``build``: appends operators to the graph. ``source``: the new values. ``sizes``, ``strides``, ``offset``: which
@@ -342,19 +344,19 @@ def as_strided_scatter(
     assert build.node is not None
     old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
     if old.dim() == 2 and not offset and [sum(old.stride())] == strides and [min(old.shape)] == sizes:
-        return diagonal_scatter(build, x, source)
+        return rewrite_diagonal_scatter(build, x, source)
     number = torch.arange(old.numel()).as_strided(sizes, strides, offset or 0)
     if number.unique().numel() != number.numel():
         raise UnsupportedError(
-            f"as_strided at {build.where} writes several values to one element: write each element once"
+            f"as_strided at {build.location} writes several values to one element: write each element once"
         )
-    flat, order = flat_in_memory(build, x)
-    flat = build(aten.index_put.default, flat, [strided_places(build, sizes, strides, offset)], source)
+    flat, order = flatten_in_memory_order(build, x)
+    flat = build(aten.index_put.default, flat, [append_strided_positions(build, sizes, strides, offset)], source)
     there = build(aten.reshape.default, flat, [list_node_sizes(x)[d] for d in order])
     return build(aten.permute.default, there, [order.index(d) for d in range(len(order))])
 
 
-def written_piece(target: Any) -> Rule:
+def make_slice_write_rule(target: Any) -> Rule:
     """Return the function that rewrites ``target``, an operator that writes a slice into a tensor (``slice_scatter`` or
     ``select_scatter``).
 
@@ -381,9 +383,9 @@ def written_piece(target: Any) -> Rule:
 
 
 STRIDES: dict[Any, Rule] = {
-    **{target: written_piece(target) for target in (aten.slice_scatter.default, aten.select_scatter.default)},
-    aten.as_strided.default: as_strided,
-    aten.as_strided_copy.default: as_strided,
-    aten.as_strided_scatter.default: as_strided_scatter,
-    aten.diagonal_scatter.default: diagonal_scatter,
+    **{target: make_slice_write_rule(target) for target in (aten.slice_scatter.default, aten.select_scatter.default)},
+    aten.as_strided.default: rewrite_as_strided,
+    aten.as_strided_copy.default: rewrite_as_strided,
+    aten.as_strided_scatter.default: rewrite_as_strided_scatter,
+    aten.diagonal_scatter.default: rewrite_diagonal_scatter,
 }

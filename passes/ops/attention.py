@@ -1,8 +1,8 @@
 """Attention within a band of positions, computed in tiles on one rank or on ranks that share a sequence.
 
 A query at position ``i`` sees the keys at ``i - before`` to ``i + after``; ``None`` means no limit. Full attention has
-no limits, causal attention ``after = 0``, a sliding window both. :func:`tiles_of` returns the tiles of queries and keys
-that a band touches. The device's fused kernel computes tiles that are visible completely or up to their diagonal
+no limits, causal attention ``after = 0``, a sliding window both. :func:`list_tiles` returns the tiles of queries and
+keys that a band touches. The device's fused kernel computes tiles that are visible completely or up to their diagonal
 without a mask. Only tiles that an end of a window crosses need a mask, of the tile's size.
 
 Tiles of the same queries are combined by their logsumexp, which does not overflow (Milakov and Gimelshein 2018; Dao et
@@ -87,7 +87,7 @@ class Tile(NamedTuple):
     limits: Band | None = None
 
 
-def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
+def split_positions(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
     """Return the ranges of positions of a sequence that the rank ``rank`` holds, if the sequence is sharded evenly.
 
     ``length``: the number of positions per rank. ``num_ranks``: the number of ranks that share the sequence; ``rank``
@@ -99,7 +99,7 @@ def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[Posi
     return tuple(PositionRange(start, n, place) for start, (place, n) in zip(starts, slices, strict=False))
 
 
-def ring_tiles(
+def list_ring_tiles(
     queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band, rank: int, step: int
 ) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) that ``rank`` computes in one step of ring attention.
@@ -108,12 +108,12 @@ def ring_tiles(
     rank. ``zigzag``: each rank has one range from each end of the sequence. ``band``: the positions around its own that
     a query sees. ``rank``: an index, from 0, among the ``num_ranks`` ranks that share the sequence.
     """
-    own = parts_of(queries, num_ranks, rank, zigzag)
-    return tiles_of(own, parts_of(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
+    own = split_positions(queries, num_ranks, rank, zigzag)
+    return list_tiles(own, split_positions(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
 
 
 @lru_cache(maxsize=4096)
-def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> tuple[int, ...]:
+def list_ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> tuple[int, ...]:
     """Return the steps of ring attention in which some rank sees keys; step 0, the rank's own keys, is always first.
 
     In step ``s``, a rank has the keys of the rank ``s`` before it. ``queries``, ``keys``: the number of each per rank.
@@ -122,13 +122,13 @@ def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
     """
     seen = [
         s for s in range(1, num_ranks)
-        if any(ring_tiles(queries, keys, num_ranks, zigzag, band, r, s) for r in range(num_ranks))
+        if any(list_ring_tiles(queries, keys, num_ranks, zigzag, band, r, s) for r in range(num_ranks))
     ]  # fmt: skip
     return 0, *seen
 
 
 @lru_cache(maxsize=4096)
-def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
+def count_max_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
     """Return the largest number of query-key pairs that any rank has to compute, if a query sees the positions in
     ``band``.
 
@@ -139,7 +139,7 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
     most = 0
     for rank in range(num_ranks):
         pairs = 0
-        for part in parts_of(queries, num_ranks, rank, zigzag):
+        for part in split_positions(queries, num_ranks, rank, zigzag):
             place = np.arange(part.place, part.place + part.length)
             last = keys * num_ranks - 1
             ends = np.full_like(place, last) if after is None else np.minimum(place + after, last)
@@ -150,7 +150,7 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(
+def list_tiles(
     queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band, in_order: bool = False
 ) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) that attention must compute, if a query sees the positions in
@@ -197,11 +197,11 @@ def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile, in_order: b
     return False
 
 
-_AFTER = Band(-1, None)  # all keys after the query's own position
+_BAND_OF_LATER_KEYS = Band(-1, None)  # all keys after the query's own position
 
 
 @lru_cache(maxsize=4096)
-def tiles_between(
+def list_tiles_between(
     queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], inner: Band, outer: Band
 ) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) of the pairs whose distance is within ``outer`` but not within
@@ -214,17 +214,17 @@ def tiles_between(
     found: list[Tile] = []
     if inner.after not in (None, outer.after):
         later = Band(-inner.after - 1, outer.after)
-        every = later == _AFTER  # keys of all later positions
-        tiles = tiles_after(queries, keys) if every else tiles_of(queries, keys, later, in_order=True)
+        every = later == _BAND_OF_LATER_KEYS  # keys of all later positions
+        tiles = list_tiles_after(queries, keys) if every else list_tiles(queries, keys, later, in_order=True)
         found += (t._replace(limits=later) if t.kind == "band" else t for t in tiles)
     if inner.before not in (None, outer.before):
         earlier = Band(outer.before, -inner.before - 1)
-        tiles = tiles_of(queries, keys, earlier, in_order=True)
+        tiles = list_tiles(queries, keys, earlier, in_order=True)
         found += (t._replace(limits=earlier) if t.kind == "band" else t for t in tiles)
     return tuple(found)
 
 
-def tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]) -> tuple[Tile, ...]:
+def list_tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) of the pairs whose key is after the query. Causal attention
     with a prefix, keys that every query sees, computes these tiles for the keys of the prefix in addition to those of
     the causal mask.
@@ -246,7 +246,15 @@ def tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, .
                 rows = q.start + start, q.start + stop
                 if first < end:
                     masked = rows[0], q.start + min(stop, end - 1 - offset)
-                    found.append(Tile(masked, (k.start + first, k.start + end), "band", offset + start - first, _AFTER))
+                    found.append(
+                        Tile(
+                            masked,
+                            (k.start + first, k.start + end),
+                            "band",
+                            offset + start - first,
+                            _BAND_OF_LATER_KEYS,
+                        )
+                    )
                 if end < k.length:
                     found.append(Tile(rows, (k.start + end, k.start + k.length), "all", offset + start - end))
     return tuple(found)
@@ -350,7 +358,7 @@ _Masks = dict[tuple[int, int, int, Band], Tensor]
 
 
 @dataclass
-class Attention:
+class AttentionAccumulator:
     """Accumulates the attention of the queries ``q`` ``[..., heads, queries, d]`` over tiles (rectangles of queries and
     keys), which are added one after another.
 
@@ -377,7 +385,7 @@ class Attention:
         """
         for part in _list_parts(tile, self.band, self.q, self.change):
             rows, keys = slice(*part.rows), slice(*part.keys)
-            mask = _mask_of(part, self.band, self.q, self._masks)
+            mask = _make_tile_mask(part, self.band, self.q, self._masks)
             scoring = TileScoring(part.kind == "diagonal", mask, self.scale, self.change, part.offset)
             out, lse = compute_tile_attention(self.q[..., rows, :], k[..., keys, :], v[..., keys, :], scoring)
             self._merge_tile_result(rows, out, lse)
@@ -428,7 +436,7 @@ class Attention:
         type of the queries, and the logsumexp of the scores of each query, ``[..., heads, queries]``.
         """
         out, lse = self._ensure_result_tensors()
-        return by_position(out.to(self.q.dtype)), lse
+        return copy_position_major(out.to(self.q.dtype)), lse
 
 
 @dataclass
@@ -437,9 +445,9 @@ class AttentionGradients:
     another.
 
     ``grad``: the gradient of the result. ``q``: the queries ``[..., heads, queries, d]``. ``out`` and ``lse``: the
-    result, and the logsumexp ``[..., heads, queries]`` of the scores over all keys. ``of_q``: the gradient of the
+    result, and the logsumexp ``[..., heads, queries]`` of the scores over all keys. ``grad_q``: the gradient of the
     queries so far. ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores;
-    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``of_slopes``: the
+    ``None`` means ``1 / sqrt(d)``. ``change``: how the scores are changed before the softmax. ``grad_slopes``: the
     gradient of its slopes so far, ``[heads]``; without elements unless they are trained.
     """
 
@@ -450,25 +458,25 @@ class AttentionGradients:
     band: Band
     scale: float | None
     change: ScoreChange = UNCHANGED
-    of_q: Tensor = field(init=False)
-    of_slopes: Tensor = field(init=False)
+    grad_q: Tensor = field(init=False)
+    grad_slopes: Tensor = field(init=False)
     _masks: _Masks = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         wide = find_accumulation_dtype(self.q)
-        self.of_q = torch.zeros_like(self.q, dtype=wide)
-        self.of_slopes = self.q.new_zeros(self.q.shape[-3] if self.change.trained else 0, dtype=wide)
+        self.grad_q = torch.zeros_like(self.q, dtype=wide)
+        self.grad_slopes = self.q.new_zeros(self.q.shape[-3] if self.change.trained else 0, dtype=wide)
 
-    def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-        """Add the gradients through one tile of an attention to three tensors in place: ``self.of_q``, ``of_k`` and
-        ``of_v``, the gradients of all local queries, keys and values.
+    def add(self, tile: Tile, k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Add the gradients through one tile of an attention to three tensors in place: ``self.grad_q``, ``grad_k`` and
+        ``grad_v``, the gradients of all local queries, keys and values.
 
         ``tile``: the rectangle of queries and keys to process. ``k`` and ``v`` ``[..., kv heads, keys, d]``: all local
         keys and values, of which the tile is a part.
         """
         for part in _list_parts(tile, self.band, self.q, self.change):
             rows, keys = slice(*part.rows), slice(*part.keys)
-            mask = _mask_of(part, self.band, self.q, self._masks)
+            mask = _make_tile_mask(part, self.band, self.q, self._masks)
             found = attend_backward(
                 self.grad[..., rows, :],
                 self.q[..., rows, :],
@@ -478,19 +486,19 @@ class AttentionGradients:
                 self.lse[..., rows],
                 TileScoring(part.kind == "diagonal", mask, self.scale, self.change, part.offset),
             )
-            self.of_q[..., rows, :] += found[0]
-            of_k[..., keys, :] += found[1]
-            of_v[..., keys, :] += found[2]
+            self.grad_q[..., rows, :] += found[0]
+            grad_k[..., keys, :] += found[1]
+            grad_v[..., keys, :] += found[2]
             if found[3] is not None:
-                self.of_slopes += found[3]
+                self.grad_slopes += found[3]
 
 
-def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
+def _make_tile_mask(tile: Tile, band: Band, q: Tensor, cache: _Masks) -> Tensor | None:
     """Return the mask ``[queries, keys]`` to add to the scores of ``tile``, a rectangle of queries and keys: 0 where a
     query sees a key, minus infinity elsewhere. Return ``None`` if no mask is needed, because the queries see all keys
     of the tile, or because query ``i`` of the tile sees its keys 0 to ``i``.
 
-    ``q``: a tensor of the mask's type and device. ``made``: a cache of masks: (number of queries, number of keys,
+    ``q``: a tensor of the mask's type and device. ``cache``: a cache of masks: (number of queries, number of keys,
     position of the first query minus that of the first key, visible positions around the query's own) -> mask.
     ``band``: the positions around its own that a query sees in a tile of the kind "band" without limits of its own.
     """
@@ -498,9 +506,9 @@ def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
         return None
     limits = tile.limits or band
     sizes = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.offset)
-    if (*sizes, limits) not in made:
-        made[*sizes, limits] = band_mask(*sizes, limits, q)
-    return made[*sizes, limits]
+    if (*sizes, limits) not in cache:
+        cache[*sizes, limits] = make_band_mask(*sizes, limits, q)
+    return cache[*sizes, limits]
 
 
 def find_accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -510,7 +518,7 @@ def find_accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in _NARROW else x.dtype
 
 
-def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Tensor) -> Tensor:
+def make_band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Tensor) -> Tensor:
     """Return the mask ``[num_queries, num_keys]`` to add to the scores of a tile: 0 where a query sees a key, minus
     infinity elsewhere.
 
@@ -544,7 +552,7 @@ class TileScoring(NamedTuple):
     change: ScoreChange = UNCHANGED
     offset: int = 0
 
-    def of_block(self, q: Tensor, k: Tensor) -> BlockScoring:
+    def for_block(self, q: Tensor, k: Tensor) -> BlockScoring:
         """Return these settings (how the scores of a tile of queries and keys are scaled, changed and masked) as a
         :class:`BlockScoring`, for the functions that compute attention with changed scores. It has a boolean mask and a
         numeric factor. ``q``, ``k``: the tile's queries and keys, ``[..., heads, positions, d]``."""
@@ -563,13 +571,13 @@ def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring
     scores are scaled, changed and masked.
     """
     if not scoring.change.is_none:
-        return attend_block(q, k, v, scoring.of_block(q, k), find_accumulation_dtype(q))
+        return attend_block(q, k, v, scoring.for_block(q, k), find_accumulation_dtype(q))
     diagonal, mask, scale, *_ = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, attn_mask=mask, scale=scale)
         return out, lse
     if has_flash(q, v, mask):
-        k, v = _for_flash(k, q), _for_flash(v, q)
+        k, v = _prepare_for_flash(k, q), _prepare_for_flash(v, q)
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, diagonal, False, scale=scale)
         return out, lse[..., : q.shape[-2]]
     scores = _compute_masked_scores(q, _repeat_key_heads(k, q), scoring)
@@ -588,16 +596,16 @@ def attend_backward(
     over the keys of all tiles. ``scoring``: how the scores are scaled, changed and masked.
     """
     if not scoring.change.is_none:
-        return attend_block_backward(grad, q, k, v, (out, lse), scoring.of_block(q, k))
+        return attend_block_backward(grad, q, k, v, (out, lse), scoring.for_block(q, k))
     diagonal, mask, scale, *_ = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-        of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=mask, scale=scale
         )
     elif has_flash(q, v, mask):
-        keys, values = _for_flash(k, q), _for_flash(v, q)
+        keys, values = _prepare_for_flash(k, q), _prepare_for_flash(v, q)
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_backward(
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
             grad, q, keys, values, out, lse.contiguous(), None, None, q.shape[-2], k.shape[-2], 0.0, diagonal, state,
             state[:0], scale=scale,
         )  # fmt: skip
@@ -605,11 +613,11 @@ def attend_backward(
         keys, values = _repeat_key_heads(k, q), _repeat_key_heads(v, q)
         factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
         weights = (_compute_masked_scores(q, keys, scoring) - lse.unsqueeze(-1)).exp_()
-        of_v = weights.transpose(-2, -1).to(grad.dtype) @ grad
+        grad_v = weights.transpose(-2, -1).to(grad.dtype) @ grad
         inner = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
         of_scores = (weights * (grad @ values.transpose(-2, -1) - inner) * factor).to(q.dtype)
-        of_q, of_k = of_scores @ keys, of_scores.transpose(-2, -1) @ q
-    return of_q, _sum_repeated_heads(of_k, k), _sum_repeated_heads(of_v, v), None
+        grad_q, grad_k = of_scores @ keys, of_scores.transpose(-2, -1) @ q
+    return grad_q, _sum_repeated_heads(grad_k, k), _sum_repeated_heads(grad_v, v), None
 
 
 def has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -650,7 +658,7 @@ def _repeat_key_heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
 
 
-def _for_flash(x: Tensor, q: Tensor) -> Tensor:
+def _prepare_for_flash(x: Tensor, q: Tensor) -> Tensor:
     """Return keys or values ``x`` ``[..., heads, positions, d]`` as the flash kernel needs them: unchanged on CUDA; on
     ROCm with heads repeated, so that there is one for each head of the queries ``q``."""
     return x if torch.version.hip is None else _repeat_key_heads(x, q)
@@ -677,8 +685,8 @@ def band_attention(
     positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the scores; ``None``
     means ``1 / sqrt(d)``.
     """
-    attention = Attention(q, band_of(before, after), scale, v.shape[-1])
-    for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), attention.band):
+    attention = AttentionAccumulator(q, make_band(before, after), scale, v.shape[-1])
+    for tile in list_tiles((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), attention.band):
         attention.add(tile, k, v)
     return attention.result()
 
@@ -694,21 +702,25 @@ def band_attention_backward(
     ``after``: how many positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the
     scores; ``None`` means ``1 / sqrt(d)``.
     """
-    found = AttentionGradients(grad, q, out, lse, band_of(before, after), scale)
-    of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
-    for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), found.band):
-        found.add(tile, k, v, of_k, of_v)
-    return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+    found = AttentionGradients(grad, q, out, lse, make_band(before, after), scale)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=found.grad_q.dtype) for x in (k, v))
+    for tile in list_tiles((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), found.band):
+        found.add(tile, k, v, grad_k, grad_v)
+    return (
+        copy_position_major(found.grad_q.to(q.dtype)),
+        copy_position_major(grad_k.to(k.dtype)),
+        copy_position_major(grad_v.to(v.dtype)),
+    )
 
 
-def by_position(x: Tensor) -> Tensor:
+def copy_position_major(x: Tensor) -> Tensor:
     """Return ``x`` ``[b, h, s, d]`` stored in memory as ``[b, s, h, d]``, so that heads can be joined without a
     copy.
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def empty_by_position(like: Tensor, width: int) -> Tensor:
+def make_empty_position_major(like: Tensor, width: int) -> Tensor:
     """Return an empty tensor of the shape of ``like`` ``[b, h, s, d]`` with last dim ``width``, stored in memory as
     ``[b, s, h, width]``.
     """
@@ -716,32 +728,32 @@ def empty_by_position(like: Tensor, width: int) -> Tensor:
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
-def band_of(before: int, after: int) -> Band:
+def make_band(before: int, after: int) -> Band:
     """Return the range of positions, relative to its own, at which a query sees keys. ``before``, ``after``: how many
     positions it sees before and after its own; -1 means no limit.
     """
     return Band(None if before < 0 else before, None if after < 0 else after)
 
 
-def limits_of(band: Band) -> tuple[int, int]:
+def get_band_limits(band: Band) -> tuple[int, int]:
     """Return ``band``, a range of positions around a query's own, as two integers for an operator's arguments: how many
     positions the query sees before and after its own; -1 means no limit."""
     return -1 if band.before is None else band.before, -1 if band.after is None else band.after
 
 
-def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def make_empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Return two empty tensors of the shapes and types of an attention's result and of the logsumexp of its scores, for
     shape inference. ``q``, ``k``, ``v``: queries, keys and values ``[b, heads, positions, d]``; further arguments are
     ignored."""
-    return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=find_accumulation_dtype(q))
+    return make_empty_position_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=find_accumulation_dtype(q))
 
 
-def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def make_empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return three empty tensors of the shapes and types of the gradients of ``q``, ``k`` and ``v``, the queries, keys
     and values ``[b, heads, positions, d]`` of an attention, for shape inference. ``grad``: the gradient of the result;
     it and further arguments are not read.
     """
-    return tuple(empty_by_position(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
+    return tuple(make_empty_position_major(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
 
 
 _library.define("band_attention(Tensor q, Tensor k, Tensor v, int before, int after, float? scale) -> (Tensor, Tensor)")
@@ -753,8 +765,8 @@ _library.define(
 for _device in ("CPU", "CUDA"):
     _library.impl("band_attention", band_attention, _device)
     _library.impl("band_attention_backward", band_attention_backward, _device)
-torch.library.register_fake(f"{NAMESPACE}::band_attention", empty_results, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::band_attention_backward", empty_gradients, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::band_attention", make_empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::band_attention_backward", make_empty_gradients, lib=_library)
 ops = torch.ops.partition
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 
-_LEAST = 1 << 21  # multiplications from which oneDNN is faster; below, its setup costs more than it saves
+_MIN_MULTIPLICATIONS = 1 << 21  # multiplications from which oneDNN is faster; below, its setup costs more than it saves
 PRODUCTS = frozenset(
     (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
 )  # operators that choose_product() looks at
@@ -50,7 +50,7 @@ def should_use_onednn(a: Tensor, b: Tensor) -> bool:
     return (
         a.dtype == torch.float32 == b.dtype
         and is_onednn_faster()
-        and a.shape[0] * a.shape[1] * b.shape[1] >= _LEAST
+        and a.shape[0] * a.shape[1] * b.shape[1] >= _MIN_MULTIPLICATIONS
         and min(a.shape) > 1 < b.shape[1]
     )
 

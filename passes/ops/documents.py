@@ -24,22 +24,22 @@ from torch import Tensor
 
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 from partitioner.passes.ops.attention import (
-    Attention,
+    AttentionAccumulator,
     AttentionGradients,
     Band,
     PositionRange,
     Tile,
-    band_of,
-    by_position,
-    empty_by_position,
-    empty_gradients,
-    empty_results,
+    copy_position_major,
+    count_max_pairs,
     find_accumulation_dtype,
     has_flash,
-    most_pairs,
-    parts_of,
-    tiles_between,
-    tiles_of,
+    list_tiles,
+    list_tiles_between,
+    make_band,
+    make_empty_gradients,
+    make_empty_position_major,
+    make_empty_results,
+    split_positions,
 )
 from partitioner.passes.ops.score_changes import UNCHANGED, ScoreChange
 
@@ -92,25 +92,26 @@ def find_prefix_runs(ids: Tensor, prefix: Tensor, parts: Sequence[PositionRange]
     return found
 
 
-def document_tiles(
+def list_document_tiles(
     queries: Iterable[Runs],
     keys: Iterable[Runs],
     band: Band,
     prefixes: Iterable[Runs] | None = None,
     in_order: bool = False,
-    reach: Band = EVERYWHERE,
+    prefix_band: Band = EVERYWHERE,
 ) -> list[Tiles]:
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention within
     documents has to compute.
 
     ``queries`` and ``keys``: for each row, a dict from document id to its runs (ranges of consecutive positions).
     ``band``: the positions around its own that a query sees. ``prefixes``: for each row, a dict from document id to
-    runs of keys that the queries of the document see within ``reach``, besides the keys in ``band``; ``None`` for none.
-    ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence. ``reach``: the
-    positions around a query's own within which it sees keys of a prefix; they include those in ``band``.
-    """
+    runs of keys that the queries of the document see within ``prefix_band``, besides the keys in ``band``; ``None`` for
+    none.
+    ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence.
+    ``prefix_band``: the positions around a query's own within which it sees keys of a prefix; they include those in
+    ``band``."""
     found = [
-        tuple(tile for d, runs in own.items() if d in theirs for tile in tiles_of(runs, theirs[d], band, in_order))
+        tuple(tile for d, runs in own.items() if d in theirs for tile in list_tiles(runs, theirs[d], band, in_order))
         for own, theirs in zip(queries, keys, strict=True)
     ]
     if prefixes is None:
@@ -118,7 +119,12 @@ def document_tiles(
     return [
         (
             *tiles,
-            *(tile for d, runs in own.items() if d in shown for tile in tiles_between(runs, shown[d], band, reach)),
+            *(
+                tile
+                for d, runs in own.items()
+                if d in shown
+                for tile in list_tiles_between(runs, shown[d], band, prefix_band)
+            ),
         )
         for tiles, own, shown in zip(found, queries, prefixes, strict=True)
     ]
@@ -156,11 +162,13 @@ class DocumentAttention:
 
     def __post_init__(self) -> None:
         q, wide = self.q, find_accumulation_dtype(self.q)
-        self.out = torch.zeros_like(empty_by_position(q, self.width), dtype=wide)
+        self.out = torch.zeros_like(make_empty_position_major(q, self.width), dtype=wide)
         self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
         masks: dict[tuple[int, int, int, Band], Tensor] = {}
         self._rows = [
-            Attention(q[g], self.band, self.scale, self.width, self.out[g], self.lse[g], self.change, _masks=masks)
+            AttentionAccumulator(
+                q[g], self.band, self.scale, self.width, self.out[g], self.lse[g], self.change, _masks=masks
+            )
             for g in self.groups
         ]
 
@@ -176,7 +184,7 @@ class DocumentAttention:
         """Return two tensors: the attention over all tiles that were added, ``[b, heads, queries, width]`` in the type
         of the queries, and the logsumexp of the scores of each query, ``[b, heads, queries]``.
         """
-        return by_position(self.out.to(self.q.dtype)), self.lse
+        return copy_position_major(self.out.to(self.q.dtype)), self.lse
 
 
 @dataclass
@@ -187,9 +195,8 @@ class DocumentGradients:
     ``grad``: the gradient of the result. ``q``: the queries. ``out`` and ``lse``: result, and logsumexp of the scores
     over all keys. ``groups``: slices of the batch dim with the rows that are computed together. ``band``: the positions
     around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``. ``change``:
-    how the scores are changed before the softmax. ``of_q``: the gradient of the queries so far. ``of_slopes``: that of
-    the slopes that change the scores ``[heads]``; without elements unless they are trained.
-    """
+    how the scores are changed before the softmax. ``grad_q``: the gradient of the queries so far. ``grad_slopes``: that
+    of the slopes that change the scores ``[heads]``; without elements unless they are trained."""
 
     grad: Tensor
     q: Tensor
@@ -199,31 +206,31 @@ class DocumentGradients:
     band: Band
     scale: float | None
     change: ScoreChange = UNCHANGED
-    of_q: Tensor = field(init=False)
-    of_slopes: Tensor = field(init=False)
+    grad_q: Tensor = field(init=False)
+    grad_slopes: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.of_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
-        self.of_slopes = self.q.new_zeros(self.q.shape[1] if self.change.trained else 0, dtype=self.of_q.dtype)
+        self.grad_q = torch.zeros_like(self.q, dtype=find_accumulation_dtype(self.q))
+        self.grad_slopes = self.q.new_zeros(self.q.shape[1] if self.change.trained else 0, dtype=self.grad_q.dtype)
         masks: dict[tuple[int, int, int, Band], Tensor] = {}
         self._rows = []
         for g in self.groups:
             found = AttentionGradients(
                 self.grad[g], self.q[g], self.out[g], self.lse[g], self.band, self.scale, self.change, _masks=masks
             )
-            found.of_q, found.of_slopes = self.of_q[g], self.of_slopes
+            found.grad_q, found.grad_slopes = self.grad_q[g], self.grad_slopes
             self._rows.append(found)
 
-    def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
+    def add(self, tiles: Sequence[Tiles], k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add the gradients through ``tiles`` of an attention within documents to three tensors in place:
-        ``self.of_q``, ``of_k`` and ``of_v``, the gradients of queries, keys and values.
+        ``self.grad_q``, ``grad_k`` and ``grad_v``, the gradients of queries, keys and values.
 
         ``tiles``: for each row of the batch, a tuple of rectangles of queries and keys. ``k`` and ``v``: all local keys
         and values ``[b, kv heads, keys, d]``.
         """
         for group, found in zip(self.groups, self._rows, strict=True):
             for tile in tiles[group.start]:
-                found.add(tile, k[group], v[group], of_k[group], of_v[group])
+                found.add(tile, k[group], v[group], grad_k[group], grad_v[group])
 
 
 @lru_cache(maxsize=1024)
@@ -244,12 +251,12 @@ def count_document_pairs(lengths: tuple[int, ...], queries: int, num_ranks: int,
         most = 0
         for rank in range(num_ranks):
             places = np.concatenate(
-                [np.arange(p.place, p.place + p.length) for p in parts_of(queries, num_ranks, rank, zigzag)]
+                [np.arange(p.place, p.place + p.length) for p in split_positions(queries, num_ranks, rank, zigzag)]
             )
             most = max(most, sum(_count_row_pairs(r, places, starts, lengths, row, band) for r in ids.numpy()))
         return most / (total // row)
     pairs = sum(_count_band_pairs(np.arange(n), n, band) for n in lengths)
-    return min(pairs / total * queries, float(most_pairs(queries, queries, num_ranks, zigzag, band)))
+    return min(pairs / total * queries, float(count_max_pairs(queries, queries, num_ranks, zigzag, band)))
 
 
 def _count_row_pairs(
@@ -300,12 +307,12 @@ def document_attention(
     many positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the scores;
     ``None`` means ``1 / sqrt(d)``.
     """
-    band = band_of(before, after)
+    band = make_band(before, after)
     runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))
     if has_flash(q, v, None) and _is_contiguous(runs):
         return _flash_forward(q, k, v, _cumulate_lengths(runs, q.device), band, scale)
     attention = DocumentAttention(q, group_rows(ids), band, scale, v.shape[-1])
-    attention.add(document_tiles(runs, runs, band), k, v)
+    attention.add(list_document_tiles(runs, runs, band), k, v)
     return attention.result()
 
 
@@ -328,14 +335,18 @@ def document_attention_backward(
     s]`` of its scores. ``limits``: the two numbers of positions that a query sees before and after its own; -1 means no
     limit. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     """
-    band = band_of(*limits)
+    band = make_band(*limits)
     runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))
     if has_flash(q, v, None) and _is_contiguous(runs):
         return _flash_backward(grad, (q, k, v), (out, lse), _cumulate_lengths(runs, q.device), band, scale)
     found = DocumentGradients(grad, q, out, lse, group_rows(ids), band, scale)
-    of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
-    found.add(document_tiles(runs, runs, band), k, v, of_k, of_v)
-    return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+    grad_k, grad_v = (torch.zeros_like(x, dtype=found.grad_q.dtype) for x in (k, v))
+    found.add(list_document_tiles(runs, runs, band), k, v, grad_k, grad_v)
+    return (
+        copy_position_major(found.grad_q.to(q.dtype)),
+        copy_position_major(grad_k.to(k.dtype)),
+        copy_position_major(grad_v.to(v.dtype)),
+    )
 
 
 # --- CUDA: documents as sequences of different lengths ----------------------------------------------------------------
@@ -440,8 +451,8 @@ _library.define(
 for _device in ("CPU", "CUDA"):
     _library.impl("document_attention", document_attention, _device)
     _library.impl("document_attention_backward", document_attention_backward, _device)
-torch.library.register_fake(f"{NAMESPACE}::document_attention", empty_results, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::document_attention_backward", empty_gradients, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::document_attention", make_empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::document_attention_backward", make_empty_gradients, lib=_library)
 document_ops = torch.ops.partition
 
 

@@ -163,7 +163,7 @@ for _schema, (_kernel, _fake) in _OPERATORS.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 
 
-def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _save_order(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
 
@@ -187,11 +187,11 @@ def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
 
 
 torch.library.register_autograd(
-    f"{NAMESPACE}::sort_rows", _unsort_row_gradient, setup_context=_keep_order, lib=_library
+    f"{NAMESPACE}::sort_rows", _unsort_row_gradient, setup_context=_save_order, lib=_library
 )
 
 torch.library.register_autograd(
-    f"{NAMESPACE}::unsort_rows", _sort_row_gradient, setup_context=_keep_order, lib=_library
+    f"{NAMESPACE}::unsort_rows", _sort_row_gradient, setup_context=_save_order, lib=_library
 )
 torch.library.register_autograd(
     f"{NAMESPACE}::grouped_mm", _product_backward, setup_context=_save_grouped_operands, lib=_library
@@ -236,11 +236,11 @@ class _GroupedProductMode(TorchFunctionMode):
         ``partition::expert_mm`` if it has a form that can be traced. ``types``: unused.
         """
         kwargs = kwargs or {}
-        made = _of_rows(*args, **kwargs) if func in _PRODUCTS_BY_GROUP else None
+        made = _multiply_grouped_rows(*args, **kwargs) if func in _PRODUCTS_BY_GROUP else None
         return func(*args, **kwargs) if made is None else made
 
 
-def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor | None:
+def _multiply_grouped_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor | None:
     """Return the result of ``torch.nn.functional.grouped_mm(mat_a, mat_b, offs)``, computed by operators that can be
     traced for any floating-point type; ``None`` for a form of the call that they do not cover.
 
@@ -259,7 +259,7 @@ def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options
 
 
 @contextmanager
-def grouped_traced() -> Iterator[None]:
+def trace_grouped_products() -> Iterator[None]:
     """Return a context in which torch's grouped matrix products can be traced for all floating-point types."""
     with _GroupedProductMode():
         yield
@@ -302,9 +302,8 @@ def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: b
 
 def find_grouped_product(target: Any) -> GroupedProduct | None:
     """Return the form (arguments) of ``target``, a node target, if it is an operator that multiplies rows (tokens),
-    sorted by expert, by the matrices of their experts: torch's, or one that the user has declared with ``by_group``.
-    Return ``None`` for any other target.
-    """
+    sorted by expert, by the matrices of their experts: torch's, or one that the user has declared with
+    ``by_group``. Return ``None`` for any other target."""
     return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
@@ -323,7 +322,7 @@ def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, exp
     _products[target] = lambda node: (node.args[rows], node.args[weight], node.args[expert])  # type: ignore
 
 
-def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
+def list_row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
     """Return a dict of the operators that multiply each row by the matrix of its expert, operator -> function. The
     function takes a node of the operator, and returns its three operands: the nodes of the rows (tokens), of the weight
     and of the expert numbers.

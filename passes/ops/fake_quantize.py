@@ -20,21 +20,23 @@ from torch import Tensor, fx
 
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.rewrite import Builder, Rule
-from partitioner.passes.ops.random import sizes_of
+from partitioner.passes.ops.random import parse_sizes
 
 aten = torch.ops.aten
 
 Run = Callable[..., Any]  # (operator, *its arguments) -> its result
 
 
-def per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
+def quantize_per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
     """Return ``x`` fake-quantised with one ``scale`` and one ``zero_point`` for all elements; each of the two is a
     number or a tensor. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
     ``quant_min``, ``quant_max``: the smallest and largest quantised level."""
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
-def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int) -> Any:
+def quantize_per_channel(
+    run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int
+) -> Any:
     """Return ``x`` fake-quantised with one scale and one zero point for each index of its dim ``axis``.
 
     ``scale``, ``zero_point``: vectors. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a
@@ -44,7 +46,7 @@ def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_
     return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
-def learnable_per_tensor(
+def quantize_learnable_per_tensor(
     run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
     """Return ``x`` fake-quantised with one ``scale`` and one ``zero_point`` that are trained. ``run(operator,
@@ -53,7 +55,7 @@ def learnable_per_tensor(
     return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
 
-def learnable_per_channel(
+def quantize_learnable_per_channel(
     run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
     """Return ``x`` fake-quantised with trained vectors ``scale`` and ``zero_point``, which have one entry for each
@@ -68,8 +70,8 @@ def _broadcast_along_axis(run: Run, parameter: Any, x: Any, axis: int) -> Any:
     """Return the vector ``parameter``, with one entry for each index of the dim ``axis`` of ``x``, reshaped so that it
     broadcasts with ``x``. ``run(operator, *arguments)`` executes an operator on tensors or appends it to a graph.
     """
-    dims = [1] * len(sizes_of(x))
-    dims[axis] = sizes_of(parameter)[0]
+    dims = [1] * len(parse_sizes(x))
+    dims[axis] = parse_sizes(parameter)[0]
     return run(aten.reshape.default, parameter, dims)
 
 
@@ -91,14 +93,14 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
     scaled = run(aten.mul.Tensor, fixed, inverse)
     if isinstance(zero_point, Tensor | fx.Node):
         zero_point = run(aten.detach.default, zero_point)
-        if _type_of(zero_point).is_floating_point:  # such a zero point is not rounded by itself
+        if _get_dtype(zero_point).is_floating_point:  # such a zero point is not rounded by itself
             places = run(aten.round.default, run(aten.add.Tensor, scaled, zero_point))
-            return _straight_through(run, x, fixed, places, scale, zero_point, low, high)
+            return _apply_straight_through(run, x, fixed, places, scale, zero_point, low, high)
     places = run(aten.add.Tensor, run(aten.round.default, scaled), zero_point)
-    return _straight_through(run, x, fixed, places, scale, zero_point, low, high)
+    return _apply_straight_through(run, x, fixed, places, scale, zero_point, low, high)
 
 
-def _straight_through(
+def _apply_straight_through(
     run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
 ) -> Any:
     """Return the values ``(level - zero_point) * scale`` of the quantised levels ``places``, clamped to the allowed
@@ -139,17 +141,17 @@ def _build_learnable_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low
     return value
 
 
-def _type_of(value: Tensor | fx.Node) -> torch.dtype:
+def _get_dtype(value: Tensor | fx.Node) -> torch.dtype:
     tensor: Tensor = value.meta["val"] if isinstance(value, fx.Node) else value
     return tensor.dtype
 
 
 # Formulas by the names of torch's functions.
 FORMULAS: dict[str, Callable[..., Any]] = {
-    "fake_quantize_per_tensor_affine": per_tensor,
-    "fake_quantize_per_channel_affine": per_channel,
-    "_fake_quantize_learnable_per_tensor_affine": learnable_per_tensor,
-    "_fake_quantize_learnable_per_channel_affine": learnable_per_channel,
+    "fake_quantize_per_tensor_affine": quantize_per_tensor,
+    "fake_quantize_per_channel_affine": quantize_per_channel,
+    "_fake_quantize_learnable_per_tensor_affine": quantize_learnable_per_tensor,
+    "_fake_quantize_learnable_per_channel_affine": quantize_learnable_per_channel,
 }
 
 
@@ -165,11 +167,11 @@ def _make_rewrite_rule(formula: Callable[..., Any]) -> Rule:
 
 
 QUANTIZED: dict[Any, Rule] = {
-    aten.fake_quantize_per_tensor_affine.default: _make_rewrite_rule(per_tensor),
-    aten.fake_quantize_per_tensor_affine.tensor_qparams: _make_rewrite_rule(per_tensor),
-    aten.fake_quantize_per_channel_affine.default: _make_rewrite_rule(per_channel),
-    aten._fake_quantize_learnable_per_tensor_affine.default: _make_rewrite_rule(learnable_per_tensor),
-    aten._fake_quantize_learnable_per_channel_affine.default: _make_rewrite_rule(learnable_per_channel),
+    aten.fake_quantize_per_tensor_affine.default: _make_rewrite_rule(quantize_per_tensor),
+    aten.fake_quantize_per_tensor_affine.tensor_qparams: _make_rewrite_rule(quantize_per_tensor),
+    aten.fake_quantize_per_channel_affine.default: _make_rewrite_rule(quantize_per_channel),
+    aten._fake_quantize_learnable_per_tensor_affine.default: _make_rewrite_rule(quantize_learnable_per_tensor),
+    aten._fake_quantize_learnable_per_channel_affine.default: _make_rewrite_rule(quantize_learnable_per_channel),
 }
 
 
@@ -213,7 +215,7 @@ class FusedQuantizer(NamedTuple):
 
 
 @contextlib.contextmanager
-def fused_quantizers_traced(line_now: Callable[[], str] = lambda: "") -> Iterator[None]:
+def trace_fused_quantizers(line_now: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Return a context in which ``torch.fused_moving_avg_obs_fake_quant`` is replaced by fake quantisation without an
     observer.
 

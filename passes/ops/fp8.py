@@ -25,7 +25,7 @@ aten = torch.ops.aten
 ALIGNED = 16  # the kernels need rows and columns that are multiples of this
 _NUMBERS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _SHORT = (torch.bfloat16, torch.float16)
-_LEAST = 1e-30  # lower limit of a largest magnitude, so that a tensor of zeros has a scale
+_MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that a tensor of zeros has a scale
 
 
 def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     ``dtype``.
     """
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
-    scale = largest.clamp(min=_LEAST) / torch.finfo(dtype).max
+    scale = largest.clamp(min=_MIN_MAGNITUDE) / torch.finfo(dtype).max
     return (x * scale.reciprocal()).to(dtype), scale
 
 
@@ -111,16 +111,16 @@ def _make_fake_output(x: Tensor, weight: Tensor, bias: Tensor | None = None, tra
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 
-def _empty_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+def _make_empty_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
     return grad.new_empty(*grad.shape[:-1], weight.shape[0 if transposed else 1])
 
 
-def _empty_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+def _make_empty_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
     out, inner = grad.shape[-1], x.shape[-1]
     return grad.new_empty(inner, out) if transposed else grad.new_empty(out, inner)
 
 
-for _name, _fake in (("", _make_fake_output), ("_input", _empty_input), ("_weight", _empty_weight)):
+for _name, _fake in (("", _make_fake_output), ("_input", _make_empty_input), ("_weight", _make_empty_weight)):
     torch.library.register_fake(f"{NAMESPACE}::linear_fp8{_name}", _fake, lib=_library)
 
 
@@ -146,7 +146,7 @@ torch.library.register_autograd(
 
 
 @dataclass(frozen=True)
-class Product:
+class WeightProduct:
     """The operands of a matrix product of activations ``x`` with a two-dimensional parameter or buffer (``weight``), or
     a view of one.
 
@@ -176,7 +176,7 @@ _PLACES: dict[Any, tuple[int, int, int, bool]] = {
 }
 
 
-def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
+def match_weight_product(node: fx.Node, states: Collection[str]) -> WeightProduct | None:
     """Return the operands of ``node`` if it is a matrix product with a parameter or buffer that may be computed in 8
     bits; ``None`` if it is not.
 
@@ -193,7 +193,7 @@ def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
         return None
     if isinstance(bias, fx.Node) and bias.meta["val"].shape != node.meta["val"].shape[-1:]:
         return None
-    return Product(x, weight, bias if isinstance(bias, fx.Node) else None, transposed)
+    return WeightProduct(x, weight, bias if isinstance(bias, fx.Node) else None, transposed)
 
 
 def _is_state(node: fx.Node, states: Collection[str]) -> bool:
@@ -207,7 +207,7 @@ def _is_state(node: fx.Node, states: Collection[str]) -> bool:
     return node.op == "placeholder" and node.name in states
 
 
-def can_multiply_in_fp8(product: Product) -> bool:
+def can_multiply_in_fp8(product: WeightProduct) -> bool:
     """Return whether the 8-bit kernels support the types and sizes of the matrix product ``product``.
 
     All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED`` (16).
@@ -217,20 +217,20 @@ def can_multiply_in_fp8(product: Product) -> bool:
     return alike and all(size and size % ALIGNED == 0 for size in product.sizes)
 
 
-def found_in(block: Block) -> dict[fx.Node, Product]:
+def find_weight_products(block: Block) -> dict[fx.Node, WeightProduct]:
     """Return the matrix products in the graph of ``block`` that can be computed in 8 bits: a dict from the product's
     node to its operands."""
     states = frozenset(block.states)
-    known = {node: product_of(node, states) for node in block.graph.nodes}
+    known = {node: match_weight_product(node, states) for node in block.graph.nodes}
     return {node: product for node, product in known.items() if product is not None and can_multiply_in_fp8(product)}
 
 
-def in_eight_bits(block: Block) -> int:
+def convert_products_to_fp8(block: Block) -> int:
     """Replace the matrix products in the graph of ``block`` that can be computed in 8 bits by ``linear_fp8``, in place.
 
     Return the number of replaced products.
     """
-    found = found_in(block)
+    found = find_weight_products(block)
     for node, product in found.items():
         node.target = ops.linear_fp8.default
         others = (product.bias, True) if product.transposed else (product.bias,) * (product.bias is not None)
@@ -238,7 +238,7 @@ def in_eight_bits(block: Block) -> int:
     return len(found)
 
 
-def as_it_was(block: Block) -> None:
+def restore_products(block: Block) -> None:
     """Replace the ``linear_fp8`` operators (products in 8 bits) in the graph of ``block`` by ordinary products, in
     place.
     """
@@ -256,13 +256,13 @@ def as_it_was(block: Block) -> None:
 
 __all__ = [
     "ALIGNED",
-    "Product",
-    "as_it_was",
+    "WeightProduct",
     "can_multiply_in_fp8",
-    "found_in",
-    "in_eight_bits",
+    "convert_products_to_fp8",
+    "find_weight_products",
     "linear_fp8",
     "linear_fp8_input",
     "linear_fp8_weight",
-    "product_of",
+    "match_weight_product",
+    "restore_products",
 ]

@@ -38,14 +38,14 @@ _STREAM_STRIDE = 1 << 40
 _BITS = 24  # random bits per number: the significand of a float32
 
 
-def stream_name(index: int) -> str:
+def format_stream_name(index: int) -> str:
     """Return the name of the constant with the stream number of the model's ``index``-th random operator, counted from
     0. A stream number is an integer that is hashed together with the seed, so that operators with different stream
     numbers draw different numbers from one seed."""
     return f"random.stream.{index}"
 
 
-def is_stream(name: str) -> bool:
+def is_stream_name(name: str) -> bool:
     return name.startswith("random.stream.")
 
 
@@ -114,7 +114,7 @@ def exponential(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     )
 
 
-def _like_index(index: Tensor, seed: Tensor, stream: Tensor, *, dtype: torch.dtype) -> Tensor:
+def _make_fake_like_index(index: Tensor, seed: Tensor, stream: Tensor, *, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(index, dtype=dtype)
 
 
@@ -141,7 +141,7 @@ def _hash_to_fraction(hashed: Tensor) -> Tensor:
     return _bits_to_open_interval(_shift_right_unsigned(hashed, 64 - _FINE_BITS), _FINE_BITS)
 
 
-class _Sequence:
+class _ElementGenerators:
     """A splitmix64 generator for each element of a tensor, seeded by a hash of the element's index; for samplers that
     need several numbers for an element. ``index``: the elements' indices in the whole tensor. ``seed``, ``stream``:
     0-dimensional int64 tensors; operators with different streams draw different numbers."""
@@ -161,7 +161,7 @@ class _Sequence:
         return self.fraction().log_().mul_(-2.0).sqrt_().mul_(self.fraction().mul_(2 * math.pi).cos_())
 
 
-def _all_done(left: Tensor) -> bool:
+def _are_all_done(left: Tensor) -> bool:
     """Return whether no element of the boolean tensor ``left`` is true, so that further rounds of a sampler can be
     skipped; always false on accelerators, where reading the answer would make the device synchronise with the host.
     Skipping changes no result.
@@ -180,7 +180,7 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
     a probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1, the number is drawn for
     ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
     """
-    own = _Sequence(index, seed, stream)
+    own = _ElementGenerators(index, seed, stream)
     alpha = concentration.to(torch.float64)
     small = alpha < 1
     d = torch.where(small, alpha + 1, alpha) - 1 / 3
@@ -190,7 +190,7 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
         v = (1 + x / (9 * d).sqrt()) ** 3
         accepted = left & (v > 0) & (u.log() < 0.5 * x * x + d * (1 - v + v.log()))
         found, left = torch.where(accepted, d * v, found), left & ~accepted
-        if _all_done(left):
+        if _are_all_done(left):
             break
     # Use a number that no round draws, so that skipped rounds do not change it.
     own.step = 3 * ROUNDS
@@ -214,7 +214,7 @@ def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor
         middle = ((low + high) / 2).floor()
         reached = torch.special.gammaincc(middle + 1, mean.expand(u.shape)) >= u
         low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-        if _all_done(high - low > 1):
+        if _are_all_done(high - low > 1):
             break
     return high.to(rate.dtype)
 
@@ -229,7 +229,7 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
     BTRS (Hormann 1993) with ``ROUNDS`` (32) rounds; each element takes its first accepted candidate. A round accepts at
     least 3 of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
     """
-    own = _Sequence(index, seed, stream)
+    own = _ElementGenerators(index, seed, stream)
     n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)
     flipped = p > 0.5
     p = torch.where(flipped, 1 - p, p)
@@ -241,7 +241,7 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
     top = (mode + 1).lgamma() + (n - mode + 1).lgamma()
     many, left = mode, n * p >= _FEW
     for _ in range(ROUNDS):
-        if _all_done(left):
+        if _are_all_done(left):
             break
         u, v = own.fraction() - 0.5, own.fraction()
         us = 0.5 - u.abs()
@@ -264,7 +264,7 @@ def _draw_few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
     for step in range(_MOST_SUCCESSES):
         more = (total < u) & (k == step) & (n > step)
         k = k + more
-        if _all_done(more):
+        if _are_all_done(more):
             break
         term = term * ratio * (n - step) / (step + 1)
         total = total + term
@@ -285,11 +285,11 @@ def dirichlet_grad(sample: Tensor, concentration: Tensor, total: Tensor) -> Tens
     return torch._dirichlet_grad(sample, concentration, total.expand_as(sample))
 
 
-def _like_parameter(index: Tensor, seed: Tensor, stream: Tensor, *parameters: Tensor) -> Tensor:
+def _make_fake_like_parameter(index: Tensor, seed: Tensor, stream: Tensor, *parameters: Tensor) -> Tensor:
     return torch.empty_like(index, dtype=parameters[0].dtype)
 
 
-def _like_sample(*operands: Tensor) -> Tensor:
+def _make_fake_like_sample(*operands: Tensor) -> Tensor:
     return torch.empty_like(operands[0])
 
 
@@ -307,12 +307,15 @@ _NUMBERS = {
     fraction: torch.float64,
 }
 _OPERATORS: tuple[tuple[Callable[..., Tensor], str, Callable[..., Tensor]], ...] = (
-    *((f, "Tensor index, Tensor seed, Tensor stream", partial(_like_index, dtype=d)) for f, d in _NUMBERS.items()),
-    (gamma, "Tensor index, Tensor seed, Tensor stream, Tensor concentration", _like_parameter),
-    (poisson, "Tensor index, Tensor seed, Tensor stream, Tensor rate", _like_parameter),
-    (binomial, "Tensor index, Tensor seed, Tensor stream, Tensor count, Tensor prob", _like_parameter),
-    (gamma_grad, "Tensor concentration, Tensor sample", _like_sample),
-    (dirichlet_grad, "Tensor sample, Tensor concentration, Tensor total", _like_sample),
+    *(
+        (f, "Tensor index, Tensor seed, Tensor stream", partial(_make_fake_like_index, dtype=d))
+        for f, d in _NUMBERS.items()
+    ),
+    (gamma, "Tensor index, Tensor seed, Tensor stream, Tensor concentration", _make_fake_like_parameter),
+    (poisson, "Tensor index, Tensor seed, Tensor stream, Tensor rate", _make_fake_like_parameter),
+    (binomial, "Tensor index, Tensor seed, Tensor stream, Tensor count, Tensor prob", _make_fake_like_parameter),
+    (gamma_grad, "Tensor concentration, Tensor sample", _make_fake_like_sample),
+    (dirichlet_grad, "Tensor sample, Tensor concentration, Tensor total", _make_fake_like_sample),
 )
 for _function, _arguments, _fake in _OPERATORS:
     _name = _function.__name__
@@ -328,7 +331,7 @@ DRAWS = frozenset(
 )
 
 
-def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
+def make_element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
     """Return the int64 index of every element of a tensor of ``shape``, in row-major order, as a tensor of this shape
     on ``device``. Random numbers are hashes of these indices.
 
@@ -356,7 +359,7 @@ def draw_whole_tensor(
     the distribution's own operands, such as a rate.
     """
     places = (torch.tensor(v, device=device) for v in at)
-    numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
+    numbers: Tensor = distribution(make_element_index(shape, device, group), *places, *parameters)
     return numbers
 
 
@@ -382,32 +385,32 @@ class Sampler:
     """The interface through which a function that imitates one of torch's random operators draws its numbers, on
     tensors or on graph nodes. ``run(operator, *arguments)`` executes an operator or appends it to a graph.
     ``numbers(distribution, sizes, *parameters)`` draws numbers that no other draw uses. ``given``: the arguments of
-    torch's operator by name. ``made``: the first tensor that torch's operator returns, a meta or real tensor, for its
+    torch's operator by name. ``result``: the first tensor that torch's operator returns, a meta or real tensor, for its
     sizes and type.
     """
 
     run: Run
     numbers: Numbers
     given: Mapping[str, Any]
-    made: Tensor
+    result: Tensor
 
     @property
     def sizes(self) -> list[int]:
-        return list(self.made.shape)
+        return list(self.result.shape)
 
-    def parameter(self, name: str, otherwise: Any = None) -> Any:
-        """Return the random operator's argument ``name``, detached if it is a tensor; ``otherwise`` if it has none."""
-        value = self.given.get(name, otherwise)
+    def parameter(self, name: str, default: Any = None) -> Any:
+        """Return the random operator's argument ``name``, detached if it is a tensor; ``default`` if it has none."""
+        value = self.given.get(name, default)
         return self.run(aten.detach.default, value) if isinstance(value, Tensor | fx.Node) else value
 
-    def typed(self, value: Any) -> Any:
-        return self.run(aten.to.dtype, value, self.made.dtype)
+    def cast_to_result(self, value: Any) -> Any:
+        return self.run(aten.to.dtype, value, self.result.dtype)
 
-    def placed(self, numbers: Any, shift: Any, scale: Any) -> Any:
+    def shift_and_scale(self, numbers: Any, shift: Any, scale: Any) -> Any:
         """Return random numbers of a standard distribution, moved and scaled: ``numbers * scale + shift`` in the type
         of the result of the random operator. ``numbers``: a tensor or node. ``shift``, ``scale``: numbers, tensors or
         nodes."""
-        numbers = self.typed(numbers)
+        numbers = self.cast_to_result(numbers)
         if _is_tensor(scale) or scale != 1:
             numbers = self.run(aten.mul.Tensor, numbers, scale)
         return self.run(aten.add.Tensor, numbers, shift) if _is_tensor(shift) or shift != 0 else numbers
@@ -416,7 +419,7 @@ class Sampler:
 Formula = Callable[[Sampler], Any]
 
 
-def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
+def find_sampling_function(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
     """Return the function that draws the numbers of a call of torch's random operator ``target``; its argument is a
     :class:`Sampler`, which has the operator's arguments and draws numbers.
 
@@ -426,21 +429,21 @@ def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> F
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
-    formula = _FORMULAS.get(_operator_name(target))
-    given = arguments_of(target, args, kwargs) if formula is not None else {}
-    if given.get("generator") is not None or (formula is _sample_integers and _whole_range(given) is None):
+    formula = _FORMULAS.get(_get_operator_name(target))
+    given = bind_arguments(target, args, kwargs) if formula is not None else {}
+    if given.get("generator") is not None or (formula is _sample_integers and _get_integer_range(given) is None):
         return None
     return formula
 
 
-def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments ``args``, ``kwargs`` of a call of ``target``, including defaults, as a dict by name."""
     arguments = target._schema.arguments
     given = {a.name: a.default_value for a in arguments}
     return given | dict(zip([a.name for a in arguments], args, strict=False)) | dict(kwargs)
 
 
-def _operator_name(target: torch._ops.OpOverload) -> str:
+def _get_operator_name(target: torch._ops.OpOverload) -> str:
     """Return the name of ``target`` without namespace, overload, final ``_`` and ``_functional``, such as
     ``normal``."""
     return target._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
@@ -450,7 +453,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor | fx.Node)
 
 
-def sizes_of(value: Tensor | fx.Node) -> list[int]:
+def parse_sizes(value: Tensor | fx.Node) -> list[int]:
     return list((value.meta["val"] if isinstance(value, fx.Node) else value).shape)
 
 
@@ -459,14 +462,14 @@ def _sample_uniform(s: Sampler) -> Any:
     """Return uniform numbers between the bounds ``from`` and ``to`` (default 0 and 1) of a random operator of torch.
     ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
     low, high = s.given.get("from", 0.0), s.given.get("to", 1.0)
-    return s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
+    return s.shift_and_scale(s.numbers(ops.uniform.default, s.sizes), low, high - low)
 
 
 def _sample_normal(s: Sampler) -> Any:
     """Return normally distributed numbers of the ``mean`` and ``std`` (default 0 and 1) of a random operator of torch.
     ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
     mean, std = s.parameter("mean", 0.0), s.parameter("std", 1.0)
-    return s.placed(s.numbers(ops.normal.default, s.sizes), mean, std)
+    return s.shift_and_scale(s.numbers(ops.normal.default, s.sizes), mean, std)
 
 
 def _log_normal(s: Sampler) -> Any:
@@ -474,14 +477,14 @@ def _log_normal(s: Sampler) -> Any:
 
 
 def _sample_exponential(s: Sampler) -> Any:
-    return s.placed(s.numbers(ops.exponential.default, s.sizes), 0.0, 1.0 / s.given["lambd"])
+    return s.shift_and_scale(s.numbers(ops.exponential.default, s.sizes), 0.0, 1.0 / s.given["lambd"])
 
 
 def _sample_cauchy(s: Sampler) -> Any:
     """Return Cauchy distributed numbers with the ``median`` and scale ``sigma`` of torch's operator ``cauchy``. ``s``
     has its arguments and draws the numbers, as a tensor or as a graph node."""
     angle = s.run(aten.sub.Tensor, s.numbers(ops.fraction.default, s.sizes), 0.5)
-    return s.placed(
+    return s.shift_and_scale(
         s.run(aten.tan.default, s.run(aten.mul.Tensor, angle, math.pi)), s.given["median"], s.given["sigma"]
     )
 
@@ -492,7 +495,7 @@ def _sample_geometric(s: Sampler) -> Any:
     failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
     logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
     trials = s.run(aten.ceil.default, s.run(aten.div.Tensor, logs, failing))
-    return s.typed(s.run(aten.clamp_min.default, trials, 1))
+    return s.cast_to_result(s.run(aten.clamp_min.default, trials, 1))
 
 
 def sample_bernoulli(s: Sampler) -> Any:
@@ -500,11 +503,11 @@ def sample_bernoulli(s: Sampler) -> Any:
     0. ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
     likely = s.parameter("p") if "p" in s.given else s.parameter("self", s.given.get("input"))
     if isinstance(likely, fx.Node | Tensor):
-        return s.typed(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
-    return s.typed(s.run(aten.lt.Scalar, s.numbers(ops.uniform.default, s.sizes), likely))
+        return s.cast_to_result(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
+    return s.cast_to_result(s.run(aten.lt.Scalar, s.numbers(ops.uniform.default, s.sizes), likely))
 
 
-def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
+def _get_integer_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (lowest integer, number of integers) of the range from which a call of a random integer operator draws.
 
     Return ``None`` if the bounds are not known, or if the number of integers is greater than 2**40 and no power of two:
@@ -533,13 +536,13 @@ def _get_tensor_dtype(value: Tensor | fx.Node) -> torch.dtype:
 def _sample_integers(s: Sampler) -> Any:
     """Return uniform integers from the lower bound to below the upper bound of a random operator such as ``randint``.
     ``s`` has its arguments and draws the numbers, as a tensor or as a graph node."""
-    found = _whole_range(s.given)
+    found = _get_integer_range(s.given)
     assert found is not None
     low, count = found
     numbers = s.numbers(ops.bits.default, s.sizes)
     if count < MOST_BITS:
         numbers = s.run(aten.remainder.Scalar, numbers, count)
-    return s.typed(s.run(aten.add.Tensor, numbers, low) if low else numbers)
+    return s.cast_to_result(s.run(aten.add.Tensor, numbers, low) if low else numbers)
 
 
 # --- distributions with parameters ------------------------------------------------------------------------------------
@@ -568,7 +571,7 @@ def _sample_permutation(s: Sampler) -> Any:
     """Return a random permutation of 0, 1, ..., as torch's ``randperm`` does: the order that sorts random numbers.
     ``s`` has the size of the result and draws the numbers, as a tensor or as a graph node."""
     order = s.run(aten.sort.stable, s.numbers(ops.bits.default, s.sizes), stable=True, dim=0, descending=False)
-    return s.typed(s.run(operator.getitem, order, 1))
+    return s.cast_to_result(s.run(operator.getitem, order, 1))
 
 
 def _sample_multinomial(s: Sampler) -> Any:
@@ -581,11 +584,11 @@ def _sample_multinomial(s: Sampler) -> Any:
     weights = s.run(aten.to.dtype, s.parameter("self"), torch.float64)
     count = s.given["num_samples"]
     if not s.given.get("replacement"):
-        times = s.run(aten.log.default, s.numbers(ops.fraction.default, sizes_of(weights)))
+        times = s.run(aten.log.default, s.numbers(ops.fraction.default, parse_sizes(weights)))
         fastest = s.run(aten.topk.default, s.run(aten.div.Tensor, weights, s.run(aten.neg.default, times)), count, -1)
         return s.run(operator.getitem, fastest, 1)
     sums = s.run(aten.cumsum.default, weights, -1)
-    total = s.run(aten.slice.Tensor, sums, -1, sizes_of(weights)[-1] - 1, sizes_of(weights)[-1])
+    total = s.run(aten.slice.Tensor, sums, -1, parse_sizes(weights)[-1] - 1, parse_sizes(weights)[-1])
     wanted = s.run(aten.mul.Tensor, s.numbers(ops.fraction.default, s.sizes), total)
     return s.run(aten.searchsorted.Tensor, sums, wanted, right=True)
 
@@ -611,7 +614,7 @@ def apply_random_relu(s: Sampler) -> Any:
     x, low, high = s.given["self"], s.given["lower"], s.given["upper"]
     if not s.given["training"]:
         return s.run(aten.leaky_relu.default, x, (low + high) / 2), None
-    drawn = s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
+    drawn = s.shift_and_scale(s.numbers(ops.uniform.default, s.sizes), low, high - low)
     negative = s.run(aten.le.Scalar, x, 0)
     slopes = s.run(aten.where.ScalarOther, negative, drawn, 1.0)
     return s.run(aten.mul.Tensor, x, slopes), slopes
@@ -648,7 +651,7 @@ def list_drawing_operators() -> list[torch._ops.OpOverload]:
 
 # --- while a model is traced ------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
+def trace_random_draws(line_now: Callable[[], str]) -> Iterator[None]:
     """Return a context in which the model's forward draws from torch's default generator, and from no other source.
 
     Inside it, :class:`UnsupportedError` is raised if forward uses its own generator or sets the state of torch's.
@@ -675,12 +678,12 @@ def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
         for module in (torch, torch.random):
             for name in ("manual_seed", "seed", "set_rng_state"):
                 stack.enter_context(mock.patch.object(module, name, refused(name)))
-        stack.enter_context(mock.patch.object(Gamma, "rsample", _gamma_rsample))
-        stack.enter_context(_Generators(line_now))
+        stack.enter_context(mock.patch.object(Gamma, "rsample", _sample_gamma))
+        stack.enter_context(_RefuseGeneratorsMode(line_now))
         yield
 
 
-class _Generators(TorchFunctionMode):
+class _RefuseGeneratorsMode(TorchFunctionMode):
     """Torch function mode for a trace of the model's forward that raises :class:`UnsupportedError` if an operator draws
     from an explicitly given ``torch.Generator``. It also replaces ``tensor.random_(low, high)``, which torch.export
     cannot trace, by ``random_(high - low)`` plus ``low``. ``line_now`` returns the current source line of the model,
@@ -709,7 +712,7 @@ class _Generators(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _gamma_rsample(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
+def _sample_gamma(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
     """Return a sample of the gamma ``distribution``. It replaces ``Gamma.rsample`` during a trace, because torch's
     method clamps the sample in place; here, the difference between the clamped and the drawn sample is added, which
     gives the same value and gradient. ``sample_shape``: the dims of the result in front of the distribution's own

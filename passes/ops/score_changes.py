@@ -68,21 +68,23 @@ def choose_block_size(heads: int, on_cpu: bool) -> int:
     return size
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, scoring: BlockScoring, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two tensors of type ``wide``: the attention of queries over the keys of one block, and the logsumexp of
-    the scores of each query. For a query that sees no key of the block they are 0 and minus infinity.
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, scoring: BlockScoring, wide_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return two tensors of type ``wide_dtype``: the attention of queries over the keys of one block, and the logsumexp
+    of the scores of each query. For a query that sees no key of the block they are 0 and minus infinity.
 
     ``q`` ``[..., heads, queries, d]``; ``k`` and ``v`` ``[..., kv heads, keys, d]``; several query heads may share a
     head of the keys. ``scoring``: how scores are computed.
     """
-    scores, _ = _compute_scores(q, k, scoring, wide)
+    scores, _ = _compute_scores(q, k, scoring, wide_dtype)
     largest = scores.amax(-1, keepdim=True)
     if scoring.hidden is not None:
         largest.masked_fill_(largest == -math.inf, 0.0)
     weights = scores.sub_(largest).exp_()
     total = weights.sum(-1, keepdim=True)
     lse = (largest + total.log()).squeeze(-1)
-    out = _multiply_by_key_heads(weights.to(v.dtype), v).to(wide)
+    out = _multiply_by_key_heads(weights.to(v.dtype), v).to(wide_dtype)
     return out.div_(total.masked_fill_(total == 0.0, 1.0)), lse
 
 
@@ -97,39 +99,41 @@ def attend_block_backward(
     the keys of all blocks. ``scoring``: how scores are computed.
     """
     out, lse = results
-    wide = lse.dtype
-    scores, bent = _compute_scores(q, k, scoring, wide)
+    wide_dtype = lse.dtype
+    scores, bent = _compute_scores(q, k, scoring, wide_dtype)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-    inner = (grad.to(wide) * out).sum(-1, keepdim=True)
+    inner = (grad.to(wide_dtype) * out).sum(-1, keepdim=True)
     grad = grad.to(q.dtype)
-    of_v = _sum_over_queries(weights.to(q.dtype), grad, v).to(wide)
-    of_scores = weights.mul_(_multiply_by_key_heads(grad, v.transpose(-2, -1)).to(wide).sub_(inner))
-    of_slopes = None
+    grad_v = _sum_over_queries(weights.to(q.dtype), grad, v).to(wide_dtype)
+    of_scores = weights.mul_(_multiply_by_key_heads(grad, v.transpose(-2, -1)).to(wide_dtype).sub_(inner))
+    grad_slopes = None
     if scoring.change.trained:
-        of_slopes = (of_scores * _list_distances(q, k, scoring.offset, wide)).sum((-2, -1))
-        of_slopes = of_slopes.reshape(-1, of_slopes.shape[-1]).sum(0)
+        grad_slopes = (of_scores * _list_distances(q, k, scoring.offset, wide_dtype)).sum((-2, -1))
+        grad_slopes = grad_slopes.reshape(-1, grad_slopes.shape[-1]).sum(0)
     if bent is not None:
         of_scores = torch.ops.aten.tanh_backward.default(of_scores, bent)
     of_scores = of_scores.to(q.dtype)
-    of_q, of_k = _multiply_by_key_heads(of_scores, k), _sum_over_queries(of_scores, q, k)
-    return of_q.to(wide).mul_(scoring.factor), of_k.to(wide).mul_(scoring.factor), of_v, of_slopes
+    grad_q, grad_k = _multiply_by_key_heads(of_scores, k), _sum_over_queries(of_scores, q, k)
+    return grad_q.to(wide_dtype).mul_(scoring.factor), grad_k.to(wide_dtype).mul_(scoring.factor), grad_v, grad_slopes
 
 
-def _compute_scores(q: Tensor, k: Tensor, scoring: BlockScoring, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return two tensors of type ``wide``, ``[..., heads, queries, keys]``: the scores after all changes, minus
+def _compute_scores(
+    q: Tensor, k: Tensor, scoring: BlockScoring, wide_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return two tensors of type ``wide_dtype``, ``[..., heads, queries, keys]``: the scores after all changes, minus
     infinity where a key is hidden; and ``tanh(s / cap)`` of the scores ``s``, or ``None`` without a cap.
 
     ``q`` ``[..., heads, queries, d]``, ``k`` ``[..., kv heads, keys, d]``. ``scoring``: how scores are computed.
     """
     hidden, offset, factor, change = scoring
     scaled = q * (factor if change.cap is None else factor / change.cap)  # smaller than the scores
-    scores = _multiply_by_key_heads(scaled, k.transpose(-2, -1)).to(wide)
+    scores = _multiply_by_key_heads(scaled, k.transpose(-2, -1)).to(wide_dtype)
     bent = None
     if change.cap is not None:
         bent = scores.tanh_()
         scores = bent * change.cap
     if change.slopes is not None:
-        scores += change.slopes.to(wide).view(-1, 1, 1) * _list_distances(q, k, offset, wide)
+        scores += change.slopes.to(wide_dtype).view(-1, 1, 1) * _list_distances(q, k, offset, wide_dtype)
     if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
     return scores, bent

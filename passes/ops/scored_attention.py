@@ -23,19 +23,19 @@ from partitioner.passes.ir.collectives import NAMESPACE, _library, create_scored
 from partitioner.passes.ops.attention import (
     Band,
     PositionRange,
-    band_of,
-    by_position,
-    empty_results,
+    copy_position_major,
+    make_band,
+    make_empty_results,
 )
 from partitioner.passes.ops.documents import (
     EVERYWHERE,
     DocumentAttention,
     DocumentGradients,
     Tiles,
-    document_tiles,
     find_prefix_runs,
     find_runs,
     group_rows,
+    list_document_tiles,
 )
 from partitioner.passes.ops.score_changes import ScoreChange
 
@@ -68,72 +68,76 @@ def mark_rows(q: Tensor, ids: Tensor | None, prefix: Tensor | None) -> RowMarks:
 def list_marked_tiles(
     queries: RowMarks,
     keys: RowMarks,
-    own: Sequence[PositionRange],
-    others: Sequence[PositionRange],
+    query_ranges: Sequence[PositionRange],
+    key_ranges: Sequence[PositionRange],
     band: Band,
-    reach: Band,
+    prefix_band: Band,
 ) -> list[Tiles]:
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention has to
     compute.
 
     ``queries``, ``keys``: documents and prefixes (keys that all queries of their document see) of the local positions
-    of the queries and of the keys. ``own``, ``others``: where these positions are in the whole sequence: ranges of
-    positions for the queries (``own``) and for the keys (``others``). ``band``: the positions around its own that a
-    query sees. ``reach``: those within which it sees keys of a prefix; they include those in ``band``.
-    """
-    shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, others)
-    return document_tiles(
-        find_runs(queries.ids, own), find_runs(keys.ids, others), band, shown, in_order=True, reach=reach
+    of the queries and of the keys. ``query_ranges``, ``key_ranges``: where these positions are in the whole sequence:
+    ranges of positions for the queries (``query_ranges``) and for the keys (``key_ranges``). ``band``: the positions
+    around its own that a query sees. ``prefix_band``: those within which it sees keys of a prefix; they include those
+    in ``band``."""
+    shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, key_ranges)
+    return list_document_tiles(
+        find_runs(queries.ids, query_ranges),
+        find_runs(keys.ids, key_ranges),
+        band,
+        shown,
+        in_order=True,
+        prefix_band=prefix_band,
     )
 
 
-def reach_of(limits: Sequence[int] = ()) -> Band:
+def get_prefix_band(limits: Sequence[int] = ()) -> Band:
     """Return the positions around its own within which a query sees keys of a prefix, from the operator's argument
     ``limits``: how many there are before and after its own (-1: no limit); empty: no limits."""
-    return band_of(*limits) if limits else EVERYWHERE
+    return make_band(*limits) if limits else EVERYWHERE
 
 
 def scored_attention(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None, *how: Any
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute attention within documents with changed scores or prefixes: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b,
     kv, s, d]``. Return the result and the logsumexp of the changed scores ``[b, h, s]``.
 
     ``ids`` ``[b, s]``: the document of each position, ``None`` for one document per row. ``prefix`` ``[b, s]``: true at
     the keys that all queries of their document see; ``None`` for none. ``slopes`` ``[h]``: added to a score for each
-    position by which its key is after the query; ``None`` for none. ``how``: the further arguments of the operator, in
-    order. Two are for the cost model alone: typical lengths of documents, and the mean number per row of pairs of a
+    position by which its key is after the query; ``None`` for none. ``options``: the further arguments of the operator,
+    in order. Two are for the cost model alone: typical lengths of documents, and the mean number per row of pairs of a
     query and a later key that it sees because of the prefix. Then: how many positions a query sees before and after its
     own (-1: no limit); the factor of the scores (``None``: ``1 / sqrt(d)``); their cap (``None`` for none); and the
-    numbers of positions before and after its own within which a query sees keys of a prefix (absent: no limit).
-    """
-    _, _, before, after, scale, cap, *reach = how
-    band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
+    numbers of positions before and after its own within which a query sees keys of a prefix (absent: no limit)."""
+    _, _, before, after, scale, cap, *prefix_band = options
+    band, marks, parts = make_band(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
     attention = DocumentAttention(q, marks.group_rows(), band, scale, v.shape[-1], ScoreChange(cap, slopes))
-    attention.add(list_marked_tiles(marks, marks, parts, parts, band, reach_of(*reach)), k, v)
+    attention.add(list_marked_tiles(marks, marks, parts, parts, band, get_prefix_band(*prefix_band)), k, v)
     return attention.result()
 
 
 def scored_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values of an attention with changed scores or prefixes, in the shapes
     of ``q``, ``k`` and ``v``, and that of the slopes ``[h]``, which has no elements unless they are trained.
 
     ``grad``: the gradient of its result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values ``[b, kv, s,
-    d]``. ``how``: the further arguments of the operator: document ids, prefixes and slopes as in
+    d]``. ``options``: the further arguments of the operator: document ids, prefixes and slopes as in
     :func:`scored_attention`; the result and the logsumexp of the scores; how many positions a query sees before and
     after its own (-1: no limit); the factor and the cap of the scores; within which positions it sees keys of a prefix,
     as there; and whether the slopes are trained (absent: they are not).
     """
-    ids, prefix, slopes, out, lse, before, after, scale, cap, *rest = how
-    reach, trained = rest[0] if rest else (), len(rest) > 1 and rest[1]
-    band, marks, parts = band_of(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
+    ids, prefix, slopes, out, lse, before, after, scale, cap, *rest = options
+    prefix_band, trained = rest[0] if rest else (), len(rest) > 1 and rest[1]
+    band, marks, parts = make_band(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
     found = DocumentGradients(grad, q, out, lse, marks.group_rows(), band, scale, ScoreChange(cap, slopes, trained))
-    of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
-    found.add(list_marked_tiles(marks, marks, parts, parts, band, reach_of(reach)), k, v, of_k, of_v)
-    gradients = found.of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
-    return *(by_position(x) for x in gradients), round_slopes(found.of_slopes, slopes)  # type: ignore[return-value]
+    grad_k, grad_v = (torch.zeros_like(x, dtype=found.grad_q.dtype) for x in (k, v))
+    found.add(list_marked_tiles(marks, marks, parts, parts, band, get_prefix_band(prefix_band)), k, v, grad_k, grad_v)
+    gradients = found.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+    return *(copy_position_major(x) for x in gradients), round_slopes(found.grad_slopes, slopes)  # type: ignore[return-value]
 
 
 def round_slopes(gradient: Tensor, slopes: Tensor | None) -> Tensor:
@@ -153,7 +157,7 @@ _library.define(
 for _device in ("CPU", "CUDA"):
     _library.impl("scored_attention", scored_attention, _device)
     _library.impl("scored_attention_backward", scored_attention_backward, _device)
-torch.library.register_fake(f"{NAMESPACE}::scored_attention", empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::scored_attention", make_empty_results, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::scored_attention_backward", create_scored_gradients, lib=_library)
 scored_ops = torch.ops.partition
 

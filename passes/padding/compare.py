@@ -20,7 +20,7 @@ _SIZED = frozenset(
 _END = {"slice": 3, "slice_copy": 3, "slice_scatter": 4}  # the position of an argument that may be a size
 
 
-def operator_name(node: fx.Node) -> str:
+def get_operator_name(node: fx.Node) -> str:
     """Return the name of the operator of ``node`` without its overload, such as ``add``; ``partition::name`` for an
     operator of this project."""
     target = node.target
@@ -132,7 +132,7 @@ def _list_operands(node: fx.Node) -> list[fx.Node]:
 
 def _find_prefix_dim(node: fx.Node) -> int | None:
     """Return the dim of which ``node``, if it is a slice, selects the first elements; ``None`` for other nodes."""
-    if node.op != "call_function" or operator_name(node) not in ("slice", "slice_copy") or node.kwargs:
+    if node.op != "call_function" or get_operator_name(node) not in ("slice", "slice_copy") or node.kwargs:
         return None
     _, dim, start, *rest = node.args if len(node.args) > 3 else (None, None, None)
     return dim if isinstance(dim, int) and start in (0, None) and rest[1:] in ([], [1]) else None
@@ -146,7 +146,7 @@ def has_own_number(node: fx.Node, other: fx.Node) -> bool:
     ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result do
     not count.
     """
-    name, end = operator_name(node), None
+    name, end = get_operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):
         return False
     if name in _END:
@@ -154,9 +154,9 @@ def has_own_number(node: fx.Node, other: fx.Node) -> bool:
     elif name in _SIZED:
         return False
     for place, pair in enumerate(zip(node.args, other.args, strict=True)):
-        if place != end and _differ(*pair):
+        if place != end and _are_arguments_different(*pair):
             return True
-    return any(_differ(node.kwargs[k], other.kwargs[k]) for k in node.kwargs)
+    return any(_are_arguments_different(node.kwargs[k], other.kwargs[k]) for k in node.kwargs)
 
 
 def _is_random(name: str) -> bool:
@@ -166,17 +166,17 @@ def _is_random(name: str) -> bool:
     return name.removeprefix("partition::") in ("uniform", "normal", "exponential", "bits", "fraction")
 
 
-def _differ(a: Any, b: Any) -> bool:
+def _are_arguments_different(a: Any, b: Any) -> bool:
     """Return whether ``a`` and ``b``, arguments of the same operator in two graphs, differ. Graph nodes, also in
     lists, count as equal."""
     if isinstance(a, fx.Node) or isinstance(b, fx.Node):
         return False  # operands are compared as nodes
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) != len(b) or any(_differ(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) != len(b) or any(_are_arguments_different(x, y) for x, y in zip(a, b, strict=True))
     return bool(a != b)
 
 
-def shapes_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+def list_result_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """Return a tuple with the shape of each result of the operator ``node``."""
     return tuple(tuple(result.shape) for result in results_of(node))
 

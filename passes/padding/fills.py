@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partitioner.passes.padding.compare import operator_name
-from partitioner.passes.rules.factors import get_meta_tensor, get_node_argument, operands_of, with_operands
+from partitioner.passes.padding.compare import get_operator_name
+from partitioner.passes.rules.factors import get_meta_tensor, get_node_argument, operands_of, replace_operands
 from partitioner.passes.rules.pointwise import LINEAR, NONLINEAR
 
 VIEWS = frozenset(
@@ -29,7 +29,7 @@ _ONE = frozenset(("bitwise_or", "logical_or", "__or__"))
 def is_pointwise(node: fx.Node) -> bool:
     """Return whether ``node`` is a pointwise operator with one result: each element of the result depends on one
     element of each operand."""
-    return operator_name(node) in POINTWISE and not isinstance(node.meta["val"], tuple | list)
+    return get_operator_name(node) in POINTWISE and not isinstance(node.meta["val"], tuple | list)
 
 
 def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
@@ -38,16 +38,16 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
 
     ``numbers``: one number for each operand of ``node``, in order; ``None`` for one that is not known.
     """
-    name, operands = operator_name(node), operands_of(node)
+    name, operands = get_operator_name(node), operands_of(node)
     known = dict(zip(operands, numbers, strict=True))
     if name == "where" and len(node.args) == 3:
         condition = known.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-        return None if condition is None else _number_of(node.args[1 if condition else 2], known)
+        return None if condition is None else _resolve_number(node.args[1 if condition else 2], known)
     if name == "masked_fill":
-        mask = _number_of(node.args[1], known)
-        return None if mask is None else _number_of(node.args[2 if mask else 0], known)
+        mask = _resolve_number(node.args[1], known)
+        return None if mask is None else _resolve_number(node.args[2 if mask else 0], known)
     if all(number is not None for number in numbers):
-        return _evaluate(node, numbers)
+        return _evaluate_operator(node, numbers)
     if name in _ZERO and any(n == 0 for n in numbers):
         return 0.0
     if name in _ONE and get_meta_tensor(node).dtype == torch.bool and any(n not in (None, 0) for n in numbers):
@@ -58,7 +58,7 @@ def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | 
     return None
 
 
-def _number_of(argument: Any, known: dict[fx.Node, float | None]) -> float | None:
+def _resolve_number(argument: Any, known: dict[fx.Node, float | None]) -> float | None:
     """Return the number that ``argument``, an argument of an operator, stands for: the argument itself if it is a
     number; ``known[argument]`` if it is a node; ``None`` if that is not known. ``known``: for each operand node, the
     number in some of its elements, such as the padded ones; ``None`` if unknown."""
@@ -67,7 +67,7 @@ def _number_of(argument: Any, known: dict[fx.Node, float | None]) -> float | Non
     return float(argument) if isinstance(argument, bool | int | float) else None
 
 
-def _evaluate(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
+def _evaluate_operator(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
     """Return the number that the pointwise operator ``node`` computes from one number of each operand; ``None`` if
     it cannot be computed. ``numbers``: one number for each operand, in order."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
@@ -75,7 +75,7 @@ def _evaluate(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
         torch.tensor(number, dtype=get_meta_tensor(operand).dtype)
         for number, operand in zip(numbers, operands_of(node), strict=True)
     ]
-    args, kwargs = with_operands(node, tensors)
+    args, kwargs = replace_operands(node, tensors)
     kwargs.pop("device", None)
     try:
         made = target(*args, **kwargs)

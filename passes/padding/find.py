@@ -12,25 +12,31 @@ from torch import Tensor, fx
 
 from partitioner.passes.ir.model import Captured
 from partitioner.passes.ir.rewrite import format_node_location
-from partitioner.passes.padding.compare import align_graphs, has_own_number, is_prefix, operator_name, shapes_of
+from partitioner.passes.padding.compare import (
+    align_graphs,
+    get_operator_name,
+    has_own_number,
+    is_prefix,
+    list_result_shapes,
+)
 from partitioner.passes.padding.fills import VIEWS
 from partitioner.passes.padding.propagate import Sizes, Values, propagate_padding
 from partitioner.passes.padding.unseen import (
     Unseen,
     classify_unseen,
-    find_open_scores,
+    find_unmasked_scores,
     find_varying_dims,
     list_mask_nodes,
 )
-from partitioner.passes.padding.values import PaddedValue, Part, find_created_part, plain_value
+from partitioner.passes.padding.values import DimPart, PaddedValue, find_created_part, make_fixed_value
 from partitioner.passes.rules.factors import operands_of
 
-_MOST = 64  # combinations of numbers that are tried
+_MAX_COMBINATIONS = 64  # combinations of numbers that are tried
 
 Fills = Mapping[str, float | None]  # path of an input -> the number in its new places; None: those of the last place
 
 
-class Hiding(NamedTuple):
+class KeyHiding(NamedTuple):
     """How an input of the model hides keys of an attention. ``number``: hides the position at which the input has it.
     ``unseen``: which positions have to be hidden so that a query sees no key (:func:`classify_unseen`).
     """
@@ -53,7 +59,7 @@ class AxisPadding:
     fills: dict[str, float | None] = field(default_factory=dict)
     outputs: dict[str, tuple[int, int]] = field(default_factory=dict)
     fault: str = ""
-    hiding: dict[str, Hiding] = field(default_factory=dict)
+    hiding: dict[str, KeyHiding] = field(default_factory=dict)
 
 
 def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], sizes: Sizes) -> AxisPadding:
@@ -72,10 +78,10 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
         )
     main, pairs = aligned
     faults: list[str] = []
-    for fills in itertools.islice(_list_fills(main, dims), _MOST):
-        axis = _Axis(dims, fills, sizes)
-        values = _follow_graph(main, other, pairs, axis)
-        fault = next((v.fault for v in _kept_values(main, values) if v.fault), "")
+    for fills in itertools.islice(_list_fills(main, dims), _MAX_COMBINATIONS):
+        axis = _PaddingAxis(dims, fills, sizes)
+        values = _propagate_through_graph(main, other, pairs, axis)
+        fault = next((v.fault for v in _iterate_preserved_values(main, values) if v.fault), "")
         if not fault:
             hiding = _find_hiding(main, pairs, axis, values)
             return AxisPadding(dict(fills), _find_output_dims(main, values), hiding=hiding)
@@ -84,7 +90,7 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
 
 
 @dataclass(frozen=True)
-class _Axis:
+class _PaddingAxis:
     """A way to pad the model's inputs along one axis of the batch (samples or positions), which is to be tested for
     whether it leaves the model's results unchanged.
 
@@ -98,8 +104,8 @@ class _Axis:
     sizes: Sizes
 
 
-def _follow_graph(
-    main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis
+def _propagate_through_graph(
+    main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis
 ) -> dict[fx.Node, Values]:
     """Return a dict: each node of the graph of ``main`` -> a tuple with one description for each of its results, of
     what padding the model's inputs does to it: which dims grow with the batch, and which numbers padded elements have.
@@ -117,13 +123,13 @@ def _follow_graph(
             )
             values[node] = (own,)
         elif node.op == "call_function":
-            values[node] = _follow_node(node, partner, values, axis.sizes)
+            values[node] = _propagate_through_node(node, partner, values, axis.sizes)
     return values
 
 
 def _find_hiding(
-    main: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _Axis, values: Mapping[fx.Node, Values]
-) -> dict[str, Hiding]:
+    main: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis, values: Mapping[fx.Node, Values]
+) -> dict[str, KeyHiding]:
     """Return a dict: path of an input of ``main`` -> how it hides keys of an attention in which a query that sees no
     key reads padded ones. Inputs that hide no keys of such an attention are left out.
 
@@ -131,60 +137,61 @@ def _find_hiding(
     ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: an exact padding of the
     inputs. ``values``: node -> descriptions of its results under this padding.
     """
-    called = [node for node in pairs if node.op == "call_function" and operator_name(node) != "getitem"]
-    read = [find_open_scores(node, [values[o][0] for o in operands_of(node)]) for node in called]
+    called = [node for node in pairs if node.op == "call_function" and get_operator_name(node) != "getitem"]
+    read = [find_unmasked_scores(node, [values[o][0] for o in operands_of(node)]) for node in called]
     scores = [each for each in read if each is not None]
     nodes = list_mask_nodes(main, scores) if scores else []
     varying = find_varying_dims(nodes, values)
     paths = {i.value: i.path for i in main.inputs}
     given = {n: paths[main.placeholders[n.name]] for n in nodes if main.placeholders.get(n.name) in paths}
-    found: dict[str, Hiding] = {}
+    found: dict[str, KeyHiding] = {}
     for path, number in itertools.product((p for p in given.values() if p in axis.dims), (0.0, 1.0)):
         tried, renewed = replace(axis, fills={path: number}), dict(values)
         for node in nodes:
             if node in given:
                 renewed[node] = (_describe_input(node, given[node], tried),)
             elif node.op == "call_function":
-                renewed[node] = _follow_node(node, pairs[node], renewed, axis.sizes)
+                renewed[node] = _propagate_through_node(node, pairs[node], renewed, axis.sizes)
         hidden = [each for each in scores if each.hides_padding(renewed)]
         if hidden:
-            found[path] = Hiding(number, classify_unseen(hidden, varying, values))
+            found[path] = KeyHiding(number, classify_unseen(hidden, varying, values))
     return found
 
 
-def _follow_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
+def _propagate_through_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
     """Return a tuple with one description for each result of the operator ``node``, of what padding the model's inputs
     does to it: which dims grow with the batch, and which numbers padded elements have.
 
     ``partner``: the same operator in the graph for another batch size. ``values``: the descriptions of the results
     of earlier nodes. ``sizes``: the batch sizes of the two graphs, in elements along the padded axis.
     """
-    if operator_name(node) == "getitem":
+    if get_operator_name(node) == "getitem":
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
         return (values[source][index],)
     operands = [values[o][0] for o in operands_of(node)]
-    found = propagate_padding(node, operands, shapes_of(partner), sizes)
+    found = propagate_padding(node, operands, list_result_shapes(partner), sizes)
     if not has_own_number(node, partner):
         return found
-    why = (
-        f"{operator_name(node)} at {format_node_location(node)} reads a number that follows from the batch size, as a "
+    reason = (
+        f"{get_operator_name(node)} at {format_node_location(node)} reads a number that follows from the batch size, "
+        "as a "
         "mean over all places does"
     )
-    return tuple(v.with_fault(why) for v in found)
+    return tuple(v.with_fault(reason) for v in found)
 
 
-def _describe_input(node: fx.Node, path: str, axis: _Axis) -> PaddedValue:
+def _describe_input(node: fx.Node, path: str, axis: _PaddingAxis) -> PaddedValue:
     """Return a description of a model input under padding: which dims grow with the batch, and which number the new
     elements have. ``node``: the input's placeholder. ``path``: the input's path in the arguments of the model.
     ``axis``: how the inputs are padded."""
-    value = plain_value(shapes_of(node)[0])
+    value = make_fixed_value(list_result_shapes(node)[0])
     if path not in axis.dims:
         return value
-    return value.with_dim(axis.dims[path], Part(axis.sizes[0], grows=True, fill=axis.fills.get(path)))
+    return value.with_dim(axis.dims[path], DimPart(axis.sizes[0], grows=True, fill=axis.fills.get(path)))
 
 
-def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> PaddedValue:
+def _describe_state(main: Captured, other: Captured, name: str, axis: _PaddingAxis) -> PaddedValue:
     """Return a description of the parameter, buffer or constant ``name`` under padding: which dims grow with the batch
     size, and its fault, if it has one.
 
@@ -196,15 +203,15 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _Axis) -> 
     shape, theirs = main.states[name].spec.shape, other.states[name].spec.shape
     if shape == theirs:
         same = name not in main.constants or torch.equal(main.constants[name], other.constants[name])
-        return plain_value(shape, "" if same else f"the constant {name} has other numbers for another size")
+        return make_fixed_value(shape, "" if same else f"the constant {name} has other numbers for another size")
     parts = [find_created_part(a, b, axis.sizes) for a, b in zip(shape, theirs, strict=True)]
     held: Tensor | None = main.constants.get(name)
     if held is None or any(p is None for p in parts) or not is_prefix(held, other.constants[name]):
-        return plain_value(shape, f"{name} has another shape for another size of the batch")
+        return make_fixed_value(shape, f"{name} has another shape for another size of the batch")
     return PaddedValue(tuple((p,) for p in parts if p is not None))
 
 
-def _kept_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
+def _iterate_preserved_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
     """Yield descriptions, under padding, of the values of ``main`` that padding must not change: the loss, new values
     of buffers, and outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
 
@@ -250,7 +257,7 @@ def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
         name = main.placeholders.get(node.name) if node.op == "placeholder" else None
         if name not in inputs:
             continue
-        ignored = sorted({*_find_ignored(node)}) if not inputs[name].spec.dtype.is_floating_point else []
+        ignored = sorted({*_find_ignored_numbers(node)}) if not inputs[name].spec.dtype.is_floating_point else []
         options.append([None, *ignored, *([] if ignored else [0.0])])
     order = [
         inputs[main.placeholders[n.name]].path
@@ -264,13 +271,13 @@ def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
 _PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
 
 
-def _find_ignored(source: fx.Node) -> Iterator[float]:
+def _find_ignored_numbers(source: fx.Node) -> Iterator[float]:
     """Yield the numbers with which the graph compares an input in order to leave out elements that have them, such
     as -100 for targets. ``source``: the input's placeholder, or a view or cast of it."""
     for reader in source.users:
-        name = operator_name(reader) if reader.op == "call_function" else ""
+        name = get_operator_name(reader) if reader.op == "call_function" else ""
         if name in _PASSED:
-            yield from _find_ignored(reader)
+            yield from _find_ignored_numbers(reader)
         number: Any = reader.args[1] if name == "ne" and len(reader.args) > 1 else None
         if isinstance(number, int | float):
             yield float(number)

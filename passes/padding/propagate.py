@@ -17,27 +17,30 @@ import torch
 from torch import fx
 
 from partitioner.passes.ir.rewrite import format_node_location
-from partitioner.passes.padding.compare import operator_name, shapes_of
+from partitioner.passes.padding.compare import get_operator_name, list_result_shapes
 from partitioner.passes.padding.fills import CASTS, NEGATIVE, VIEWS, apply_to_numbers, is_pointwise
 from partitioner.passes.padding.values import (
     Causal,
+    DimPart,
     PaddedValue,
-    Part,
     Parts,
     assign_parts,
     find_created_part,
-    plain_value,
+    make_fixed_value,
 )
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.attention import find_attention_band
-from partitioner.passes.rules.factors import OpFactors, as_dim, as_dims, get_node_argument, operands_of
+from partitioner.passes.rules.factors import OpFactors, get_node_argument, normalize_dim, normalize_dims, operands_of
 
 Values = tuple[PaddedValue, ...]  # the results of a node
 Sizes = tuple[int, int]  # of the batch: as it is planned, and in the other graph
 Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 
-_BY_ROWS = ("partition::document_attention", "partition::scored_attention")  # read data of rows instead of a mask
-_ATTENTIONS = ("partition::band_attention", *_BY_ROWS)
+_READS_DOCUMENT_IDS = (
+    "partition::document_attention",
+    "partition::scored_attention",
+)  # read data of rows instead of a mask
+_ATTENTIONS = ("partition::band_attention", *_READS_DOCUMENT_IDS)
 
 
 def propagate_padding(
@@ -49,32 +52,34 @@ def propagate_padding(
     ``operands``: the descriptions of the operands. ``other_shapes``: the shapes of the results in the model's graph
     for another batch size. ``sizes``: the batch sizes of the two graphs, in elements along the axis.
     """
-    shapes = shapes_of(node)
+    shapes = list_result_shapes(node)
     if not any(o.grows or o.fault for o in operands) and list(shapes) == list(other_shapes):
-        return (_describe_plain(node, operands),) if len(shapes) == 1 else tuple(plain_value(s) for s in shapes)
-    single = SINGLE_RULES.get(operator_name(node)) if len(shapes) == 1 else None
+        return (_describe_plain(node, operands),) if len(shapes) == 1 else tuple(make_fixed_value(s) for s in shapes)
+    single = SINGLE_RULES.get(get_operator_name(node)) if len(shapes) == 1 else None
     made = None if single is None else single(node, operands)
     values = (made,) if made is not None else _describe_results_by_factors(node, operands, other_shapes, sizes)
-    if operator_name(node) in _ATTENTIONS:
-        attended = _attend_padded(node, operands)
+    if get_operator_name(node) in _ATTENTIONS:
+        attended = _propagate_attention(node, operands)
         values = (attended, replace(attended, dims=attended.dims[:-1]))
     return tuple(
-        value.with_fault("" if _has_sizes(value, shape, other, sizes) else _explain(node, "has a size of its own"))
+        value.with_fault(
+            "" if _has_sizes(value, shape, other, sizes) else _format_reason(node, "has a size of its own")
+        )
         for value, shape, other in zip(values, shapes, other_shapes, strict=True)
     )
 
 
-def _explain(node: fx.Node, what: str) -> str:
+def _format_reason(node: fx.Node, problem: str) -> str:
     """Return a message such as ``sum at layers.0 (model.py:12) adds up padded numbers``: the name and the location
-    of the operator ``node``, and ``what``, words for what it does."""
-    return f"{operator_name(node)} at {format_node_location(node)} {what}"
+    of the operator ``node``, and ``problem``, words for what it does."""
+    return f"{get_operator_name(node)} at {format_node_location(node)} {problem}"
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
     """Return a description of the first result of the operator ``node`` for the case that none of its operands and
     results depends on the batch size: no dim grows, and all elements have one number if that follows from the operands.
     ``operands``: such descriptions of the operands."""
-    value = plain_value(shapes_of(node)[0])
+    value = make_fixed_value(list_result_shapes(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
 
@@ -87,7 +92,7 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
         at = [1, 1]
         for part in parts:
             at[0] *= part.size
-            at[1] *= part.at(sizes)
+            at[1] *= part.resize(sizes)
         if at != [own, theirs]:
             return False
     return True
@@ -98,7 +103,7 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
     elements may differ or the number is not known. ``operands``: descriptions of the operands; each says which number
     all elements of the operand have, if there is one.
     """
-    name = operator_name(node)
+    name = get_operator_name(node)
     if name in ("full", "new_full", "full_like"):
         number = get_node_argument(node, "fill_value")
         return float(number) if isinstance(number, bool | int | float) else None
@@ -131,25 +136,26 @@ def _describe_results_by_factors(
     ``operands``: the descriptions of the operands. ``others``: the shapes of the results in the graph for another
     batch size. ``sizes``: the two batch sizes, in elements along the padded axis.
     """
-    shapes, fault = shapes_of(node), next((o.fault for o in operands if o.fault), "")
+    shapes, fault = list_result_shapes(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
     if rule is None:
-        return tuple(plain_value(s, fault or _explain(node, "has no rule")) for s in shapes)
-    held: list[dict[str, Parts]] = []
+        return tuple(make_fixed_value(s, fault or _format_reason(node, "has no rule")) for s in shapes)
+    operand_parts: list[dict[str, Parts]] = []
     for value, dims in zip(operands, rule.operands, strict=True):
         mapped = _map_factors(value, dims, rule.sizes)
         if mapped is None:
-            fault = fault or _explain(node, "takes apart or combines what is padded")
-        held.append(mapped or {})
+            fault = fault or _format_reason(node, "takes apart or combines what is padded")
+        operand_parts.append(mapped or {})
     kinds: dict[str, list[tuple[int, bool, int]]] = {}
-    for of in held:
+    for of in operand_parts:
         for factor, parts in of.items():
             grown = [p.kind for p in parts if p.grows]
             if kinds.setdefault(factor, grown) != grown:
-                fault = fault or _explain(node, "brings together tensors of which one is padded")
-    fault = fault or _check_entrywise(node, rule, held, operands)
+                fault = fault or _format_reason(node, "brings together tensors of which one is padded")
+    fault = fault or _check_entrywise(node, rule, operand_parts, operands)
     return tuple(
-        _build_result(node, rule, k, held, operands, others[k], sizes).with_fault(fault) for k in range(len(shapes))
+        _build_result(node, rule, k, operand_parts, operands, others[k], sizes).with_fault(fault)
+        for k in range(len(shapes))
     )
 
 
@@ -166,7 +172,7 @@ def _map_factors(
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
         if not any(p.grows for p in parts):
-            found |= {f: (Part(sizes[f]),) for f in factors}
+            found |= {f: (DimPart(sizes[f]),) for f in factors}
             continue
         assigned = assign_parts(parts, [sizes[f] for f in factors])
         if assigned is None:
@@ -190,26 +196,25 @@ def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor
 
 
 def _check_entrywise(
-    node: fx.Node, rule: OpFactors, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
+    node: fx.Node, rule: OpFactors, operand_parts: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
 ) -> str:
     """Return a text that says why the operator ``node`` mixes padded elements with others. It is empty if it does not
     mix them, because it works element by element along the dims that grow, or the padded elements that it sums are
     zero.
 
-    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``held``: for each operand, a dict
-    from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the descriptions
-    of the operands under padding.
-    """
+    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
+    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the
+    descriptions of the operands under padding."""
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
-    for factor in {f for of in held for f, parts in of.items() if any(p.grows for p in parts)}:
+    for factor in {f for of in operand_parts for f, parts in of.items() if any(p.grows for p in parts)}:
         if factor in made and factor not in coupled:
             continue
         adds = factor not in made and factor not in rule.whole and bool(rule.linear)
-        zeros = [all(p.fill == 0 for p in of[factor] if p.grows) for of in held if factor in of]
+        zeros = [all(p.fill == 0 for p in of[factor] if p.grows) for of in operand_parts if factor in of]
         if adds and (any(zeros) or any(_has_no_later_keys(v, rule, i, factor) for i, v in enumerate(operands))):
             continue
-        return _explain(node, "adds up padded numbers" if adds else "combines real places with padded ones")
+        return _format_reason(node, "adds up padded numbers" if adds else "combines real places with padded ones")
     return ""
 
 
@@ -217,7 +222,7 @@ def _build_result(
     node: fx.Node,
     rule: OpFactors,
     index: int,
-    held: Sequence[Mapping[str, Parts]],
+    operand_parts: Sequence[Mapping[str, Parts]],
     operands: Sequence[PaddedValue],
     other: Sequence[int],
     sizes: Sizes,
@@ -225,26 +230,25 @@ def _build_result(
     """Return the description, under padding, of one result of the operator ``node``: which dims grow with the batch,
     and which numbers padded elements have. ``index``: the index of the result, from 0.
 
-    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``held``: for each operand, a dict
-    from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the descriptions
-    of the operands. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch
-    sizes, in elements along the padded axis.
-    """
+    ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
+    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the
+    descriptions of the operands. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the
+    two batch sizes, in elements along the padded axis."""
     known: dict[str, Parts] = {}
-    for of in held:
+    for of in operand_parts:
         known |= {f: parts for f, parts in of.items() if f not in known or any(p.grows for p in parts)}
     dims: list[Parts] = []
-    shape = shapes_of(node)[index]
+    shape = list_result_shapes(node)[index]
     for dim, factors in enumerate(rule.results[index]):
-        parts: list[Part] = []
+        parts: list[DimPart] = []
         left, left_other = shape[dim], other[dim]
         for factor in factors:
             for part in known.get(factor, ()):
-                left, left_other = left // part.size, left_other // max(1, part.at(sizes))
+                left, left_other = left // part.size, left_other // max(1, part.resize(sizes))
         for factor in factors or ("",):
             if factor in known:
                 fills = [
-                    _find_fill(node, factor, i, held, operands) if p.grows else None
+                    _find_fill_value(node, factor, i, operand_parts, operands) if p.grows else None
                     for i, p in enumerate(known[factor])
                 ]
                 parts += [replace(p, fill=fill) for p, fill in zip(known[factor], fills, strict=True)]
@@ -258,34 +262,37 @@ def _build_result(
         )
     value = PaddedValue(tuple(dims), uniform=_find_uniform(node, operands))
     if index == 0 and len(rule.results) == 1:
-        return _with_coordinates(node, value, rule, operands)
+        return _add_coordinates(node, value, rule, operands)
     return value
 
 
-def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> Part:
+def _find_first_places(node: fx.Node, size: int, other: int, sizes: Sizes) -> DimPart:
     """Return how a dim of the result of ``node`` depends on the batch, if no operand grows with the batch along it. The
     dim has a fixed size, with one exception: ``node`` is a ``slice`` from index 0 that takes as many elements as the
     batch has, for example from a table of positions. ``size``, ``other``: the sizes of the dim in the graphs for the
     two batch sizes ``sizes``."""
     created = find_created_part(size, other, sizes)
-    first = operator_name(node) == "slice" and not get_node_argument(node, "start")
-    return created if first and created is not None else Part(size)
+    first = get_operator_name(node) == "slice" and not get_node_argument(node, "start")
+    return created if first and created is not None else DimPart(size)
 
 
-def _find_fill(
-    node: fx.Node, factor: str, index: int, held: Sequence[Mapping[str, Parts]], operands: Sequence[PaddedValue]
+def _find_fill_value(
+    node: fx.Node,
+    factor: str,
+    index: int,
+    operand_parts: Sequence[Mapping[str, Parts]],
+    operands: Sequence[PaddedValue],
 ) -> float | None:
     """Return the number in the padded elements of a result of the operator ``node`` along one part of one dim (a
     flattened dim has several parts); ``None`` if it is not known or they differ.
 
     ``factor``: the loop dimension of the operator over which the dim runs. ``index``: the index of the part, from 0.
-    ``held``: for each operand, a dict from factor to the parts of its dims. ``operands``: the descriptions of the
-    operands under padding.
-    """
-    name = operator_name(node)
+    ``operand_parts``: for each operand, a dict from factor to the parts of its dims. ``operands``: the descriptions of
+    the operands under padding."""
+    name = get_operator_name(node)
     numbers = [
         of[factor][index].fill if index < len(of.get(factor, ())) else value.uniform
-        for of, value in zip(held, operands, strict=True)
+        for of, value in zip(operand_parts, operands, strict=True)
     ]
     if name in VIEWS:
         return numbers[0]
@@ -294,7 +301,7 @@ def _find_fill(
     return apply_to_numbers(node, numbers) if is_pointwise(node) else None
 
 
-def _with_coordinates(
+def _add_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
     """Return ``value`` with added knowledge about elements that follow from their indices. ``value`` describes the
@@ -304,15 +311,15 @@ def _with_coordinates(
     ``rule``: the operator's sharding rule, which says which dims of operands and results run over the same loop.
     ``operands``: such descriptions of the operands.
     """
-    name = operator_name(node)
-    if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _start_of(node), int):
+    name = get_operator_name(node)
+    if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _get_start(node), int):
         return replace(value, lowest=float(start), counts=0 if start == 0 else None)
     if not operands:
         return value
     homes = [_map_dims(rule, i) for i in range(len(operands))]
     first, to = operands[0], homes[0]
     if name in VIEWS or name in CASTS:
-        keeps = name in VIEWS or not _is_short(node)
+        keeps = name in VIEWS or not _is_inexact_for_integers(node)
         return replace(
             value,
             lowest=first.lowest if keeps else None,
@@ -321,14 +328,14 @@ def _with_coordinates(
             causal=_move_pair(first.causal, to) if name in VIEWS else _combine_causal(node, operands, homes),
         )
     if name == "sub" and len(operands) == 2 and get_node_argument(node, "alpha", 1) == 1:
-        a, b = (_moved(o.counts, home) for o, home in zip(operands, homes, strict=True))
+        a, b = (_move_dim(o.counts, home) for o, home in zip(operands, homes, strict=True))
         if a is not None and b is not None and a != b:
             return replace(value, distance=(min(a, b), max(a, b), 1.0 if a > b else -1.0))
     if name in ORDERS and len(operands) == 1 and first.distance is not None and len(node.args) > 1:
         pair, known = _move_pair(first.distance, to), _compare_distance(name, first.distance[2], node.args[1])
         return value if pair is None or known is None else replace(value, causal=(*pair[:2], known))
     if name in ORDERS and len(operands) == 2:
-        a, b = (_moved(o.counts, home) for o, home in zip(operands, homes, strict=True))
+        a, b = (_move_dim(o.counts, home) for o, home in zip(operands, homes, strict=True))
         if a is None or b is None or a == b:
             return value
         # the later dim is that of keys, as everywhere; where the key is behind, the order is known
@@ -376,14 +383,14 @@ def _combine_causal(
     return None
 
 
-def _is_short(node: fx.Node) -> bool:
+def _is_inexact_for_integers(node: fx.Node) -> bool:
     """Return whether the cast ``node`` gives a dtype, such as bfloat16, in which large integers are not exact, so
     that its elements can no longer be taken for indices."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.bfloat16)
 
 
-def _start_of(node: fx.Node) -> Any:
+def _get_start(node: fx.Node) -> Any:
     return get_node_argument(node, "start", 0)
 
 
@@ -397,7 +404,7 @@ def _map_dims(rule: OpFactors, operand: int) -> dict[int, int]:
     return {d: homes[factors] for d, factors in enumerate(rule.operands[operand]) if factors in homes}
 
 
-def _moved(dim: int | None, to: Mapping[int, int]) -> int | None:
+def _move_dim(dim: int | None, to: Mapping[int, int]) -> int | None:
     return None if dim is None else to.get(dim)
 
 
@@ -413,29 +420,31 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 # --- operators with a function of their own; ``None``: the factor rule holds ------------------------------------------
 
 
-def _slice_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+def _propagate_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``slice`` node ``node``, as a description: which dims
     grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
     rule) if the sliced dim does not grow. ``operands``: such descriptions of the operands. The result has a fault (a
     reason why elements of the original batch may change) if the slice has a step or a tensor as bound, or cuts a
     flattened dim."""
     (x,) = operands[:1]
-    dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
+    dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
     if part is None:
-        return None if not any(p.grows for p in x.dims[dim]) else x.with_fault(_explain(node, "cuts what is padded"))
-    size, length = part.size, shapes_of(node)[0][dim]
+        return (
+            None if not any(p.grows for p in x.dims[dim]) else x.with_fault(_format_reason(node, "cuts what is padded"))
+        )
+    size, length = part.size, list_result_shapes(node)[0][dim]
     start = get_node_argument(node, "start") or 0
     start = start + size if start < 0 else start
     if get_node_argument(node, "step", 1) != 1 or len(operands) > 1:
-        return x.with_dim(dim, part).with_fault(_explain(node, "picks places of what is padded"))
+        return x.with_dim(dim, part).with_fault(_format_reason(node, "picks places of what is padded"))
     cut = size - start - length  # at the end
     if length == 1 and start == 0 and size > 1:  # the first place, which is real
-        return x.with_dim(dim, Part(1))
-    return x.with_dim(dim, Part(length, True, part.offset - start - cut, part.fill if cut == 0 else None))
+        return x.with_dim(dim, DimPart(1))
+    return x.with_dim(dim, DimPart(length, True, part.offset - start - cut, part.fill if cut == 0 else None))
 
 
-def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+def _propagate_pad(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``constant_pad_nd`` node ``node``, as a description
     (never ``None``): which dims grow with the batch, and which numbers padded elements have. ``operands``: such a
     description of the operand.
@@ -454,52 +463,56 @@ def _pad_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue |
             continue
         if part is None:
             if any(p.grows for p in x.dims[dim]):
-                return x.with_fault(_explain(node, "pads what is padded"))
+                return x.with_fault(_format_reason(node, "pads what is padded"))
             value = replace(
                 value,
                 dims=tuple(
-                    ((Part(sum(p.size for p in ps) + before + after),) if d == dim else ps)
+                    ((DimPart(sum(p.size for p in ps) + before + after),) if d == dim else ps)
                     for d, ps in enumerate(value.dims)
                 ),
             )
             continue
         fits = after == 0 or (part.fill is not None and number is not None and part.fill == float(number))
-        value = value.with_dim(dim, Part(part.size + before + after, True, part.offset + before + after, part.fill))
+        value = value.with_dim(dim, DimPart(part.size + before + after, True, part.offset + before + after, part.fill))
         if not fits:
-            value = value.with_fault(_explain(node, "writes behind the last place of what is padded"))
+            value = value.with_fault(_format_reason(node, "writes behind the last place of what is padded"))
     return replace(value, uniform=None)
 
 
-def _join_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+def _propagate_cat(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``cat`` node ``node``, as a description: which dims grow
     with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding rule)
     if no operand grows along the joined dim. ``operands``: such descriptions of the operands. The result has a fault (a
     reason why elements of the original batch may change) if another operand than the last grows along this dim."""
-    dim = as_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
+    dim = normalize_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
     part, *_ = (o.growing_part(dim) for o in operands[-1:])
     fault = next((o.fault for o in operands if o.fault), "")
-    size = shapes_of(node)[0][dim]
+    size = list_result_shapes(node)[0][dim]
     if part is None or any(p.grows for o in operands[:-1] for p in o.dims[dim]):
-        return operands[-1].with_dim(dim, Part(size)).with_fault(fault or _explain(node, "joins behind what is padded"))
+        return (
+            operands[-1]
+            .with_dim(dim, DimPart(size))
+            .with_fault(fault or _format_reason(node, "joins behind what is padded"))
+        )
     more = size - part.size
-    return operands[-1].with_dim(dim, Part(size, True, part.offset + more, part.fill)).with_fault(fault)
+    return operands[-1].with_dim(dim, DimPart(size, True, part.offset + more, part.fill)).with_fault(fault)
 
 
-def _select_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``select`` node ``node``, as a description: which dims
     grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
     rule) if the dim of the selected index does not grow. ``operands``: such descriptions of the operands. The result
     has a fault (a reason why elements of the original batch may change) unless index 0 is selected, because another
     index may be that of a padded element."""
     (x,) = operands[:1]
-    dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
+    dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
         return None
     left = PaddedValue(tuple(parts for d, parts in enumerate(x.dims) if d != dim), x.fault)
     first = x.growing_part(dim) is not None and index == 0
-    return left if first else left.with_fault(_explain(node, "picks a place of what is padded"))
+    return left if first else left.with_fault(_format_reason(node, "picks a place of what is padded"))
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
@@ -509,7 +522,7 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
     fault (a reason why elements of the original batch may change) unless the written slice reaches the end of the
     dim."""
     x, source = operands
-    dim = as_dim(get_node_argument(node, "dim", 0), len(x.dims))
+    dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
     if part is None and given is None:
         return None
@@ -517,42 +530,46 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
     start = get_node_argument(node, "start") or 0
     whole = part is not None and given is not None and start >= 0 and start + given.size == part.size
     if not whole or get_node_argument(node, "step", 1) != 1:
-        return x.with_fault(fault or _explain(node, "writes into a part of what is padded"))
+        return x.with_fault(fault or _format_reason(node, "writes into a part of what is padded"))
     assert part is not None and given is not None
     return x.with_dim(dim, replace(part, fill=given.fill)).with_fault(fault)
 
 
-def _scatter_place(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``select_scatter`` node ``node``, as a description: which
     dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
     sharding rule) if the written dim does not grow. ``operands``: such descriptions of the operands. The result has a
     fault (a reason why elements of the original batch may change) unless index 0 is written, because another index may
     be that of a padded element."""
     x, source = operands
-    dim, index = as_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
+    dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
         return None
-    fault = x.fault or source.fault or ("" if index == 0 else _explain(node, "writes at a place of what is padded"))
+    fault = (
+        x.fault or source.fault or ("" if index == 0 else _format_reason(node, "writes at a place of what is padded"))
+    )
     return replace(x, uniform=None, lowest=None, counts=None, causal=None).with_fault(fault)
 
 
-def _sum_so_far(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node``, as a description:
     which dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the
     operator's sharding rule) if the dim along which it works does not grow. ``operands``: such descriptions of the
     operands. Padded elements come last along this dim, so results for elements of the original batch do not depend on
     them."""
     x = operands[0]
-    dim = as_dim(get_node_argument(node, "dim", -1), len(x.dims))
+    dim = normalize_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
         return None
     part, fault = x.growing_part(dim), next((o.fault for o in operands if o.fault), "")
-    if part is None or (operator_name(node) == "diff" and (len(operands) != 2 or get_node_argument(node, "n", 1) != 1)):
-        return x.with_fault(fault or _explain(node, "combines places of what is padded"))
+    if part is None or (
+        get_operator_name(node) == "diff" and (len(operands) != 2 or get_node_argument(node, "n", 1) != 1)
+    ):
+        return x.with_fault(fault or _format_reason(node, "combines places of what is padded"))
     return replace(x.with_dim(dim, replace(part, fill=None)), uniform=None).with_fault(fault)
 
 
-def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``gather`` node ``node``, as a description (never
     ``None``): which dims grow with the batch, and which numbers padded elements have. ``operands``: such descriptions
     of source and index.
@@ -561,7 +578,7 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
     grows, unless each element reads its own position, or if source and index grow differently along another dim.
     """
     x, index = operands
-    dim, rank = as_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
+    dim, rank = normalize_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
     fault, itself = x.fault or index.fault, False
     dims: list[Parts] = []
     for d in range(rank):
@@ -572,14 +589,14 @@ def _gather_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
             elif own is None and asked is None and not any(p.grows for v in (x, index) for p in v.dims[d]):
                 dims.append(index.dims[d])
             else:
-                return index.with_fault(fault or _explain(node, "brings together tensors of which one is padded"))
+                return index.with_fault(fault or _format_reason(node, "brings together tensors of which one is padded"))
         elif own is None and not any(p.grows for p in x.dims[d]):
             dims.append(tuple(replace(p, fill=None) for p in index.dims[d]))
         elif own is not None and asked is not None and own.kind == asked.kind and index.counts == d:
             dims.append((own,))  # each place reads itself
             itself = True
         else:
-            return index.with_fault(fault or _explain(node, "reads places of what is padded"))
+            return index.with_fault(fault or _format_reason(node, "reads places of what is padded"))
     return PaddedValue(tuple(dims), fault, counts=x.counts if itself else None, lowest=x.lowest)
 
 
@@ -591,32 +608,32 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
-    if not isinstance(branch, fx.Node) or shapes_of(branch) != shapes_of(node):
+    if not isinstance(branch, fx.Node) or list_result_shapes(branch) != list_result_shapes(node):
         return None
     return operands[operands_of(node).index(branch)]
 
 
-def _soften_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+def _propagate_softmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what padding the batch does to the result of the ``softmax`` node ``node``, as a description: which dims
     grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
     rule) if the dim of the softmax does not grow. ``operands``: such a description of the operand. The result has a
     fault (a reason why elements of the original batch may change) unless padded elements have scores of -1e30 or less,
     or are hidden by a causal mask."""
     (x,) = operands[:1]
-    (dim,) = as_dims(get_node_argument(node, "dim"), len(x.dims))
+    (dim,) = normalize_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
     if part is None:
         return None
     causal = x.causal is not None and x.causal[1] == dim and x.causal[2] <= NEGATIVE
     causal = causal and x.growing_part(x.causal[0] if x.causal else 0) is not None
     hidden = causal or (part.fill is not None and part.fill <= NEGATIVE)
-    fault = "" if hidden else _explain(node, "gives weight to padded places")
+    fault = "" if hidden else _format_reason(node, "gives weight to padded places")
     fill = 0.0 if part.fill is not None and part.fill <= NEGATIVE else None
     made = replace(x.with_dim(dim, replace(part, fill=fill)), uniform=None).with_fault(fault)
     return replace(made, causal=(*x.causal[:2], 0.0)) if causal and x.causal is not None else made
 
 
-def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
+def _propagate_attention(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
     """Return what padding the batch does to the result of the attention ``node``, as a description: which dims grow
     with the batch, and which numbers padded elements have. ``operands``: such descriptions of queries, keys, values
     and, if there are any, mask, document ids, prefix and slopes. The result has a fault (a reason why elements of the
@@ -630,13 +647,13 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
     masks = [m for m in masks if m is not slopes]
     own, keys, values = (o.growing_part(len(o.dims) - 2) for o in (query, key, value))
     if any(p.grows for o in (query, key, value) for p in o.dims[-1]):
-        return query.with_fault(fault or _explain(node, "adds up padded numbers"))
+        return query.with_fault(fault or _format_reason(node, "adds up padded numbers"))
     made = _find_batch_dims(query, key, value)
-    fits = _fits_rows if operator_name(node) in _BY_ROWS else _fits_scores
+    fits = _fits_rows if get_operator_name(node) in _READS_DOCUMENT_IDS else _fits_scores
     if slopes is not None and slopes.grows:
         made = None
     if made is None or not all(fits(mask, query, key) for mask in masks):
-        return query.with_fault(fault or _explain(node, "brings together tensors of which one is padded"))
+        return query.with_fault(fault or _format_reason(node, "brings together tensors of which one is padded"))
     if keys is not None or values is not None:
         band = find_attention_band(node)
         ordered = own is not None and keys is not None and own.kind == keys.kind
@@ -651,7 +668,7 @@ def _attend_padded(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
             and keys.kind == values.kind
             and ((ordered and causal) or any(_hides_keys(node, m, ordered) for m in masks if fits is _fits_scores))
         )
-        fault = fault or ("" if hidden else _explain(node, "gives weight to padded positions"))
+        fault = fault or ("" if hidden else _format_reason(node, "gives weight to padded positions"))
     dims = (*made, query.dims[rank - 2], value.dims[-1])
     return PaddedValue(tuple(tuple(replace(p, fill=None) for p in parts) for parts in dims), fault)
 
@@ -709,33 +726,33 @@ def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue
     reason why elements of the original batch may change) unless padded elements are false (for ``any``) or true (for
     ``all``)."""
     (x,) = operands
-    neutral = 0.0 if operator_name(node) == "any" else 1.0
-    dims = as_dims(get_node_argument(node, "dim"), len(x.dims))
+    neutral = 0.0 if get_operator_name(node) == "any" else 1.0
+    dims = normalize_dims(get_node_argument(node, "dim"), len(x.dims))
     if not any(p.grows for d in dims for p in x.dims[d]):
         return None
     fits = all(p.fill == neutral for d in dims for p in x.dims[d] if p.grows)
     keep = get_node_argument(node, "keepdim", False)
-    left = [((Part(1),) if d in dims else parts) for d, parts in enumerate(x.dims) if keep or d not in dims]
+    left = [((DimPart(1),) if d in dims else parts) for d, parts in enumerate(x.dims) if keep or d not in dims]
     left = [tuple(replace(p, fill=None) for p in parts) for parts in left]
     return PaddedValue(tuple(left), x.fault).with_fault(
-        "" if fits else _explain(node, "combines real places with padded ones")
+        "" if fits else _format_reason(node, "combines real places with padded ones")
     )
 
 
 SINGLE_RULES: dict[str, Rule] = {
-    "slice": _slice_padded,
-    "constant_pad_nd": _pad_padded,
-    "cat": _join_padded,
-    "select": _select_padded,
+    "slice": _propagate_slice,
+    "constant_pad_nd": _propagate_pad,
+    "cat": _propagate_cat,
+    "select": _propagate_select,
     "slice_scatter": _scatter_slice,
-    "select_scatter": _scatter_place,
-    "cumsum": _sum_so_far,
-    "diff": _sum_so_far,
-    "gather": _gather_padded,
+    "select_scatter": _propagate_select_scatter,
+    "cumsum": _propagate_cumsum,
+    "diff": _propagate_cumsum,
+    "gather": _propagate_gather,
     "where": _choose_branch,
-    "softmax": _soften_padded,
-    "_softmax": _soften_padded,
-    "scaled_dot_product_attention": _attend_padded,
+    "softmax": _propagate_softmax,
+    "_softmax": _propagate_softmax,
+    "scaled_dot_product_attention": _propagate_attention,
     "any": _reduce_truth,
     "all": _reduce_truth,
 }

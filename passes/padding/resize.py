@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from partitioner.passes.ir.interpret import refresh_graph_values
 from partitioner.passes.ir.model import Block, Captured, FoldedModel, ModelInput, ModelState, TensorSpec
 from partitioner.passes.normalize.document_masks import list_document_attentions, list_prefix_attentions
-from partitioner.passes.padding.compare import align_graphs, is_prefix, match_nodes, shapes_of
+from partitioner.passes.padding.compare import align_graphs, is_prefix, list_result_shapes, match_nodes
 from partitioner.passes.shard.differentiate import JointGraph
 
 Line = tuple[int, int, int]  # the two sizes of the batch, and the one in between
@@ -120,8 +120,11 @@ def _resize_nodes(pairs: Mapping[fx.Node, fx.Node], placeholders: Mapping[fx.Nod
         raise _UnevenError from error
     for node, partner in pairs.items():
         if node.op == "call_function":
-            wanted = [_resize_shape(a, b, line) for a, b in zip(shapes_of(node), shapes_of(partner), strict=True)]
-            if list(shapes_of(made[node])) != wanted:
+            wanted = [
+                _resize_shape(a, b, line)
+                for a, b in zip(list_result_shapes(node), list_result_shapes(partner), strict=True)
+            ]
+            if list(list_result_shapes(made[node])) != wanted:
                 raise _UnevenError
     return graph
 
@@ -146,7 +149,7 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
     except _UnevenError:
         return None
     found = main.with_(states=states, constants=main.constants | constants, inputs=inputs, values=values, blocks=blocks)
-    return found if _fits_calls(found) else None
+    return found if _match_call_shapes(found) else None
 
 
 def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
@@ -185,7 +188,7 @@ def _resize_block(main: Block, other: Block, line: Line) -> Block:
     return replace(main, graph=_resize_nodes(pairs, placeholders, line))
 
 
-def _fits_calls(model: FoldedModel) -> bool:
+def _match_call_shapes(model: FoldedModel) -> bool:
     """Return whether each call in ``model`` passes tensors of those shapes to its block (the graph that equal layers
     share) that the block expects. This may fail after resizing: layers that are equal for two batch sizes share a
     block, and need not be equal for a third."""
@@ -401,7 +404,7 @@ def _resize_joint_nodes(pairs: Mapping[fx.Node, fx.Node], line: Line) -> fx.Grap
             new.args, new.kwargs = fx.node.map_arg((args, kwargs), made.__getitem__)
             values = fx.node.map_arg((new.args, new.kwargs), lambda operand: operand.meta["val"])
             new.meta["val"] = node.target(*values[0], **values[1])  # type: ignore[operator]
-            if shapes_of(new) != _resize_shapes(shapes_of(node), shapes_of(partner), line):
+            if list_result_shapes(new) != _resize_shapes(list_result_shapes(node), list_result_shapes(partner), line):
                 raise _UnevenError
     return graph
 

@@ -14,18 +14,18 @@ import torch
 from torch import fx
 
 from partitioner.passes.ir.model import Captured
-from partitioner.passes.padding.compare import operator_name, shapes_of
+from partitioner.passes.padding.compare import get_operator_name, list_result_shapes
 from partitioner.passes.padding.fills import NEGATIVE, VIEWS, is_pointwise
 from partitioner.passes.padding.values import PaddedValue
 from partitioner.passes.rules import factors_of
-from partitioner.passes.rules.factors import as_dims, get_meta_tensor, get_node_argument, operands_of
+from partitioner.passes.rules.factors import get_meta_tensor, get_node_argument, normalize_dims, operands_of
 
 Values = Mapping[fx.Node, tuple[PaddedValue, ...]]  # node -> descriptions of its results under padding
 Unseen = Literal["all", "first", "gap"]  # which hidden positions may leave a query without keys (InputPadding.unseen)
 
 
 @dataclass(frozen=True)
-class OpenScores:
+class UnmaskedScores:
     """Attention scores, or a mask that is added to them, with a finite number at padded keys.
 
     ``node``: the node that computes them. ``key``: the index of the dim of keys. ``queries``: the indices of other
@@ -44,17 +44,17 @@ class OpenScores:
         return part is not None and part.fill is not None and part.fill <= NEGATIVE
 
 
-def find_open_scores(node: fx.Node, operands: Sequence[PaddedValue]) -> OpenScores | None:
+def find_unmasked_scores(node: fx.Node, operands: Sequence[PaddedValue]) -> UnmaskedScores | None:
     """Return the scores that the operator ``node`` reads, if it is a softmax over keys or an attention, and the padded
     keys have a finite score of -1e30 or less; otherwise ``None``. ``operands``: the descriptions of its operands."""
-    name = operator_name(node)
+    name = get_operator_name(node)
     if name in ("softmax", "_softmax"):
         scores = operands_of(node)[0]
-        (key,) = as_dims(get_node_argument(node, "dim"), len(operands[0].dims))
+        (key,) = normalize_dims(get_node_argument(node, "dim"), len(operands[0].dims))
         dtype = get_meta_tensor(node).dtype
     elif name == "scaled_dot_product_attention" and isinstance(mask := get_node_argument(node, "attn_mask"), fx.Node):
         scores, dtype = mask, get_meta_tensor(mask).dtype
-        key = len(shapes_of(mask)[0]) - 1
+        key = len(list_result_shapes(mask)[0]) - 1
     else:
         return None
     value = operands[operands_of(node).index(scores)]
@@ -69,10 +69,10 @@ def find_open_scores(node: fx.Node, operands: Sequence[PaddedValue]) -> OpenScor
     if not kept or -torch.inf in kept:
         return None
     queries = frozenset(d for d, parts in enumerate(value.dims) if d != key and any(p.grows for p in parts))
-    return OpenScores(scores, key, queries, causal)
+    return UnmaskedScores(scores, key, queries, causal)
 
 
-def list_mask_nodes(main: Captured, scores: Collection[OpenScores]) -> list[fx.Node]:
+def list_mask_nodes(main: Captured, scores: Collection[UnmaskedScores]) -> list[fx.Node]:
     """Return those nodes of the model ``main`` that compute masks of ``scores``, in the order of the graph: the nodes
     before them that depend on no parameter, and the pointwise operators and views that join a mask with the scores.
     """
@@ -85,7 +85,7 @@ def list_mask_nodes(main: Captured, scores: Collection[OpenScores]) -> list[fx.N
     left = [each.node for each in scores]
     while left:
         node = left.pop()
-        joins = node.op == "call_function" and (is_pointwise(node) or operator_name(node) in VIEWS)
+        joins = node.op == "call_function" and (is_pointwise(node) or get_operator_name(node) in VIEWS)
         if node not in found and (node not in trained or joins):
             found.add(node)
             left += node.all_input_nodes
@@ -101,8 +101,8 @@ def find_varying_dims(nodes: Sequence[fx.Node], values: Values) -> dict[fx.Node,
     """
     found: dict[fx.Node, frozenset[int]] = {}
     for node in nodes:
-        every = frozenset(d for d, size in enumerate(shapes_of(node)[0]) if size > 1)
-        name = operator_name(node) if node.op == "call_function" else ""
+        every = frozenset(d for d, size in enumerate(list_result_shapes(node)[0]) if size > 1)
+        name = get_operator_name(node) if node.op == "call_function" else ""
         apart = name == "abs" and values[operands_of(node)[0]][0].distance is not None
         if apart or values[node][0].uniform is not None:
             every = frozenset()
@@ -112,7 +112,9 @@ def find_varying_dims(nodes: Sequence[fx.Node], values: Values) -> dict[fx.Node,
     return found
 
 
-def classify_unseen(scores: Sequence[OpenScores], varying: Mapping[fx.Node, frozenset[int]], values: Values) -> Unseen:
+def classify_unseen(
+    scores: Sequence[UnmaskedScores], varying: Mapping[fx.Node, frozenset[int]], values: Values
+) -> Unseen:
     """Return which positions have to be hidden so that a query sees no key: ``all`` of its sample; the ``first``, as
     under a causal mask; or also those of a ``gap`` before a visible one, as under a causal window and other masks of
     queries and keys.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Part:
+class DimPart:
     """A part of a tensor's dim, which may grow with the batch. A dim that joins several dims, such as ``(batch
     positions)``, has several parts.
 
@@ -26,7 +26,7 @@ class Part:
     offset: int = 0
     fill: float | None = None
 
-    def at(self, sizes: tuple[int, int]) -> int:
+    def resize(self, sizes: tuple[int, int]) -> int:
         """Return the number of elements that this part of a dim has if the batch has another size. ``sizes``: two
         batch sizes, in elements along the padded axis: the one that this description is for, and the other one."""
         return self.size - sizes[0] + sizes[1] if self.grows else self.size
@@ -38,7 +38,7 @@ class Part:
         return self.size, self.grows, self.offset
 
 
-Parts = tuple[Part, ...]
+Parts = tuple[DimPart, ...]
 Causal = tuple[int, int, float]  # dim of queries, dim of keys, number where the key is behind the query
 
 
@@ -67,13 +67,13 @@ class PaddedValue:
         """Return whether any dim of the described tensor grows with the batch."""
         return any(part.grows for parts in self.dims for part in parts)
 
-    def growing_part(self, dim: int) -> Part | None:
+    def growing_part(self, dim: int) -> DimPart | None:
         """Return the part that alone makes up the dim ``dim`` of the described tensor, if it grows with the batch;
         ``None`` if the dim has several parts or does not grow."""
         parts = [p for p in self.dims[dim] if p.size > 1 or p.grows]
         return parts[0] if len(parts) == 1 and parts[0].grows else None
 
-    def with_dim(self, dim: int, part: Part) -> PaddedValue:
+    def with_dim(self, dim: int, part: DimPart) -> PaddedValue:
         """Return a copy of this description of a tensor, in which ``part`` alone makes up the dim ``dim``. What was
         known of the elements' indices is dropped. A number that all elements have is kept if the padded elements of
         ``part`` have it, too."""
@@ -86,13 +86,13 @@ class PaddedValue:
         return replace(self, fault=self.fault or fault)
 
 
-def plain_value(shape: Sequence[int], fault: str = "") -> PaddedValue:
+def make_fixed_value(shape: Sequence[int], fault: str = "") -> PaddedValue:
     """Return a description of a tensor of the shape ``shape`` that does not grow if the batch is padded. ``fault``: why
     padding may change its elements; empty if it does not."""
-    return PaddedValue(tuple((Part(size),) for size in shape), fault)
+    return PaddedValue(tuple((DimPart(size),) for size in shape), fault)
 
 
-def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | None:
+def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> DimPart | None:
     """Return the description of a dim that has ``size`` elements if the batch has ``sizes[0]`` elements along the
     padded axis, and ``other`` elements if the batch has ``sizes[1]``.
 
@@ -100,9 +100,9 @@ def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> Part | N
     both sizes are equal. Return ``None`` if the size depends on the batch in another way.
     """
     if size == other:
-        return Part(size)
+        return DimPart(size)
     if size - sizes[0] == other - sizes[1]:
-        return Part(size, grows=True, offset=size - sizes[0])
+        return DimPart(size, grows=True, offset=size - sizes[0])
     return None
 
 
@@ -117,7 +117,7 @@ def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
     left = [p for p in parts if p.size > 1 or p.grows]
     found: list[Parts] = []
     for size in sizes:
-        taken: list[Part] = []
+        taken: list[DimPart] = []
         while (had := math.prod(p.size for p in taken)) < size:
             if not left:
                 return None
@@ -125,8 +125,8 @@ def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
             if size % had or (first.size > wanted and (first.grows or first.size % wanted)):
                 return None
             if first.size > wanted:
-                taken.append(Part(wanted))
-                left[0] = Part(first.size // wanted)
+                taken.append(DimPart(wanted))
+                left[0] = DimPart(first.size // wanted)
             else:
                 taken.append(left.pop(0))
         if had != size:

@@ -1,8 +1,8 @@
 """Sharding rules of attention, of products of rows with their expert's matrix, and of collectives.
 
 With context parallelism (``cp``), queries, keys and values are all sharded along the sequence. This is a *form* of
-attention within a band of positions (:class:`partitioner.passes.rules.factors.Form`). There is one form for each way to
-exchange keys and values: all-gather and ring.
+attention within a band of positions (:class:`partitioner.passes.rules.factors.MultiFactorForm`). There is one form for
+each way to exchange keys and values: all-gather and ring.
 
 Collectives of one mesh axis are sharded along another axis like ordinary operators. If a collective over n ranks splits
 or joins a dim, the longer side of this dim is treated as n pieces of the shorter one.
@@ -23,24 +23,24 @@ from partitioner.passes.ir.collectives import ops as collective
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.layouts import PARTIAL
 from partitioner.passes.ops import caches  # noqa: F401 - registers an operator that has a rule here
-from partitioner.passes.ops.attention import Band, band_of, limits_of
+from partitioner.passes.ops.attention import Band, get_band_limits, make_band
 from partitioner.passes.ops.documents import document_ops
-from partitioner.passes.ops.scored_attention import reach_of, scored_ops
+from partitioner.passes.ops.scored_attention import get_prefix_band, scored_ops
 from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
-    Form,
-    Local,
+    LocalBuilder,
     Lowering,
+    MultiFactorForm,
     OpFactors,
     build_factor_rule,
-    everything_whole,
+    forbid_sharding,
     get_meta_shape,
     get_node_argument,
     mark_linear_each,
     operands_of,
+    replace_operands,
     results_of,
-    with_operands,
 )
 from partitioner.passes.rules.pointwise import shard_elementwise
 from partitioner.passes.rules.registry import register_family
@@ -64,11 +64,11 @@ def shard_attention(node: fx.Node) -> OpFactors:
     together with the key heads that they share.
     """
     if get_node_argument(node, "dropout_p"):
-        return everything_whole(node)
+        return forbid_sharding(node)
     query, key, value, *mask = operands_of(node)
     rank = len(get_meta_shape(query))
     if any(len(get_meta_shape(o)) != rank for o in (key, value)):
-        return everything_whole(node)
+        return forbid_sharding(node)
     batch: list[tuple[str, ...]] = [(n,) for n in NAMES[: rank - 2]]
     kv_batch = list(batch)
     fronts = [get_meta_shape(o)[: rank - 2] for o in (query, key, value)]
@@ -76,7 +76,7 @@ def shard_attention(node: fx.Node) -> OpFactors:
     if get_node_argument(node, "enable_gqa") and rank > 2:
         heads, kv_heads, value_heads = (front[-1] for front in fronts)
         if kv_heads != value_heads:
-            return everything_whole(node)
+            return forbid_sharding(node)
         if heads != kv_heads:
             sizes.update({batch[-1][0]: kv_heads, "rep": heads // kv_heads})
             batch[-1] = (*batch[-1], "rep")
@@ -96,7 +96,7 @@ def shard_attention(node: fx.Node) -> OpFactors:
         whole.add("q")  # kernels pad the positions of the logsumexp
     sums = tuple((*made[:2], *((),) * (r.dim() - 2)) if r.dim() > 2 else ((),) * r.dim() for r in others)
     found = OpFactors(sizes, operands, (made, *sums), frozenset(whole))
-    return found if find_attention_band(node) is None else replace(found, forms=_context_forms(node))
+    return found if find_attention_band(node) is None else replace(found, forms=_list_context_forms(node))
 
 
 @register_family("partition::write_cache")
@@ -109,7 +109,7 @@ def write_to_cache(node: fx.Node) -> OpFactors:
 
 
 @register_family("partition::band_attention")
-def within_band(node: fx.Node) -> OpFactors:
+def shard_band_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::band_attention``: attention in which a query sees
     only the keys within a range of positions around its own.
 
@@ -127,24 +127,24 @@ def within_band(node: fx.Node) -> OpFactors:
 
     keys = dims(("b",), ("h",), (), ())
     queries = dims(("b",), head, (), ())
-    return OpFactors(sizes, (queries, keys, keys), (queries, queries[:3]), forms=_context_forms(node))
+    return OpFactors(sizes, (queries, keys, keys), (queries, queries[:3]), forms=_list_context_forms(node))
 
 
 @register_family("partition::document_attention")
-def within_documents(node: fx.Node) -> OpFactors:
+def shard_document_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::document_attention``: attention in which a query
     sees only keys of its own document.
 
     Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
     exchange keys and values. The document ids ``[batch, positions]`` are sharded like the queries.
     """
-    found = within_band(node)
+    found = shard_band_attention(node)
     ids = tuple(f for f in ("b",) if f in found.sizes), ()
     return replace(found, operands=(*found.operands, ids))
 
 
 @register_family("partition::scored_attention")
-def with_changed_scores(node: fx.Node) -> OpFactors:
+def shard_scored_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention whose scores are
     capped or have a bias with a slope for each head (ALiBi), or in which documents have a prefix, keys that all queries
     of the document see.
@@ -153,13 +153,13 @@ def with_changed_scores(node: fx.Node) -> OpFactors:
     exchange keys and values. Document ids and flags of the prefixes ``[batch, positions]`` are sharded like the
     queries, the slopes ``[heads]`` like the heads of the queries.
     """
-    found = within_band(node)
+    found = shard_band_attention(node)
     row = tuple(f for f in ("b",) if f in found.sizes), ()
     further = {"ids": row, "prefix": row, "slopes": (found.operands[0][1],)}
-    return replace(found, operands=(*found.operands, *(further[name] for name in _list_given_marks(node))))
+    return replace(found, operands=(*found.operands, *(further[name] for name in _list_optional_operands(node))))
 
 
-def _list_given_marks(node: fx.Node) -> list[str]:
+def _list_optional_operands(node: fx.Node) -> list[str]:
     """Return the names of the tensors that the attention ``node`` reads after queries, keys and values, in order. They
     are those of ``ids`` (document ids), ``prefix`` (flags of keys that all queries of their document see) and
     ``slopes`` (a slope for each head) that are arguments of the call; an empty list if there are none."""
@@ -167,28 +167,28 @@ def _list_given_marks(node: fx.Node) -> list[str]:
 
 
 @register_family("partition::context_attention")
-def over_ranks(node: fx.Node) -> OpFactors:
+def shard_context_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::context_attention``: attention whose sequence is
     sharded over one mesh axis already. Over another mesh axis, its batch and heads may be sharded, but not its
     sequence."""
-    return replace(within_band(node), forms={})
+    return replace(shard_band_attention(node), forms={})
 
 
 @register_family("partition::context_document_attention")
-def documents_over_ranks(node: fx.Node) -> OpFactors:
+def shard_context_document_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::context_document_attention``: attention within
     documents whose sequence is sharded over one mesh axis already. Over another mesh axis, its batch and heads may
     be sharded, but not its sequence."""
-    return replace(within_documents(node), forms={})
+    return replace(shard_document_attention(node), forms={})
 
 
 @register_family("partition::context_scored_attention")
-def changed_scores_over_ranks(node: fx.Node) -> OpFactors:
+def shard_context_scored_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::context_scored_attention``: attention whose scores
     are capped or have a bias with a slope for each head (ALiBi), or whose documents have a prefix, and whose sequence
     is sharded over one mesh axis already. Over another mesh axis, its batch and heads may be sharded, but not its
     sequence."""
-    return replace(with_changed_scores(node), forms={})
+    return replace(shard_scored_attention(node), forms={})
 
 
 _BANDS = (
@@ -214,7 +214,7 @@ def find_attention_band(node: fx.Node) -> Band | None:
     its keys.
     """
     if node.target in _BANDS:
-        return band_of(get_node_argument(node, "before"), get_node_argument(node, "after"))
+        return make_band(get_node_argument(node, "before"), get_node_argument(node, "after"))
     if not str(node.target).startswith("aten.scaled_dot_product_attention") or get_node_argument(node, "dropout_p"):
         return None
     if len(operands_of(node)) != 3 or any(len(get_meta_shape(o)) != 4 for o in operands_of(node)):
@@ -232,19 +232,22 @@ def find_exchanged_band(node: fx.Node) -> Band | None:
     see keys, so that ranks have to exchange them: that of all keys or, if it is wider, that of the keys of a prefix.
     ``None`` in the cases of :func:`find_attention_band`."""
     if node.target in _BANDS and get_node_argument(node, "prefix", None) is not None:
-        return reach_of(get_node_argument(node, "reach", ()))
+        return get_prefix_band(get_node_argument(node, "reach", ()))
     return find_attention_band(node)
 
 
-def _context_forms(node: fx.Node) -> dict[str, Form]:
+def _list_context_forms(node: fx.Node) -> dict[str, MultiFactorForm]:
     """Return a dict with one entry for each algorithm (``all_gather`` and ``ring``) by which ranks can exchange keys
     and values: its name -> how it runs the attention ``node`` with a sequence that is sharded over the ranks.
     Queries, keys and values are then sharded along dim 2, and document ids, if the attention has them, along dim 1."""
-    marks = [None if name == "slopes" else 1 for name in _list_given_marks(node)]
-    return {name: Form("q", (2, 2, 2, *marks), (2, 2), partial(_over_ranks, name)) for name in CONTEXT_FORMS}
+    marks = [None if name == "slopes" else 1 for name in _list_optional_operands(node)]
+    return {
+        name: MultiFactorForm("q", (2, 2, 2, *marks), (2, 2), partial(_lower_context_attention, name))
+        for name in CONTEXT_FORMS
+    }
 
 
-def _over_ranks(algorithm: str, local: Local) -> fx.Node:
+def _lower_context_attention(algorithm: str, local: LocalBuilder) -> fx.Node:
     """Append an attention whose sequence is sharded over the ranks to the graph of one rank, and return its node (its
     first result if the replaced operator has only one).
 
@@ -253,11 +256,11 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
     """
     seen, node = find_attention_band(local.node), local.node
     assert seen is not None, node
-    limits = *limits_of(seen), get_node_argument(node, "scale")
+    limits = *get_band_limits(seen), get_node_argument(node, "scale")
     reach: tuple[Any, ...] = ()
     if node.target is scored_ops.scored_attention.default:
         target = ops.context_scored_attention.default
-        args, _ = with_operands(node, local.operands)
+        args, _ = replace_operands(node, local.operands)
         names = [argument.name for argument in node.target._schema.arguments]
         args, reach = args[: names.index("reach")], args[names.index("reach") :]
     elif node.target is document_ops.document_attention.default:
@@ -278,18 +281,18 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
 
 
 @register_family("partition::expert_mm")
-def product_by_expert(node: fx.Node) -> OpFactors:
+def shard_expert_product(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::expert_mm``, which multiplies each row of ``[t, k]``
     by the matrix of its expert, from ``[e, k, n]``.
 
     Every dim may be sharded. If the dim ``e`` of experts is sharded, a rank returns zeros for rows (tokens) of other
     ranks' experts, so the result is a partial sum.
     """
-    lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
+    lower = {"e": Lowering(_lower_expert_product, PARTIAL, divides_work=True)}
     return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
 
 
-def _of_own_experts(local: Local) -> fx.Node:
+def _lower_expert_product(local: LocalBuilder) -> fx.Node:
     _, weight, expert = local.operands
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     first = local.call(aten.mul.Tensor, rank, get_meta_shape(weight)[0])
@@ -297,7 +300,7 @@ def _of_own_experts(local: Local) -> fx.Node:
 
 
 @register_family("_grouped_mm", "transformers::grouped_mm_fallback")
-def grouped_product(node: fx.Node) -> OpFactors | None:
+def shard_grouped_product(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a grouped matrix product of rows (tokens) ``[t, k]``, sorted by expert,
     with one matrix for each expert, ``[e, k, n]``. Return ``None`` (no sharding) for operands with other numbers of
     dims.
@@ -312,7 +315,7 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
         return build_factor_rule(node, ["etk", "ekn"], ["etn"], linear=mark_linear_each(0, 1))
     if ranks != (2, 3, 1):
         return None
-    lower = {"e": Lowering(_own_experts, PARTIAL, divides_work=True)}
+    lower = {"e": Lowering(_lower_grouped_product, PARTIAL, divides_work=True)}
     # Every rank needs the ends of all experts, so they have no factor.
     patterns = [("t", "k"), ("e", "k", "n"), (None,)]
     return build_factor_rule(
@@ -320,7 +323,7 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
     )
 
 
-def _own_experts(local: Local) -> fx.Node:
+def _lower_grouped_product(local: LocalBuilder) -> fx.Node:
     """Append the product of rows (tokens) with the matrices of those experts that this rank holds to the graph of one
     rank, and return its node. ``local``: the grouped product to replace, its layouts, and the graph of one rank.
 
@@ -368,10 +371,10 @@ def shard_histogram(node: fx.Node) -> OpFactors:
     (x,) = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
     data_range = get_node_argument(node, "min") == get_node_argument(node, "max")
-    return everything_whole(node) if data_range else build_factor_rule(node, [names], [[None]])
+    return forbid_sharding(node) if data_range else build_factor_rule(node, [names], [[None]])
 
 
-_JOINS = (collective.all_gather.default, collective.shard_pad.default)
+_JOINING_COLLECTIVES = (collective.all_gather.default, collective.shard_pad.default)
 
 
 @register_family("partition::copy", "partition::all_reduce")
@@ -389,7 +392,9 @@ register_family("partition::all_reduce_max", "partition::axis_index")(shard_elem
 def cut_or_joined(node: fx.Node) -> OpFactors:
     return _shard_cut_or_join(
         node,
-        *(None, get_node_argument(node, "dim")) if node.target in _JOINS else (get_node_argument(node, "dim"), None),
+        *(None, get_node_argument(node, "dim"))
+        if node.target in _JOINING_COLLECTIVES
+        else (get_node_argument(node, "dim"), None),
     )
 
 

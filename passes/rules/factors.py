@@ -64,7 +64,7 @@ class Lowering:
     rank does only its share of the work although the tensor shapes do not show it.
     """
 
-    build: Callable[[Local], fx.Node]
+    build: Callable[[LocalBuilder], fx.Node]
     result: Layout
     collectives: tuple[tuple[str, int], ...] = ()
     sections: bool = False
@@ -72,7 +72,7 @@ class Lowering:
 
 
 @dataclass(frozen=True)
-class Form:
+class MultiFactorForm:
     """A way to run an operator that shards several of its loop dimensions at once, such as attention with sharded
     queries and keys.
 
@@ -84,7 +84,7 @@ class Form:
     factor: str
     operands: tuple[int | None, ...]
     results: tuple[int | None, ...]
-    build: Callable[[Local], fx.Node]
+    build: Callable[[LocalBuilder], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class OpFactors:
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     lower: Mapping[str, Lowering] = field(default_factory=dict)
-    local: Callable[[Local], fx.Node] | None = None
+    local: Callable[[LocalBuilder], fx.Node] | None = None
     spans: Spans | None = None
-    forms: Mapping[str, Form] = field(default_factory=dict)
+    forms: Mapping[str, MultiFactorForm] = field(default_factory=dict)
 
     def __str__(self) -> str:
         def dim(factors: tuple[str, ...]) -> str:
@@ -138,7 +138,7 @@ class OpFactors:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalBuilder:
     """What a sharding rule needs to append to ``graph``, the graph of one rank, the operators that replace the operator
     call ``node``.
 
@@ -168,10 +168,10 @@ class Local:
 
         ``changes``: name of an argument in the operator's schema -> its new value.
         """
-        args, kwargs = with_operands(self.node, self.operands)
+        args, kwargs = replace_operands(self.node, self.operands)
         changed = list(args)
         for name, new in changes.items():
-            index = _parameters_of(self.node.target).get(name, (-1, None))[0]
+            index = _list_parameters(self.node.target).get(name, (-1, None))[0]
             if 0 <= index < len(changed):
                 changed[index] = new
             else:
@@ -219,25 +219,25 @@ def _collect_operands(argument: Any, found: list[fx.Node]) -> None:
             _collect_operands(item, found)
 
 
-def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def replace_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the args and kwargs of ``node`` with its tensor operands replaced by the nodes ``operands``. These are
     in the order of the args, then the kwargs, with nested values depth first."""
     rest = iter(operands)
 
-    def replaced(argument: Any) -> Any:
+    def replace(argument: Any) -> Any:
         """Return ``argument``, an argument of an operator, with each graph node in it, at any depth, replaced by the
         next of the new operands."""
         if isinstance(argument, fx.Node):
             return next(rest)
         if isinstance(argument, tuple):
-            return tuple(replaced(a) for a in argument)
+            return tuple(replace(a) for a in argument)
         if isinstance(argument, list):
-            return [replaced(a) for a in argument]
+            return [replace(a) for a in argument]
         if isinstance(argument, dict):
-            return {k: replaced(a) for k, a in argument.items()}
+            return {k: replace(a) for k, a in argument.items()}
         return argument
 
-    return replaced(node.args), replaced(dict(node.kwargs))
+    return replace(node.args), replace(dict(node.kwargs))
 
 
 def get_meta_tensor(node: fx.Node) -> Tensor:
@@ -264,11 +264,11 @@ def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
     its default in the operator's schema. If the schema has no such argument, return ``default``."""
     if name in node.kwargs:
         return node.kwargs[name]
-    index, preset = _parameters_of(node.target).get(name, (-1, default))
+    index, preset = _list_parameters(node.target).get(name, (-1, default))
     return node.args[index] if 0 <= index < len(node.args) else preset
 
 
-def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
+def _list_parameters(target: Any) -> dict[str, tuple[int, Any]]:
     """Return a dict: name of each parameter of the operator ``target`` -> (its position from 0, or -1 if it is
     keyword-only; its default)."""
     if target not in _parameters:
@@ -277,14 +277,14 @@ def _parameters_of(target: Any) -> dict[str, tuple[int, Any]]:
     return _parameters[target]
 
 
-def as_dim(dim: int, rank: int) -> int:
+def normalize_dim(dim: int, rank: int) -> int:
     """Return ``dim`` as a nonnegative index; a negative one counts from the end. ``rank``: the tensor's number
     of dims.
     """
     return dim + rank if dim < 0 else dim
 
 
-def as_dims(dims: Any, rank: int) -> tuple[int, ...]:
+def normalize_dims(dims: Any, rank: int) -> tuple[int, ...]:
     """Return the dims that an operator's argument ``dims`` names (an int or several), as nonnegative indices. ``rank``:
     the tensor's number of dims.
 
@@ -325,7 +325,7 @@ def build_factor_rule(
     whole: frozenset[str] = NONE,
     linear: tuple[frozenset[int], ...] = (),
     lower: Mapping[str, Lowering] | None = None,
-    local: Callable[[Local], fx.Node] | None = None,
+    local: Callable[[LocalBuilder], fx.Node] | None = None,
     spans: Spans | None = None,
 ) -> OpFactors:
     """Return the sharding rule of the operator call ``node``, stated by factors (named loop dimensions, as in an
@@ -365,6 +365,6 @@ def build_factor_rule(
     return OpFactors(sizes, sides[0], sides[1], whole, linear, lower or {}, local, spans)
 
 
-def everything_whole(node: fx.Node) -> OpFactors:
+def forbid_sharding(node: fx.Node) -> OpFactors:
     """Return a sharding rule for the operator call ``node`` that allows no sharding of any tensor."""
     return OpFactors({}, tuple(() for _ in operands_of(node)), tuple(() for _ in results_of(node)))

@@ -16,14 +16,14 @@ from partitioner.passes.ir.layouts import PARTIAL
 from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
-    Local,
+    LocalBuilder,
     Lowering,
     OpFactors,
-    as_dim,
     build_factor_rule,
-    everything_whole,
+    forbid_sharding,
     get_meta_shape,
     get_node_argument,
+    normalize_dim,
     operands_of,
 )
 from partitioner.passes.rules.registry import register_family, rule
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 rule("aten.one_hot", "... -> ... c!")
 
 
-def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
+def localize_row_indices(local: LocalBuilder, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
     """Convert indices into a dim that is sharded over the ranks to indices into this rank's part of it, which has
     ``rows`` rows. Return two nodes: the local indices (0 for rows of other ranks), and a mask that is true for rows of
     other ranks.
@@ -57,18 +57,18 @@ def shard_embedding(node: fx.Node) -> OpFactors:
     a partial sum. No dim may be sharded with ``sparse`` or ``scale_grad_by_freq``.
     """
     if get_node_argument(node, "sparse") or get_node_argument(node, "scale_grad_by_freq"):
-        return everything_whole(node)
+        return forbid_sharding(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[1]))]
-    lower = {"v": Lowering(_embedding_sharded, PARTIAL)}
+    lower = {"v": Lowering(_lower_sharded_embedding, PARTIAL)}
     return build_factor_rule(node, [("v", "h"), names], [(*names, "h")], linear=FIRST, lower=lower)
 
 
-def _embedding_sharded(local: Local) -> fx.Node:
+def _lower_sharded_embedding(local: LocalBuilder) -> fx.Node:
     """Append an embedding in the rows of the weight that this rank holds, with zeros for ids of other ranks' rows,
     to the graph of one rank, and return its node. ``local``: the embedding to replace, its layouts, and the graph of
     one rank."""
     weight, index = local.operands
-    own, elsewhere = own_rows(local, index, local.size("v"))
+    own, elsewhere = localize_row_indices(local, index, local.size("v"))
     found = local.call(aten.embedding.default, weight, own)
     padding = get_node_argument(local.node, "padding_idx")
     if padding >= 0:  # the padding row is read, but has no gradient
@@ -102,10 +102,10 @@ def shard_gather(node: fx.Node) -> OpFactors | None:
     dim = get_node_argument(node, "dim")
     if rank == 0 or dim is None or len(node.meta["val"].shape) != rank:
         return None
-    dim = as_dim(dim, rank)
+    dim = normalize_dim(dim, rank)
     if node.target == aten.gather.default:
         names = name_matching_dims(operands_of(node), dim)
-        lower = {NAMES[dim]: Lowering(_gather_sharded, PARTIAL)}
+        lower = {NAMES[dim]: Lowering(_lower_sharded_gather, PARTIAL)}
     else:  # it broadcasts
         names, lower = list(NAMES[:rank]), {}
     source, picked = ([n if d != dim else along for d, n in enumerate(names)] for along in (NAMES[dim], "picked"))
@@ -113,13 +113,13 @@ def shard_gather(node: fx.Node) -> OpFactors | None:
     return build_factor_rule(node, [source, picked], [picked], whole=whole, linear=FIRST, lower=lower)
 
 
-def _gather_sharded(local: Local) -> fx.Node:
+def _lower_sharded_gather(local: LocalBuilder) -> fx.Node:
     """Append a gather from the part of the source that this rank holds, with zeros for indices of other ranks'
     parts, to the graph of one rank, and return its node. ``local``: the gather to replace, its layouts, and the
     graph of one rank."""
     source, index = local.operands
-    dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
-    own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
+    dim = normalize_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
+    own, elsewhere = localize_row_indices(local, index, get_meta_shape(source)[dim])
     found = local.call(aten.gather.default, source, dim, own)
     return local.call(aten.masked_fill.Scalar, found, elsewhere, 0.0)
 
@@ -129,7 +129,7 @@ def index_select(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``index_select``: every dim may be sharded. If the dim along
     which it reads is sharded, the result is a partial sum."""
     x, index = operands_of(node)
-    dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
+    dim = normalize_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
     picked = [n if d != dim else "picked" for d, n in enumerate(names)]
     lower = {NAMES[dim]: Lowering(_select_sharded, PARTIAL)} if names else {}
@@ -137,18 +137,18 @@ def index_select(node: fx.Node) -> OpFactors:
     return build_factor_rule(node, [names, one_or_many], [picked], linear=FIRST, lower=lower)
 
 
-def _select_sharded(local: Local) -> fx.Node:
+def _select_sharded(local: LocalBuilder) -> fx.Node:
     """Append an ``index_select`` from the part of the source that this rank holds, with zeros for indices of other
     ranks' parts, to the graph of one rank, and return its node. ``local``: the operator to replace, its layouts, and
     the graph of one rank."""
     source, index = local.operands
-    dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
-    own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
+    dim = normalize_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
+    own, elsewhere = localize_row_indices(local, index, get_meta_shape(source)[dim])
     found = local.call(aten.index_select.default, source, dim, own)
     return _zero_rows(local, found, elsewhere, dim)
 
 
-def _zero_rows(local: Local, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
+def _zero_rows(local: LocalBuilder, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
     """Append ``x`` with zeros where the mask ``where`` is true to the graph of one rank, and return its node.
     ``local``: has this graph. ``dim``: the dim of ``x`` that corresponds to the first dim of the mask; the mask
     broadcasts over the dims of ``x`` behind its own."""
@@ -194,10 +194,12 @@ def shard_index(node: fx.Node) -> OpFactors | None:
     if len(indexed) > 1:
         whole = frozenset(n for d, n in enumerate(names) if d in indexed and n)
         return build_factor_rule(node, operands, [result], whole=whole, linear=FIRST)
-    return build_factor_rule(node, operands, [result], linear=FIRST, lower={first: Lowering(_index_sharded, PARTIAL)})
+    return build_factor_rule(
+        node, operands, [result], linear=FIRST, lower={first: Lowering(_lower_sharded_index, PARTIAL)}
+    )
 
 
-def _index_sharded(local: Local) -> fx.Node:
+def _lower_sharded_index(local: LocalBuilder) -> fx.Node:
     """Append a read ``x[:, i]`` from the part of the indexed dim that this rank holds, with zeros for indices of
     other ranks' parts, to the graph of one rank, and return its node. ``local``: the operator to replace, its
     layouts, and the graph of one rank."""
@@ -207,7 +209,7 @@ def _index_sharded(local: Local) -> fx.Node:
     negative = local.call(aten.lt.Scalar, places, 0)
     from_end = local.call(aten.add.Tensor, places, rows * local.num_ranks)
     places = local.call(aten.where.self, negative, from_end, places)
-    own, elsewhere = own_rows(local, places, rows)
+    own, elsewhere = localize_row_indices(local, places, rows)
     found = local.call(aten.index.Tensor, source, [*[None] * dim, own])
     return _zero_rows(local, found, elsewhere, dim)
 
@@ -238,8 +240,8 @@ def shard_scatter(node: fx.Node) -> OpFactors:
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
     if rank == 0 or any(len(get_meta_shape(o)) != rank for o in operands):
-        return everything_whole(node)
-    names = name_matching_dims(operands, as_dim(get_node_argument(node, "dim"), rank))
+        return forbid_sharding(node)
+    names = name_matching_dims(operands, normalize_dim(get_node_argument(node, "dim"), rank))
     sums = get_node_argument(node, "reduce") is None and len(operands) == 3
     return build_factor_rule(node, [names for _ in operands], [names], linear=(frozenset((0, 2)),) if sums else ())
 
@@ -249,7 +251,7 @@ def index_rows(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an operator that writes slices at indices of a dim, such as
     ``index_add``. This dim must not be sharded, other dims may be."""
     x, index, *source = operands_of(node)
-    dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
+    dim = normalize_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
     names = [n if d != dim else None for d, n in enumerate(NAMES[: len(get_meta_shape(x))])]
     sums = bool(source) and get_node_argument(node, "reduce") is None and bool(get_meta_shape(source[0]))
     operands: list[Sequence[str | None]] = [

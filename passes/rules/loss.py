@@ -18,21 +18,21 @@ from partitioner.passes.ir.gradient_flow import accumulated_in
 from partitioner.passes.ir.layouts import PARTIAL, REPLICATED
 from partitioner.passes.rules.factors import (
     NAMES,
-    Local,
+    LocalBuilder,
     Lowering,
     OpFactors,
-    as_dim,
     build_factor_rule,
-    everything_whole,
+    forbid_sharding,
     get_meta_shape,
     get_meta_tensor,
     get_node_argument,
+    normalize_dim,
     operands_of,
     results_of,
 )
-from partitioner.passes.rules.indexing import own_rows
+from partitioner.passes.rules.indexing import localize_row_indices
 from partitioner.passes.rules.pointwise import shard_elementwise
-from partitioner.passes.rules.reduction import divided_by_ranks
+from partitioner.passes.rules.reduction import lower_division_by_ranks
 from partitioner.passes.rules.registry import register_family
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
 )  # fmt: skip
-def elementwise_loss(node: fx.Node) -> OpFactors:
+def shard_elementwise_loss(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a loss with one term per element, such as ``mse_loss``.
 
     Every dim may be sharded. If the terms are summed or averaged, the result of a sharded loss is a partial sum.
@@ -56,12 +56,12 @@ def elementwise_loss(node: fx.Node) -> OpFactors:
     found = build_factor_rule(node, [names[rank - len(get_meta_shape(o)) :] for o in operands_of(node)], [()])
     if get_node_argument(node, "reduction") == _SUM:
         return found
-    lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
+    lowering = Lowering(lower_division_by_ranks, PARTIAL, sections=True)
     return replace(found, lower=dict.fromkeys(found.sizes, lowering))
 
 
 @register_family("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
-def classification_loss(node: fx.Node) -> OpFactors:
+def shard_classification_loss(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``cross_entropy_loss`` or ``nll_loss``.
 
     The dim of classes must not be sharded. Dims of samples may be sharded, unless the loss is a mean, because that
@@ -80,7 +80,7 @@ def classification_loss(node: fx.Node) -> OpFactors:
 
 
 @register_family("nll_loss_forward", "nll_loss2d_forward")
-def classification_loss_and_weight(node: fx.Node) -> OpFactors:
+def shard_nll_loss_forward(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``nll_loss_forward``, which returns the loss and the sum of the
     samples' weights.
 
@@ -97,7 +97,7 @@ def classification_loss_and_weight(node: fx.Node) -> OpFactors:
 
 
 @register_family("multi_margin_loss", "multilabel_margin_loss_forward")
-def margin_loss(node: fx.Node) -> OpFactors:
+def shard_margin_loss(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``multi_margin_loss`` or ``multilabel_margin_loss``, which have
     one term per sample over all of its classes.
 
@@ -107,7 +107,7 @@ def margin_loss(node: fx.Node) -> OpFactors:
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(get_meta_shape(scores))]
     if len(names) < 2:
-        return everything_whole(node)
+        return forbid_sharding(node)
     samples = [names[0]] if get_node_argument(node, "reduction") == _NONE else []
     results = [samples, *(names for _ in results_of(node)[1:])]
     patterns = [names, names[: len(get_meta_shape(target))], *([names[-1]] for _ in weight)]
@@ -115,11 +115,11 @@ def margin_loss(node: fx.Node) -> OpFactors:
 
 
 @register_family("cosine_similarity")
-def cosine_similarity(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``cosine_similarity``: the dim along which vectors are
+def shard_cosine_similarity(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``node``, a call of ``shard_cosine_similarity``: the dim along which vectors are
     compared must not be sharded, other dims may be."""
     rank = max(len(get_meta_shape(o)) for o in operands_of(node))
-    dim = as_dim(get_node_argument(node, "dim"), rank)
+    dim = normalize_dim(get_node_argument(node, "dim"), rank)
     names = NAMES[:rank]
     patterns = [names[rank - len(get_meta_shape(o)) :] for o in operands_of(node)]
     left = [n for d, n in enumerate(names) if d != dim]
@@ -127,7 +127,7 @@ def cosine_similarity(node: fx.Node) -> OpFactors:
 
 
 @register_family("partition::cross_entropy")
-def cross_entropy(node: fx.Node) -> OpFactors:
+def shard_cross_entropy(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::cross_entropy``, which has one loss term for each
     row of logits.
 
@@ -136,21 +136,21 @@ def cross_entropy(node: fx.Node) -> OpFactors:
     """
     logits, _ = operands_of(node)
     names = NAMES[: len(get_meta_shape(logits))]
-    dim = as_dim(get_node_argument(node, "dim"), len(names))
+    dim = normalize_dim(get_node_argument(node, "dim"), len(names))
     rows = [name if d != dim else None for d, name in enumerate(names)]
     result = results_of(node)[0]
     sent = 2 * math.prod(result.shape) * accumulated_in(result.dtype).itemsize // result.dtype.itemsize
-    lowering = Lowering(_cross_entropy_sharded, REPLICATED, (("all_gather", sent),))
+    lowering = Lowering(_lower_sharded_cross_entropy, REPLICATED, (("all_gather", sent),))
     return build_factor_rule(node, [names, rows], [rows], lower={names[dim]: lowering})
 
 
-def _cross_entropy_sharded(local: Local) -> fx.Node:
+def _lower_sharded_cross_entropy(local: LocalBuilder) -> fx.Node:
     """Append the cross entropy of logits whose dim of classes is sharded to the graph of one rank, and return the
     node of the loss terms, which every rank has in full. ``local``: the operator to replace, its layouts, and the
     graph of one rank."""
     logits, index = local.operands
-    dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(logits)))
-    own, elsewhere = own_rows(local, index, get_meta_shape(logits)[dim])
+    dim = normalize_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(logits)))
+    own, elsewhere = localize_row_indices(local, index, get_meta_shape(logits)[dim])
     both = local.call(collective.target_and_logsumexp.default, logits, own, dim)
     target, logsumexp = (local.call(operator.getitem, both, place) for place in range(2))
     target = local.call(aten.masked_fill.Scalar, target, elsewhere, 0.0)

@@ -13,14 +13,14 @@ from torch import fx
 
 from partitioner.passes.ir.collectives import ops as collective
 from partitioner.passes.ir.gradient_flow import is_differentiable
-from partitioner.passes.ir.layouts import sections_of
+from partitioner.passes.ir.layouts import list_sections
 from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
-    Local,
+    LocalBuilder,
     OpFactors,
     build_factor_rule,
-    everything_whole,
+    forbid_sharding,
     get_meta_shape,
     get_node_argument,
     mark_linear_each,
@@ -142,7 +142,7 @@ def shard_where(node: fx.Node) -> OpFactors | None:
 
 
 @register_family("masked_fill")
-def masked_fill(node: fx.Node) -> OpFactors:
+def shard_masked_fill(node: fx.Node) -> OpFactors:
     return shard_elementwise(node, FIRST if get_node_argument(node, "value") == 0 else ())
 
 
@@ -155,7 +155,7 @@ def shard_dropout(node: fx.Node) -> OpFactors:
     """
     if get_node_argument(node, "train") is False or get_node_argument(node, "p") == 0:
         return shard_elementwise(node, FIRST)
-    return everything_whole(node)
+    return forbid_sharding(node)
 
 
 @register_family("prelu", "_prelu_kernel")
@@ -167,7 +167,7 @@ def shard_prelu(node: fx.Node) -> OpFactors:
     """
     x, weight = operands_of(node)
     if not get_meta_shape(x):
-        return everything_whole(node)
+        return forbid_sharding(node)
     names = NAMES[: len(get_meta_shape(x))]
     slopes = names if len(get_meta_shape(weight)) == len(names) else names[1 : 1 + len(get_meta_shape(weight))]
     return build_factor_rule(node, [names, slopes], [names])
@@ -182,7 +182,7 @@ def shard_fill(node: fx.Node) -> OpFactors:
 
 
 @register_family("bucketize", "isin")
-def looked_up(node: fx.Node) -> OpFactors | None:
+def shard_lookup(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of ``node``, a call of ``bucketize`` or ``isin``, which look up each element in a second
     tensor.
 
@@ -252,10 +252,10 @@ def shard_full(node: fx.Node) -> OpFactors:
     Tensor operands only give the dtype and are not sharded.
     """
     unread = [[None] * len(get_meta_shape(o)) for o in operands_of(node)]
-    return build_factor_rule(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_local_filled)
+    return build_factor_rule(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_lower_fill)
 
 
-def _local_filled(local: Local) -> fx.Node:
+def _lower_fill(local: LocalBuilder) -> fx.Node:
     return local.copy(size=list(local.result_shape()))
 
 
@@ -271,10 +271,10 @@ def shard_full_like(node: fx.Node) -> OpFactors:
 def shard_arange(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an ``arange``: its dim may be sharded. Each rank creates its own part of
     the sequence of numbers."""
-    return build_factor_rule(node, [], [NAMES[:1]], local=_local_arange)
+    return build_factor_rule(node, [], [NAMES[:1]], local=_lower_arange)
 
 
-def _local_arange(local: Local) -> fx.Node:
+def _lower_arange(local: LocalBuilder) -> fx.Node:
     """Append this rank's part of an ``arange`` to the graph of one rank, and return its node. If the rank has
     several pieces, they are concatenated: it has one of each section (a part of the dim that is divided over all
     ranks), and two of a zigzag shard. ``local``: the ``arange`` to replace, its layout, and the graph of one rank."""
@@ -286,7 +286,7 @@ def _local_arange(local: Local) -> fx.Node:
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     layout = local.strategy.results[0]
     pieces: list[fx.Node] = []
-    for section in sections_of(layout, val.shape[0]):
+    for section in list_sections(layout, val.shape[0]):
         length = section // (local.num_ranks * (1 + layout.zigzag))
         for from_end in (False, True) if layout.zigzag else (False,):
             piece = local.call(aten.arange.default, length, **options)
@@ -308,4 +308,4 @@ def _local_arange(local: Local) -> fx.Node:
 def replicate_operator(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an operator of whose tensors no dim may be sharded, because its elements
     depend on each other, or on a random generator that must be equal on all ranks."""
-    return everything_whole(node)
+    return forbid_sharding(node)

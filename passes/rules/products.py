@@ -17,10 +17,10 @@ from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Dims,
-    Local,
+    LocalBuilder,
     OpFactors,
     build_factor_rule,
-    everything_whole,
+    forbid_sharding,
     get_meta_shape,
     get_node_argument,
     mark_linear_each,
@@ -154,13 +154,13 @@ def shard_convolution(node: fx.Node) -> OpFactors:
     kernel = (inputs, ("o",), *places) if transposed else (outputs, ("i",), *places)
     operands: tuple[Dims, ...] = ((*batch, inputs, *places), kernel, *((outputs,) for _ in bias))
     if bias:
-        return OpFactors(sizes, operands, ((*batch, outputs, *places),), frozenset("i"), local=_local_convolution)
+        return OpFactors(sizes, operands, ((*batch, outputs, *places),), frozenset("i"), local=_lower_convolution)
     return OpFactors(
-        sizes, operands, ((*batch, outputs, *places),), linear=mark_linear_each(0, 1), local=_local_convolution
+        sizes, operands, ((*batch, outputs, *places),), linear=mark_linear_each(0, 1), local=_lower_convolution
     )
 
 
-def _local_convolution(local: Local) -> fx.Node:
+def _lower_convolution(local: LocalBuilder) -> fx.Node:
     return local.copy(groups=local.size("g")) if local.strategy.factor == "g" else local.copy()
 
 
@@ -193,7 +193,7 @@ for _places, _kinds in _RESIZED.items():
 
 
 @register_family("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
-def grid_sampler(node: fx.Node) -> OpFactors:
+def shard_grid_sampler(node: fx.Node) -> OpFactors:
     x, grid = (len(get_meta_shape(o)) for o in operands_of(node))
     images, places = ["b", "c", *[None] * (x - 2)], ["b", *[None] * (grid - 1)]
     return build_factor_rule(node, [images, places], [images], linear=FIRST)
@@ -203,9 +203,9 @@ for _places in (2, 3):
     _unpooled = f"max_unpool{_places}d"
 
     @register_family(_unpooled)
-    def max_unpool(node: fx.Node, n: int = _places) -> OpFactors:
-        """Return the sharding rule of ``node``, a call of ``max_unpool``: samples and channels may be sharded, spatial
-        dims must not be.
+    def shard_max_unpool(node: fx.Node, n: int = _places) -> OpFactors:
+        """Return the sharding rule of ``node``, a call of ``shard_max_unpool``: samples and channels may be sharded,
+        spatial dims must not be.
 
         ``n``: the number of spatial dims. The indices that the operator reads count within one channel of one
         sample.
@@ -219,9 +219,9 @@ for _places in (2, 3):
     _fractional = f"fractional_max_pool{_places}d"
 
     @register_family(_fractional)
-    def fractional_max_pool(node: fx.Node, n: int = _places) -> OpFactors:
-        """Return the sharding rule of ``node``, a call of ``fractional_max_pool``: samples and channels may be sharded,
-        spatial dims must not be.
+    def shard_fractional_max_pool(node: fx.Node, n: int = _places) -> OpFactors:
+        """Return the sharding rule of ``node``, a call of ``shard_fractional_max_pool``: samples and channels may be
+        sharded, spatial dims must not be.
 
         ``n``: the number of spatial dims. The operator reads random numbers for each channel of each sample, which
         are sharded with them.
@@ -256,16 +256,16 @@ def shard_image_patches(node: fx.Node) -> OpFactors:
 
 
 @register_family("affine_grid_generator")
-def affine_grid(node: fx.Node) -> OpFactors:
+def shard_affine_grid(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``affine_grid_generator``: the dim of samples may be sharded,
     other dims must not be."""
     rank = len(node.meta["val"].shape)
     return build_factor_rule(
-        node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_local_affine_grid
+        node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_lower_affine_grid
     )
 
 
-def _local_affine_grid(local: Local) -> fx.Node:
+def _lower_affine_grid(local: LocalBuilder) -> fx.Node:
     sizes = list(get_node_argument(local.node, "size"))
     return local.copy(size=[local.result_shape()[0], *sizes[1:]])
 
@@ -278,7 +278,7 @@ _MATRIX = 2  # dims
     "cholesky_solve", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve",
     "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular",
 )  # fmt: skip
-def by_matrix(node: fx.Node) -> OpFactors:
+def shard_matrix_batch(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an operator on batches of matrices, such as a factorisation or a solver.
     The batch dims in front of the matrix may be sharded if all operands and results have them; otherwise no dim may
     be."""
@@ -287,10 +287,10 @@ def by_matrix(node: fx.Node) -> OpFactors:
     first = max(operands, key=len)
     outer = first[:-_MATRIX]
     if any(tuple(s[: len(outer)]) != tuple(outer) for s in (*operands, *results)):
-        return everything_whole(node)
+        return forbid_sharding(node)
     names = NAMES[: len(outer)]
 
-    def pattern(sizes: tuple[int, ...]) -> list[str | None]:
+    def format_pattern(sizes: tuple[int, ...]) -> list[str | None]:
         return [*names, *[None] * (len(sizes) - len(outer))]
 
-    return build_factor_rule(node, [pattern(tuple(s)) for s in operands], [pattern(s) for s in results])
+    return build_factor_rule(node, [format_pattern(tuple(s)) for s in operands], [format_pattern(s) for s in results])

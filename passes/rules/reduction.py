@@ -18,16 +18,16 @@ from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Dims,
-    Local,
+    LocalBuilder,
     Lowering,
     OpFactors,
-    as_dim,
-    as_dims,
     build_factor_rule,
-    everything_whole,
+    forbid_sharding,
     get_meta_shape,
     get_node_argument,
     mark_linear_each,
+    normalize_dim,
+    normalize_dims,
     operands_of,
     results_of,
 )
@@ -45,20 +45,20 @@ def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
     Every dim may be sharded. If a dim over which it sums is sharded, the result is a partial sum. ``linear``: sets
     of operand positions (from 0); if exactly the operands of one set are partial sums, so are the results.
     """
-    dims = dims_of(node)
+    dims = list_dims(node)
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
     left = [None if d in dims else n for d, n in enumerate(names)]
     kept = left if get_node_argument(node, "keepdim", False) else [n for n in left if n is not None]
     return build_factor_rule(node, [names], [kept for _ in results_of(node)], linear=linear)
 
 
-def dims_of(node: fx.Node) -> tuple[int, ...]:
+def list_dims(node: fx.Node) -> tuple[int, ...]:
     """Return the dims that the argument ``dim`` of the operator call ``node`` names, as indices from 0. If the
     argument is absent, these are all dims of the operand."""
     given, sizes = get_node_argument(node, "dim"), get_meta_shape(operands_of(node)[0])
     if isinstance(given, list | tuple) and not given and tuple(results_of(node)[0].shape) == sizes:
         return ()  # some operators read an empty list of dims as no dim, others as all dims
-    return as_dims(given, len(sizes))
+    return normalize_dims(given, len(sizes))
 
 
 def _count_result_elements(node: fx.Node) -> int:
@@ -66,10 +66,10 @@ def _count_result_elements(node: fx.Node) -> int:
     return math.prod(results_of(node)[0].shape)
 
 
-def factors_along(node: fx.Node) -> frozenset[str]:
+def list_factors_along(node: fx.Node) -> frozenset[str]:
     """Return the names, in a sharding rule, of the dims along which the operator call ``node`` works: those in its
     argument ``dim``; all dims of the operand if it is absent."""
-    return frozenset(NAMES[d] for d in dims_of(node))
+    return frozenset(NAMES[d] for d in list_dims(node))
 
 
 @register_family("sum")
@@ -84,29 +84,29 @@ register_family("nansum", "count_nonzero")(shard_reduction)
     "all", "any", "argmax", "argmin", "max", "median", "min", "mode", "nanmedian", "norm", "prod", "std", "std_mean",
     "var", "var_mean", "linalg_vector_norm", "aminmax", "kthvalue",
 )  # fmt: skip
-def over_whole_dims(node: fx.Node) -> OpFactors:
+def shard_unreduced_dims(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a reduction other than a sum, such as ``max``: the reduced dims must not
     be sharded, other dims may be."""
-    return replace(shard_reduction(node), whole=factors_along(node))
+    return replace(shard_reduction(node), whole=list_factors_along(node))
 
 
 @register_family(
     "_log_softmax", "_safe_softmax", "_softmax", "argsort", "cummax", "cummin", "cumprod", "logcumsumexp",
     "sort",
 )  # fmt: skip
-def along_whole_dim(node: fx.Node) -> OpFactors:
+def shard_other_dims(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an operator whose results depend on all elements along the dim in its
     argument ``dim``, such as ``sort``: this dim must not be sharded, other dims may be."""
     names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
-    return build_factor_rule(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
+    return build_factor_rule(node, [names], [names for _ in results_of(node)], whole=list_factors_along(node))
 
 
 @register_family("_softmax_backward_data", "_log_softmax_backward_data")
-def softmax_gradient(node: fx.Node) -> OpFactors:
+def shard_softmax_gradient(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, the backward operator of a softmax or log-softmax: the dim of the
     softmax must not be sharded, other dims may be."""
     names = NAMES[: len(node.meta["val"].shape)]
-    return build_factor_rule(node, [names, names], [names], whole=factors_along(node))
+    return build_factor_rule(node, [names, names], [names], whole=list_factors_along(node))
 
 
 @register_family("softmax", "log_softmax")
@@ -115,15 +115,15 @@ def shard_softmax(node: fx.Node) -> OpFactors:
 
     If the dim of the softmax is sharded, the ranks all-reduce the maximum and the sum of exponentials.
     """
-    build = _softmax_sharded if node.target == aten.softmax.int else _log_softmax_sharded
+    build = _lower_sharded_softmax if node.target == aten.softmax.int else _lower_sharded_log_softmax
     rows = _count_result_elements(node) // max(
-        1, math.prod(get_meta_shape(operands_of(node)[0])[d] for d in dims_of(node))
+        1, math.prod(get_meta_shape(operands_of(node)[0])[d] for d in list_dims(node))
     )
     sent = [("all_reduce_max", rows), ("all_reduce", rows)]
     if node.meta.get("grad", True):
         sent.append(("all_reduce", rows))
     lowering = Lowering(build, REPLICATED, tuple(sent), sections=True)
-    return replace(along_whole_dim(node), whole=frozenset(), lower=dict.fromkeys(factors_along(node), lowering))
+    return replace(shard_other_dims(node), whole=frozenset(), lower=dict.fromkeys(list_factors_along(node), lowering))
 
 
 @register_family(
@@ -136,7 +136,7 @@ def shard_fourier_transform(node: fx.Node) -> OpFactors:
     rank = len(get_meta_shape(operands_of(node)[0]))
     dims = get_node_argument(node, "dim")
     sizes = get_node_argument(node, "s")
-    along = range(rank - len(sizes), rank) if dims is None and sizes else as_dims(dims, rank)
+    along = range(rank - len(sizes), rank) if dims is None and sizes else normalize_dims(dims, rank)
     names = [n if d not in along else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names], [names], linear=FIRST)
 
@@ -155,12 +155,12 @@ def shard_stft(node: fx.Node) -> OpFactors:
 
 @register_family("cumsum")
 def shard_cumsum(node: fx.Node) -> OpFactors:
-    return replace(along_whole_dim(node), linear=FIRST)
+    return replace(shard_other_dims(node), linear=FIRST)
 
 
 @register_family("topk")
 def shard_topk(node: fx.Node) -> OpFactors:
-    names, along = NAMES[: len(get_meta_shape(operands_of(node)[0]))], factors_along(node)
+    names, along = NAMES[: len(get_meta_shape(operands_of(node)[0]))], list_factors_along(node)
     found = [n if n not in along else "found" for n in names]
     return build_factor_rule(node, [names], [found, found], whole=along | {"found"})
 
@@ -172,11 +172,11 @@ def shard_mean(node: fx.Node) -> OpFactors:
     The mean over a sharded dim is a partial sum: each rank contributes the mean of its shard divided by the number
     of ranks.
     """
-    lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
-    return replace(shard_reduction(node, FIRST), lower=dict.fromkeys(factors_along(node), lowering))
+    lowering = Lowering(lower_division_by_ranks, PARTIAL, sections=True)
+    return replace(shard_reduction(node, FIRST), lower=dict.fromkeys(list_factors_along(node), lowering))
 
 
-def divided_by_ranks(local: Local) -> fx.Node:
+def lower_division_by_ranks(local: LocalBuilder) -> fx.Node:
     return local.call(aten.mul.Tensor, local.copy(), 1.0 / local.num_ranks)
 
 
@@ -189,14 +189,14 @@ def shard_amax(node: fx.Node) -> OpFactors:
     """
     ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # amin(x) = -amax(-x)
     if node.meta.get("grad", True) or not ordered:
-        return over_whole_dims(node)
+        return shard_unreduced_dims(node)
     lowering = Lowering(
-        _largest_of_ranks, REPLICATED, (("all_reduce_max", _count_result_elements(node)),), sections=True
+        _lower_sharded_amax, REPLICATED, (("all_reduce_max", _count_result_elements(node)),), sections=True
     )
-    return replace(shard_reduction(node), lower=dict.fromkeys(factors_along(node), lowering))
+    return replace(shard_reduction(node), lower=dict.fromkeys(list_factors_along(node), lowering))
 
 
-def _largest_of_ranks(local: Local) -> fx.Node:
+def _lower_sharded_amax(local: LocalBuilder) -> fx.Node:
     """Append an ``amax`` or ``amin`` over a sharded dim to the graph of one rank: that of the rank's own shard, then
     an all-reduce. Return the node of the result. ``local``: the operator to replace, its layouts, and the graph of
     one rank."""
@@ -215,37 +215,37 @@ def shard_logsumexp(node: fx.Node) -> OpFactors:
     numbers, the reduced dims must not be sharded.
     """
     if not operands_of(node)[0].meta["val"].dtype.is_floating_point:
-        return over_whole_dims(node)  # complex numbers have no maximum, integers no infinity
+        return shard_unreduced_dims(node)  # complex numbers have no maximum, integers no infinity
     sent = (("all_reduce_max", _count_result_elements(node)), ("all_reduce", _count_result_elements(node)))
-    lowering = Lowering(_logsumexp_sharded, REPLICATED, sent, sections=True)
-    return replace(shard_reduction(node), lower=dict.fromkeys(factors_along(node), lowering))
+    lowering = Lowering(_lower_sharded_logsumexp, REPLICATED, sent, sections=True)
+    return replace(shard_reduction(node), lower=dict.fromkeys(list_factors_along(node), lowering))
 
 
-def _logsumexp_sharded(local: Local) -> fx.Node:
+def _lower_sharded_logsumexp(local: LocalBuilder) -> fx.Node:
     # Every rank continues with the whole sum, so it has the whole gradient of its own addend.
     _, largest, _, total = _compute_exponentials(local, local.operands[0], "copy")
     found = local.call(aten.add.Tensor, local.call(aten.log.default, total), largest)
     return local.call(aten.reshape.default, found, list(local.result_shape()))
 
 
-def _softmax_sharded(local: Local) -> fx.Node:
+def _lower_sharded_softmax(local: LocalBuilder) -> fx.Node:
     # Each rank continues with its own shard, so the gradient of the sum is reduced over all ranks.
-    _, _, powers, total = _compute_exponentials(local, _softmax_operand(local), "reduce")
+    _, _, powers, total = _compute_exponentials(local, _get_softmax_operand(local), "reduce")
     return local.call(aten.div.Tensor, powers, total)
 
 
-def _log_softmax_sharded(local: Local) -> fx.Node:
-    shifted, _, _, total = _compute_exponentials(local, _softmax_operand(local), "reduce")
+def _lower_sharded_log_softmax(local: LocalBuilder) -> fx.Node:
+    shifted, _, _, total = _compute_exponentials(local, _get_softmax_operand(local), "reduce")
     return local.call(aten.sub.Tensor, shifted, local.call(aten.log.default, total))
 
 
-def _softmax_operand(local: Local) -> fx.Node:
+def _get_softmax_operand(local: LocalBuilder) -> fx.Node:
     dtype = get_node_argument(local.node, "dtype")
     (x,) = local.operands
     return x if dtype is None else local.call(aten._to_copy.default, x, dtype=dtype)
 
 
-def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
+def _compute_exponentials(local: LocalBuilder, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
     """Append operators to the graph of one rank that compute the exponentials of ``x`` for a softmax along a sharded
     dim, after subtracting the maximum over all ranks. Return four nodes: ``x`` minus the maximum, the maximum, the
     exponentials, and their sum over all ranks.
@@ -254,7 +254,7 @@ def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node,
     sum does to its gradient in backward: ``"reduce"`` sums it over the ranks, ``"copy"`` leaves it unchanged.
     """
     axis, size = local.axis, local.num_ranks
-    dims = list(dims_of(local.node))
+    dims = list(list_dims(local.node))
     largest = local.call(aten.amax.default, local.call(aten.detach.default, x), dims, True)
     largest = local.call(collective.all_reduce_max.default, largest, axis, size)
     infinite = local.call(aten.isinf.default, largest)
@@ -267,7 +267,7 @@ def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node,
 
 
 @register_family("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
-def layer_norm(node: fx.Node) -> OpFactors:
+def shard_layer_norm(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a layer norm or RMS norm: the last dims, which are normalised, must not
     be sharded, other dims may be."""
     x, *affine = operands_of(node)
@@ -279,9 +279,9 @@ def layer_norm(node: fx.Node) -> OpFactors:
 
 
 @register_family("group_norm")
-def group_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``group_norm``: samples may be sharded, and channels by whole
-    groups.
+def shard_group_norm(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``node``, a call of ``shard_group_norm``: samples may be sharded, and channels by
+    whole groups.
 
     Each group is normalised over its channels and all spatial dims, which must not be sharded.
     """
@@ -296,17 +296,17 @@ def group_norm(node: fx.Node) -> OpFactors:
         **dict(zip(NAMES, get_meta_shape(x)[2:], strict=False)),
     }
     whole = frozenset(("c", *NAMES[: len(get_meta_shape(x)) - 2]))
-    return OpFactors(sizes, (operand, *((channels,) for _ in affine)), (operand,), whole, local=_local_group_norm)
+    return OpFactors(sizes, (operand, *((channels,) for _ in affine)), (operand,), whole, local=_lower_group_norm)
 
 
-def _local_group_norm(local: Local) -> fx.Node:
+def _lower_group_norm(local: LocalBuilder) -> fx.Node:
     return local.copy(num_groups=local.size("g"))
 
 
 @register_family("native_group_norm")
-def native_group_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``native_group_norm``, which also returns mean and reciprocal
-    standard deviation of each group of each sample.
+def shard_native_group_norm(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``node``, a call of ``shard_native_group_norm``, which also returns mean and
+    reciprocal standard deviation of each group of each sample.
 
     Samples may be sharded, and channels by whole groups; spatial dims must not be sharded.
     """
@@ -323,10 +323,10 @@ def native_group_norm(node: fx.Node) -> OpFactors:
     whole = frozenset(("c", *NAMES[: len(get_meta_shape(x)) - 2]))
     statistics: Dims = (("b",), ("g",))
     results = (operand, statistics, statistics)
-    return OpFactors(sizes, (operand, *((channels,) for _ in affine)), results, whole, local=_local_native_group_norm)
+    return OpFactors(sizes, (operand, *((channels,) for _ in affine)), results, whole, local=_lower_native_group_norm)
 
 
-def _local_native_group_norm(local: Local) -> fx.Node:
+def _lower_native_group_norm(local: LocalBuilder) -> fx.Node:
     samples, groups = local.size("b"), local.size("g")
     return local.copy(N=samples, C=groups * local.size("c"), group=groups)
 
@@ -335,7 +335,7 @@ def _local_native_group_norm(local: Local) -> fx.Node:
     "batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
     "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "_batch_norm_with_update_functional",
 )  # fmt: skip
-def batch_norm(node: fx.Node) -> OpFactors:
+def shard_batch_norm(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a batch norm: channels may be sharded.
 
     Samples and spatial dims may be sharded outside of training, where running statistics are used. In training they
@@ -343,7 +343,7 @@ def batch_norm(node: fx.Node) -> OpFactors:
     """
     x, *channelwise = operands_of(node)
     if len(get_meta_shape(x)) < 2:
-        return everything_whole(node)
+        return forbid_sharding(node)
     names: list[str | None] = ["b", "c", *NAMES[: len(get_meta_shape(x)) - 2]]
     training = get_node_argument(node, "training", "no_training" not in str(node.target))
     patterns = [names if r.dim() == len(names) else _name_statistics_dims(r.shape) for r in results_of(node)]
@@ -358,12 +358,12 @@ def _name_statistics_dims(size: tuple[int, ...]) -> list[str | None]:
 
 
 @register_family("_weight_norm", "_weight_norm_interface")
-def weight_norm(node: fx.Node) -> OpFactors:
+def shard_weight_norm(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a weight norm, which scales each slice of a weight along the operator's
     argument ``dim`` to a given norm. The dim ``dim`` may be sharded, other dims must not be."""
     directions, _ = operands_of(node)
     names = NAMES[: len(get_meta_shape(directions))]
-    dim = as_dim(get_node_argument(node, "dim"), len(names))
+    dim = normalize_dim(get_node_argument(node, "dim"), len(names))
     lengths = [n if d == dim else None for d, n in enumerate(names)]
     whole = frozenset(n for d, n in enumerate(names) if d != dim)
     single = len(results_of(node)) == 1  # a second result, the norms, is not linear in the lengths
@@ -372,9 +372,9 @@ def weight_norm(node: fx.Node) -> OpFactors:
 
 
 @register_family("instance_norm")
-def instance_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``instance_norm``, which normalises each channel of each sample
-    over its spatial dims.
+def shard_instance_norm(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``node``, a call of ``shard_instance_norm``, which normalises each channel of each
+    sample over its spatial dims.
 
     Samples and channels may be sharded. Spatial dims may be sharded only if running statistics are used. If running
     statistics are updated, samples must not be sharded.

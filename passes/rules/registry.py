@@ -137,8 +137,8 @@ class TextRule:
             pending = rest
         return sizes
 
-    def _create_rule_error(self, where: str, what: str) -> RuleError:
-        return RuleError(f"rule for {self.name}, {self.text!r}, does not fit the call {where!r}: {what}")
+    def _create_rule_error(self, where: str, problem: str) -> RuleError:
+        return RuleError(f"rule for {self.name}, {self.text!r}, does not fit the call {where!r}: {problem}")
 
 
 class _Parser:
@@ -149,8 +149,8 @@ class _Parser:
         self.text, self.name = text, name
         self.whole: set[str] = set()
 
-    def create_error(self, what: str) -> RuleError:
-        return RuleError(f"rule for {self.name}, {self.text!r}: {what}; {_HELP}")
+    def create_error(self, problem: str) -> RuleError:
+        return RuleError(f"rule for {self.name}, {self.text!r}: {problem}; {_HELP}")
 
     def parse_rule(self, linear: tuple[frozenset[int], ...]) -> TextRule:
         """Return the sharding rule that the parser's text states. Raise :class:`RuleError` if the text is malformed.
@@ -249,16 +249,16 @@ def factors_of(node: fx.Node) -> OpFactors | None:
     try:
         found = _found[target]
     except KeyError:
-        found = _found[target] = _look_up(target)
+        found = _found[target] = _find_rule(target)
     return None if found is None else found(node)
 
 
 def has_rule(target: Any) -> bool:
     """Return whether the operator ``target`` has a sharding rule, even one that forbids all sharding."""
-    return _look_up(target) is not None
+    return _find_rule(target) is not None
 
 
-def _look_up(target: Any) -> Rule | None:
+def _find_rule(target: Any) -> Rule | None:
     """Return the function that gives the sharding rule of a call of the operator ``target``; ``None`` if it has no
     rule. A rule for one overload has precedence over a rule for all overloads."""
     if target is operator.getitem:
@@ -318,17 +318,17 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
     Raises :class:`RuleError` if a text is malformed or the operator does not exist. If a text does not fit the tensors
     of a call, the error is raised when a graph with the call is sharded.
     """
-    name = _name_of(target)
+    name = _get_rule_name(target)
     if (function is None) == (not texts):
         got = "both" if texts else "neither"
         raise RuleError(f"rule for {name}: expected one or more texts, or a function; got {got}")
     if not name.startswith(("aten::", "partition::")):
         allow_operators(name)  # the user knows it, and means it to be in plans
-    _rules[name] = function or _text_rule(name, texts, tuple(frozenset(s) for s in linear))
+    _rules[name] = function or _make_text_rule(name, texts, tuple(frozenset(s) for s in linear))
     _found.clear()
 
 
-def _text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], ...]) -> Rule:
+def _make_text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], ...]) -> Rule:
     """Return a function that gives the sharding rule of a call of the operator with the name ``name``. ``texts``: rules
     as texts, such as ``"b s i, o i -> b s o"``, for different numbers of operands; the function uses the one that has
     as many operands as the call.
@@ -355,7 +355,7 @@ def _text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], 
     return look_up
 
 
-def _name_of(target: Any) -> str:
+def _get_rule_name(target: Any) -> str:
     """Return the name under which the sharding rule of an operator is stored: ``namespace::name`` or
     ``namespace::name.overload``. Raise :class:`RuleError` if there is no such operator.
 

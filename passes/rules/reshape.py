@@ -16,13 +16,13 @@ from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Dims,
-    Local,
+    LocalBuilder,
     OpFactors,
-    as_dim,
     build_factor_rule,
-    everything_whole,
+    forbid_sharding,
     get_meta_shape,
     get_node_argument,
+    normalize_dim,
     operands_of,
 )
 from partitioner.passes.rules.registry import register_family
@@ -42,26 +42,25 @@ def find_shared_factors(
     >>> find_shared_factors((8, 4), (2, 16))
     ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
     """
-    sides = (_Side(source), _Side(target))
+    sides = (_SplitShape(source), _SplitShape(target))
     sizes: dict[str, int] = {}
     whole: set[str] = set()
 
-    def put(size: int, on: Sequence[_Side]) -> str:
+    def add_factor(size: int, shapes: Sequence[_SplitShape]) -> str:
         """Create a factor of a reshape: a named size into which dims of both shapes are divided. Return its name.
 
-        ``size``: its size. ``on``: the shapes before and after the reshape (one or both) from whose current dim it is
-        split off.
-        """
+        ``size``: its size. ``shapes``: the shapes before and after the reshape (one or both) from whose current dim it
+        is split off."""
         name = NAMES[len(sizes)] if len(sizes) < len(NAMES) else f"d{len(sizes)}"
         sizes[name] = size
-        for side in on:
+        for side in shapes:
             side.take_factor(name, size)
         return name
 
     while sides[0].advance_dim() and sides[1].advance_dim():
         common = math.gcd(sides[0].left, sides[1].left)
         if common > 1:
-            put(common, sides)
+            add_factor(common, sides)
             if sides[0].left == 1 or sides[1].left == 1:
                 continue
         # Neither divides the other: no common factor up to where the running products agree again.
@@ -70,11 +69,11 @@ def find_shared_factors(
             behind = 0 if done[0] <= done[1] else 1
             sides[behind].advance_dim()
             done[behind] *= sides[behind].left
-            whole.add(put(sides[behind].left, [sides[behind]]))
+            whole.add(add_factor(sides[behind].left, [sides[behind]]))
     return sizes, sides[0].dims, sides[1].dims, frozenset(whole)
 
 
-class _Side:
+class _SplitShape:
     """One of two shapes that are split into common factors from the outermost dim on, and how far it has been split.
 
     ``sizes``: the shape. ``at``: the index of the current dim (-1 before the first). ``left``: the size of the
@@ -122,10 +121,10 @@ def shard_reshape(node: fx.Node) -> OpFactors | None:
         return None
     sizes, before, after, whole = find_shared_factors(get_meta_shape(source), tuple(node.meta["val"].shape))
     unread: list[Dims] = [((),) * len(get_meta_shape(o)) for o in shape_only]
-    return OpFactors(sizes, (before, *unread), (after,), whole, FIRST, local=_local_reshape)
+    return OpFactors(sizes, (before, *unread), (after,), whole, FIRST, local=_lower_reshape)
 
 
-def _local_reshape(local: Local) -> fx.Node:
+def _lower_reshape(local: LocalBuilder) -> fx.Node:
     # reshape, not view: a shard may have gaps in memory that the whole tensor has not.
     return local.call(aten.reshape.default, local.operands[0], list(local.result_shape()))
 
@@ -138,7 +137,7 @@ def view_dtype(node: fx.Node) -> OpFactors | None:
 
 
 @register_family("view_as_real", "view_as_complex", "view_as_real_copy", "view_as_complex_copy")
-def complex_pairs(node: fx.Node) -> OpFactors:
+def shard_complex_view(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a conversion between complex numbers and a last dim of real and
     imaginary parts. This last dim must not be sharded, other dims may be."""
     before, after = len(get_meta_shape(operands_of(node)[0])), len(node.meta["val"].shape)
@@ -155,7 +154,7 @@ def _shard_permuted_dims(node: fx.Node, order: Sequence[int]) -> OpFactors:
 @register_family("permute", "permute_copy")
 def shard_permute(node: fx.Node) -> OpFactors:
     rank = len(get_meta_shape(operands_of(node)[0]))
-    return _shard_permuted_dims(node, [as_dim(d, rank) for d in get_node_argument(node, "dims")])
+    return _shard_permuted_dims(node, [normalize_dim(d, rank) for d in get_node_argument(node, "dims")])
 
 
 @register_family("transpose", "transpose_copy", "swapaxes", "swapdims")
@@ -190,8 +189,8 @@ def shard_movedim(node: fx.Node) -> OpFactors:
     rank = len(get_meta_shape(operands_of(node)[0]))
     moves = [get_node_argument(node, side) for side in ("source", "destination")]
     source, target = ([m] if isinstance(m, int) else list(m) for m in moves)
-    rest = iter(d for d in range(rank) if d not in {as_dim(s, rank) for s in source})
-    placed = {as_dim(t, rank): as_dim(s, rank) for s, t in zip(source, target, strict=True)}
+    rest = iter(d for d in range(rank) if d not in {normalize_dim(s, rank) for s in source})
+    placed = {normalize_dim(t, rank): normalize_dim(s, rank) for s, t in zip(source, target, strict=True)}
     return _shard_permuted_dims(node, [placed[d] if d in placed else next(rest) for d in range(rank)])
 
 
@@ -204,10 +203,10 @@ def shard_expand(node: fx.Node) -> OpFactors:
     names = NAMES[: len(node.meta["val"].shape)]
     unread: list[tuple[None, ...]] = [(None,) * len(get_meta_shape(o)) for o in like]
     patterns = [names[len(names) - len(get_meta_shape(x)) :], *unread]
-    return build_factor_rule(node, patterns, [names], linear=FIRST, local=_local_expand)
+    return build_factor_rule(node, patterns, [names], linear=FIRST, local=_lower_expand)
 
 
-def _local_expand(local: Local) -> fx.Node:
+def _lower_expand(local: LocalBuilder) -> fx.Node:
     return local.call(aten.expand.default, local.operands[0], list(local.result_shape()))
 
 
@@ -219,7 +218,7 @@ def shard_repeat(node: fx.Node) -> OpFactors:
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     if 0 in result:
-        return everything_whole(node)
+        return forbid_sharding(node)
     padded = (1,) * (len(result) - len(get_meta_shape(x))) + get_meta_shape(x)
     sizes: dict[str, int] = {}
     operand: list[tuple[str, ...]] = []
@@ -231,10 +230,10 @@ def shard_repeat(node: fx.Node) -> OpFactors:
         operand.append(kept)
         made.append((*again, *kept))
     dims = tuple(operand[len(result) - len(get_meta_shape(x)) :])
-    return OpFactors(sizes, (dims,), (tuple(made),), linear=FIRST, local=_local_repeat)
+    return OpFactors(sizes, (dims,), (tuple(made),), linear=FIRST, local=_lower_repeat)
 
 
-def _local_repeat(local: Local) -> fx.Node:
+def _lower_repeat(local: LocalBuilder) -> fx.Node:
     """Append a ``repeat`` of this rank's operand, to the shape of this rank's result, to the graph of one rank, and
     return its node. ``local``: the operator to replace, its layouts, and the graph of one rank."""
     made = local.result_shape()
@@ -250,7 +249,7 @@ def repeat_interleave(node: fx.Node) -> OpFactors:
     result is (elements of the operand's dim) x (copies of each), and may be sharded by either."""
     (x,) = operands_of(node)
     if 0 in tuple(node.meta["val"].shape):
-        return everything_whole(node)
+        return forbid_sharding(node)
     times, dim = get_node_argument(node, "repeats"), get_node_argument(node, "dim")
     names = NAMES[: len(get_meta_shape(x))]
     found = build_factor_rule(node, [names], [(None,) * len(node.meta["val"].shape)], linear=FIRST)
@@ -259,22 +258,22 @@ def repeat_interleave(node: fx.Node) -> OpFactors:
     if dim is None:
         made: Dims = ((*(f for dims in operand for f in dims), *again),)
     else:
-        at = as_dim(dim, len(names))
+        at = normalize_dim(dim, len(names))
         made = tuple((*dims, *again) if d == at else dims for d, dims in enumerate(operand))
     sizes = {**found.sizes, **dict.fromkeys(again, times)}
-    return OpFactors(sizes, (operand,), (made,), linear=FIRST, local=_local_interleave)
+    return OpFactors(sizes, (operand,), (made,), linear=FIRST, local=_lower_interleave)
 
 
-def _local_interleave(local: Local) -> fx.Node:
+def _lower_interleave(local: LocalBuilder) -> fx.Node:
     dim = get_node_argument(local.node, "dim")
     return local.call(aten.repeat_interleave.self_int, local.operands[0], local.size("again"), dim)
 
 
 @register_family("pixel_shuffle", "pixel_unshuffle")
-def pixel_shuffle(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a ``pixel_shuffle`` or its inverse ``pixel_unshuffle``.
+def shard_pixel_shuffle(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``node``, a ``shard_pixel_shuffle`` or its inverse ``pixel_unshuffle``.
 
-    ``pixel_shuffle`` turns ``c * r * r`` channels into ``c`` channels of images that are ``r`` times as high and
+    ``shard_pixel_shuffle`` turns ``c * r * r`` channels into ``c`` channels of images that are ``r`` times as high and
     wide. Batch dims, the ``c`` channels and spatial dims may be sharded, the two factors ``r`` must not be.
     """
     (x,) = operands_of(node)

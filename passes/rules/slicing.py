@@ -17,15 +17,15 @@ from torch import fx
 from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
-    Local,
+    LocalBuilder,
     OpFactors,
     Spans,
-    as_dim,
-    as_dims,
     build_factor_rule,
     get_meta_shape,
     get_node_argument,
     mark_linear_together,
+    normalize_dim,
+    normalize_dims,
     operands_of,
     results_of,
 )
@@ -52,17 +52,17 @@ def shard_split(node: fx.Node) -> OpFactors | None:
     Return ``None`` (no sharding) if the pieces overlap or leave a gap.
     """
     (x,) = operands_of(node)
-    dim = as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
+    dim = normalize_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
     names = NAMES[: len(get_meta_shape(x))]
     sizes = tuple(r.shape[dim] for r in results_of(node))
     if sum(sizes) != get_meta_shape(x)[dim]:
         return None  # unordered borders: the pieces overlap
     spans = Spans(names[dim], tuple(s for s in sizes if s), (_WHOLE,), tuple(_list_part_spans(sizes)))
-    pieces = [_unless_empty(names, dim, s) for s in sizes]
-    return build_factor_rule(node, [names], pieces, linear=FIRST, local=_local_split, spans=spans)
+    pieces = [_forbid_if_empty(names, dim, s) for s in sizes]
+    return build_factor_rule(node, [names], pieces, linear=FIRST, local=_lower_split, spans=spans)
 
 
-def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
+def _forbid_if_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
     """Return ``names``, the names of a tensor's dims in a sharding rule, with ``None`` (must not be sharded) in place
     of the name of ``dim`` if the tensor is empty along it.
 
@@ -71,14 +71,14 @@ def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]
     return [n if size or d != dim else None for d, n in enumerate(names)]
 
 
-def _local_split(local: Local) -> fx.Node:
+def _lower_split(local: LocalBuilder) -> fx.Node:
     """Append the split of this rank's operand, each piece with its size on one rank, to the graph of one rank, and
     return its node. ``local``: the split to replace, its layouts, and the graph of one rank."""
     spans = local.factors.spans
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()
     (x,) = local.operands
-    dim = as_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
+    dim = normalize_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
     sizes = [length // local.num_ranks for _, length in spans.results]  # type: ignore[misc]
     return local.call(aten.split_with_sizes.default, x, sizes, dim)
 
@@ -89,13 +89,13 @@ def shard_cat(node: fx.Node) -> OpFactors:
     operand is divided over all ranks by itself."""
     operands = operands_of(node)
     rank = len(node.meta["val"].shape)
-    dim = as_dim(get_node_argument(node, "dim", 0), rank)
+    dim = normalize_dim(get_node_argument(node, "dim", 0), rank)
     names = NAMES[:rank]
     # An empty tensor of one dim may be joined to anything.
     sizes = [get_meta_shape(o)[dim] if len(get_meta_shape(o)) == rank else 0 for o in operands]
     spans = Spans(names[dim], tuple(s for s in sizes if s), tuple(_list_part_spans(sizes)), (_WHOLE,))
     pieces = [
-        _unless_empty(names, dim, s) if len(get_meta_shape(o)) == rank else [None]
+        _forbid_if_empty(names, dim, s) if len(get_meta_shape(o)) == rank else [None]
         for s, o in zip(sizes, operands, strict=True)
     ]
     return build_factor_rule(node, pieces, [names], linear=mark_linear_together(len(operands)), spans=spans)
@@ -113,7 +113,7 @@ def shard_slice_operator(node: fx.Node) -> OpFactors | None:
     if others:
         return None  # the start depends on data
     names = list(NAMES[: len(get_meta_shape(x))])
-    dim = as_dim(get_node_argument(node, "dim", 0), len(names))
+    dim = normalize_dim(get_node_argument(node, "dim", 0), len(names))
     size, length = get_meta_shape(x)[dim], int(node.meta["val"].shape[dim])
     start, step = _start_and_step(node, size)
     if step > 1:
@@ -122,7 +122,7 @@ def shard_slice_operator(node: fx.Node) -> OpFactors | None:
         return build_factor_rule(node, [[n if d != dim else None for d, n in enumerate(names)]], [names], linear=FIRST)
     sections = tuple(s for s in (start, length, size - start - length) if s)
     spans = Spans(names[dim], sections, (_WHOLE,), ((start, length),))
-    return build_factor_rule(node, [names], [names], linear=FIRST, local=_local_slice, spans=spans)
+    return build_factor_rule(node, [names], [names], linear=FIRST, local=_lower_slice, spans=spans)
 
 
 def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
@@ -149,14 +149,14 @@ def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, 
     before_dims = tuple(f if d != dim else (names[dim], "step") for d, f in enumerate(found.operands[0]))
     after_dims = tuple(f if d != dim else (names[dim],) for d, f in enumerate(found.results[0]))
     sizes = {**found.sizes, names[dim]: length, "step": step}
-    return OpFactors(sizes, (before_dims,), (after_dims,), frozenset(("step",)), FIRST, local=_local_slice)
+    return OpFactors(sizes, (before_dims,), (after_dims,), frozenset(("step",)), FIRST, local=_lower_slice)
 
 
-def _local_slice(local: Local) -> fx.Node:
+def _lower_slice(local: LocalBuilder) -> fx.Node:
     """Append the slice of this rank's operand to the graph of one rank, with this rank's start and end if the sliced
     dim is sharded, and return its node. ``local``: the slice to replace, its layouts, and the graph of one rank."""
     (x,) = local.operands
-    dim = as_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
+    dim = normalize_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
     if not local.strategy.operands[0].is_shard or local.strategy.operands[0].dim != dim:
         return local.copy()
     size = get_meta_shape(operands_of(local.node)[0])[dim]
@@ -177,7 +177,7 @@ def slice_scatter(node: fx.Node) -> OpFactors:
     """
     x, part = operands_of(node)
     names = NAMES[: len(get_meta_shape(x))]
-    dim = as_dim(get_node_argument(node, "dim"), len(names))
+    dim = normalize_dim(get_node_argument(node, "dim"), len(names))
     size, length = get_meta_shape(x)[dim], get_meta_shape(part)[dim]
     start, step = _start_and_step(node, size)
     if step > 1 or length == 0:
@@ -186,16 +186,16 @@ def slice_scatter(node: fx.Node) -> OpFactors:
     sections = tuple(s for s in (start, length, size - start - length) if s)
     spans = Spans(names[dim], sections, (_WHOLE, (start, length)), (_WHOLE,))
     return build_factor_rule(
-        node, [names, names], [names], linear=mark_linear_together(2), local=_local_slice_scatter, spans=spans
+        node, [names, names], [names], linear=mark_linear_together(2), local=_lower_slice_scatter, spans=spans
     )
 
 
-def _local_slice_scatter(local: Local) -> fx.Node:
+def _lower_slice_scatter(local: LocalBuilder) -> fx.Node:
     """Append the write of a range into this rank's operand to the graph of one rank, with this rank's start and end
     if the written dim is sharded, and return its node. ``local``: the ``slice_scatter`` to replace, its layouts, and
     the graph of one rank."""
     x, part = local.operands
-    dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(x)))
+    dim = normalize_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(x)))
     spans = local.factors.spans
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()
@@ -208,7 +208,7 @@ def select_scatter(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a ``select_scatter``, which replaces one index of a dim: this dim must
     not be sharded, other dims may be."""
     rank = len(get_meta_shape(operands_of(node)[0]))
-    dim = as_dim(get_node_argument(node, "dim"), rank)
+    dim = normalize_dim(get_node_argument(node, "dim"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names, [n for n in names if n]], [names], linear=mark_linear_together(2))
 
@@ -220,14 +220,14 @@ def shard_select(node: fx.Node) -> OpFactors | None:
     x, *others = operands_of(node)
     if others:
         return None
-    dim = as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
+    dim = normalize_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
     return _shard_removed_dim(node, dim)
 
 
 @register_family("unbind", "unbind_copy")
 def shard_unbind(node: fx.Node) -> OpFactors:
     (x,) = operands_of(node)
-    return _shard_removed_dim(node, as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x))))
+    return _shard_removed_dim(node, normalize_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x))))
 
 
 def _shard_removed_dim(node: fx.Node, dim: int) -> OpFactors:
@@ -244,7 +244,7 @@ def _shard_removed_dim(node: fx.Node, dim: int) -> OpFactors:
 def shard_stack(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a ``stack``: the new dim must not be sharded, other dims may be."""
     rank = len(node.meta["val"].shape)
-    dim = as_dim(get_node_argument(node, "dim", 0), rank)
+    dim = normalize_dim(get_node_argument(node, "dim", 0), rank)
     names = NAMES[:rank]
     operands = operands_of(node)
     left = [n for d, n in enumerate(names) if d != dim]
@@ -295,7 +295,7 @@ def shard_flip_or_roll(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a flip, roll or rotation: the dims along which elements move must not be
     sharded, other dims may be. Without the operator's argument ``dims``, these are all dims."""
     rank = len(get_meta_shape(operands_of(node)[0]))
-    return _shard_unchanged_dims(node, as_dims(get_node_argument(node, "dims", _FLIPPED.get(node.target)), rank))
+    return _shard_unchanged_dims(node, normalize_dims(get_node_argument(node, "dims", _FLIPPED.get(node.target)), rank))
 
 
 @register_family("tril", "triu")
@@ -310,7 +310,7 @@ def shard_diff(node: fx.Node) -> OpFactors:
     sharded, other dims may be."""
     operands = operands_of(node)
     rank = len(get_meta_shape(operands[0]))
-    dim = as_dim(get_node_argument(node, "dim", -1), rank)
+    dim = normalize_dim(get_node_argument(node, "dim", -1), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names for _ in operands], [names], linear=mark_linear_together(len(operands)))
 
@@ -318,15 +318,15 @@ def shard_diff(node: fx.Node) -> OpFactors:
 @register_family("diagonal", "diagonal_copy")
 def shard_diagonal(node: fx.Node) -> OpFactors:
     rank = len(get_meta_shape(operands_of(node)[0]))
-    pair = {as_dim(get_node_argument(node, "dim1"), rank), as_dim(get_node_argument(node, "dim2"), rank)}
+    pair = {normalize_dim(get_node_argument(node, "dim1"), rank), normalize_dim(get_node_argument(node, "dim2"), rank)}
     names = [n if d not in pair else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names], [[*(n for n in names if n), None]], linear=FIRST)
 
 
 @register_family("diag_embed")
-def diag_embed(node: fx.Node) -> OpFactors:
+def shard_diag_embed(node: fx.Node) -> OpFactors:
     rank = len(node.meta["val"].shape)
-    pair = {as_dim(get_node_argument(node, "dim1"), rank), as_dim(get_node_argument(node, "dim2"), rank)}
+    pair = {normalize_dim(get_node_argument(node, "dim1"), rank), normalize_dim(get_node_argument(node, "dim2"), rank)}
     names = [n if d not in pair else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [[*(n for n in names if n), None]], [names], linear=FIRST)
 
@@ -336,6 +336,6 @@ def shard_unfold(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, an ``unfold``: the dim that is cut into windows must not be sharded,
     other dims may be."""
     rank = len(get_meta_shape(operands_of(node)[0]))
-    dim = as_dim(get_node_argument(node, "dimension"), rank)
+    dim = normalize_dim(get_node_argument(node, "dimension"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
     return build_factor_rule(node, [names], [[*names, None]], linear=FIRST)

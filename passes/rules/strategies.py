@@ -34,21 +34,21 @@ from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Lay
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import (
     MAX_SECTIONS,
-    Local,
+    LocalBuilder,
     OpFactors,
     Strategy,
     operands_of,
+    replace_operands,
     results_of,
-    with_operands,
 )
 from partitioner.passes.rules.factors import get_meta_shape as shape_of
 
 __all__ = [
     "OpFactors",
     "Strategy",
+    "append_local_call",
     "enumerate_strategies",
     "factors_of",
-    "local_call",
     "needs_gradient",
     "operands_of",
     "results_of",
@@ -68,15 +68,15 @@ def needs_gradient(node: fx.Node) -> bool:
 
 
 def enumerate_strategies(
-    node: fx.Node, num_ranks: int, wanted: Wanted | None = None, lengths: Collection[int] = NO_SIZES
+    node: fx.Node, num_ranks: int, preferred: Wanted | None = None, lengths: Collection[int] = NO_SIZES
 ) -> list[Strategy]:
     """Return all ways to run the operator ``node`` on a mesh axis of ``num_ranks`` ranks, the unsharded way first. Each
     way (strategy) states the layouts of all operands and results: sharded, whole, or a partial sum.
 
-    ``wanted``: layouts that neighbouring operators prefer and that are sharded with sections (parts of a dim that are
-    each divided over all ranks); key ``i`` is operand ``i``, ``~k`` is result ``k``; ``None`` for no preferences. For
-    every preferred layout that is possible here, there is a strategy with it. If the operator itself cuts or joins a
-    dim, as ``split`` and ``cat`` do, the dim is sharded in sections that end where its pieces end. ``lengths``:
+    ``preferred``: layouts that neighbouring operators prefer and that are sharded with sections (parts of a dim that
+    are each divided over all ranks); key ``i`` is operand ``i``, ``~k`` is result ``k``; ``None`` for no preferences.
+    For every preferred layout that is possible here, there is a strategy with it. If the operator itself cuts or joins
+    a dim, as ``split`` and ``cat`` do, the dim is sharded in sections that end where its pieces end. ``lengths``:
     lengths, in positions, of the sequences that the axis shards; dims of these sizes may also be sharded zigzag (a rank
     has one piece from each end), and an attention may be sharded along its sequence.
 
@@ -92,7 +92,7 @@ def enumerate_strategies(
         found.append(Strategy(None, (), reads, makes))
     if factors is None:
         return found
-    wanted_sections = _wanted_sections(factors, wanted) if wanted else {}
+    wanted_sections = _find_preferred_sections(factors, preferred) if preferred else {}
     for factor, places in _map_factor_dims(factors).items():
         size = factors.sizes[factor]
         if factor in factors.whole or size < num_ranks or size % num_ranks:
@@ -116,7 +116,7 @@ def enumerate_strategies(
     return found
 
 
-def local_call(
+def append_local_call(
     node: fx.Node, strategy: Strategy, axis: str, num_ranks: int, operands: Sequence[fx.Node], graph: fx.Graph
 ) -> fx.Node:
     """Append to ``graph``, the graph of one rank, the operators that it runs in place of ``node``, and return the node
@@ -131,13 +131,15 @@ def local_call(
         factors = factors_of(node)
         assert factors is not None, node
         if strategy.form:
-            return factors.forms[strategy.form].build(Local(node, factors, strategy, axis, num_ranks, operands, graph))
-        local = Local(node, factors, strategy, axis, num_ranks, operands, graph)
+            return factors.forms[strategy.form].build(
+                LocalBuilder(node, factors, strategy, axis, num_ranks, operands, graph)
+            )
+        local = LocalBuilder(node, factors, strategy, axis, num_ranks, operands, graph)
         if strategy.factor in factors.lower:
             return factors.lower[strategy.factor].build(local)
         if factors.local is not None:
             return factors.local(local)
-    args, kwargs = with_operands(node, operands)
+    args, kwargs = replace_operands(node, operands)
     assert callable(node.target), node
     return insert_operator_node(graph, node.target, args, kwargs, like=node)
 
@@ -284,17 +286,17 @@ def refine_sections(first: Sections, second: Sections) -> Sections:
     return tuple(b - a for a, b in zip([0, *borders[:-1]], borders, strict=True))
 
 
-def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
+def _choose_sections(factors: OpFactors, factor: str, preferred: Iterable[Sections], num_ranks: int) -> list[Sections]:
     """Return the useful ways to cut ``factor``, a named loop dimension of an operator, into sections: parts that are
     each divided over all ranks. Each way is a tuple of sizes, ``()`` for one part.
 
     The first way has only the borders at which the operator itself cuts or joins the dim. Each further way adds the
-    borders of one of ``wanted``, the sections that neighbouring operators prefer, and the last way those of all of
+    borders of one of ``preferred``, the sections that neighbouring operators prefer, and the last way those of all of
     them. Ways with a section that is not divisible by ``num_ranks``, or with more than ``MAX_SECTIONS`` sections, are
     left out. If the operator cannot run on sections, the only way is ``()``. ``factors``: the operator's sharding rule.
     """
     spans = factors.spans
-    if not wanted and spans is None:
+    if not preferred and spans is None:
         return [()]
     base: Sections = spans.sections if spans is not None and spans.factor == factor else ()
     lowering = factors.lower.get(factor)
@@ -302,7 +304,7 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
         return [()]
     choices = [base]
     together = base
-    for sections in wanted:
+    for sections in preferred:
         together = refine_sections(together, sections)
         choices.append(refine_sections(base, sections))
     choices.append(together)
@@ -310,16 +312,16 @@ def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections]
     return [c for c in unique if len(c) <= MAX_SECTIONS and all(s % num_ranks == 0 for s in c)]
 
 
-def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
+def _find_preferred_sections(factors: OpFactors, preferred: Wanted) -> dict[str, list[Sections]]:
     """Return how neighbouring operators prefer the factors (named loop dimensions) of this operator to be cut, from the
     layouts that they prefer for its tensors. The result is a dict from a factor to a list of divisions, one for each
     layout. A division is a tuple of the sizes of parts that are each divided over all ranks.
 
-    ``factors``: the operator's sharding rule. ``wanted``: the preferred layouts; key ``i`` is operand ``i``, ``~k``
+    ``factors``: the operator's sharding rule. ``preferred``: the preferred layouts; key ``i`` is operand ``i``, ``~k``
     is result ``k``. Layouts without such parts, and layouts that no division of a factor gives, are left out.
     """
     found: dict[str, list[Sections]] = {}
-    for position, layouts in wanted.items():
+    for position, layouts in preferred.items():
         dims = factors.operands[position] if position >= 0 else factors.results[~position]
         for layout in layouts:
             if not layout.sections or layout.dim >= len(dims):

@@ -24,8 +24,8 @@ from partitioner.passes.ir.gradient_flow import is_differentiable
 from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.layouts import Layout, can_shard_evenly, join_shards, local_shape, take_shard
 from partitioner.passes.rules import factors_of
-from partitioner.passes.rules.factors import OpFactors, Strategy, operands_of, results_of, with_operands
-from partitioner.passes.rules.strategies import enumerate_strategies, local_call
+from partitioner.passes.rules.factors import OpFactors, Strategy, operands_of, replace_operands, results_of
+from partitioner.passes.rules.strategies import append_local_call, enumerate_strategies
 
 Ranks = list[Tensor]  # one tensor per rank
 
@@ -184,7 +184,7 @@ def check_strategies(
         grad: whether floating-point tensors get gradients, or the positions (from 0), among the tensors, of those that
             do.
     """
-    node, tensors = node_of(target, args, kwargs or {}, grad)
+    node, tensors = make_call_node(target, args, kwargs or {}, grad)
     factors = factors_of(node)
     violations = [] if factors is None else find_shape_mismatches(factors, tensors, results_of(node))
     if violations:
@@ -193,7 +193,7 @@ def check_strategies(
     return [f"{s}: {what}" for s in enumerate_strategies(node, num_ranks, wanted) for what in judge.check(s, num_ranks)]
 
 
-def node_of(
+def make_call_node(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool | Collection[int] = True
 ) -> tuple[fx.Node, list[Tensor]]:
     """Return a graph node for a call of the operator ``target`` with ``args`` and ``kwargs``, which have real
@@ -265,7 +265,9 @@ class OperatorReference:
         self.operands = tensors
         self.needs = [bool(o.meta["grad"]) for o in operands_of(node)]
         leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, self.needs, strict=True)]
-        graph = graph_of(node, lambda graph, local: insert_operator_node(graph, _get_callable_target(node), *local))
+        graph = build_operator_graph(
+            node, lambda graph, local: insert_operator_node(graph, _get_callable_target(node), *local)
+        )
         self.results: list[Tensor] = list(run_ranks(graph, [[t] for t in leaves], {AXIS: 1})[0])
         node.meta["grad"] = any(r.requires_grad for r in self.results)
         self.grads_out = [torch.randn_like(r) if r.requires_grad else None for r in self.results]
@@ -291,7 +293,9 @@ class OperatorReference:
         each gradient that differs."""
         pairs = list(zip(self.operands, strategy.operands, strict=True))
         shapes = [local_shape(layout, tuple(t.shape), num_ranks) for t, layout in pairs]
-        graph = graph_of(self.node, lambda g, local: local_call(self.node, strategy, AXIS, num_ranks, local, g), shapes)
+        graph = build_operator_graph(
+            self.node, lambda g, local: append_local_call(self.node, strategy, AXIS, num_ranks, local, g), shapes
+        )
         leaves = [[t.detach().clone() for t in split_among_ranks(t, layout, num_ranks)] for t, layout in pairs]
         for ranks, need in zip(leaves, self.needs, strict=True):
             for t in ranks:
@@ -321,14 +325,16 @@ class OperatorReference:
         for i, (layout, grad) in enumerate(zip(strategy.results, self.grads_out, strict=True)):
             results += [outputs[r][i] for r in range(num_ranks)]
             grads += (
-                [None] * num_ranks if grad is None else split_among_ranks(grad, _gradient_layout(layout), num_ranks)
+                [None] * num_ranks if grad is None else split_among_ranks(grad, _get_gradient_layout(layout), num_ranks)
             )
         found = compute_gradients(results, [t for ranks in leaves for t in ranks], grads)
         violations: list[str] = []
         for i, (layout, expected) in enumerate(zip(strategy.operands, self.grads, strict=True)):
             ranks = found[i * num_ranks : (i + 1) * num_ranks]
             wrong = (
-                describe_differences(ranks, expected, _gradient_layout(layout), self.tolerance) if self.needs[i] else []
+                describe_differences(ranks, expected, _get_gradient_layout(layout), self.tolerance)
+                if self.needs[i]
+                else []
             )
             violations += [f"gradient of operand {i} {what}" for what in wrong]
         return violations
@@ -339,7 +345,9 @@ def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
     return node.target
 
 
-def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tuple[int, ...]] | None = None) -> fx.Graph:
+def build_operator_graph(
+    node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tuple[int, ...]] | None = None
+) -> fx.Graph:
     """Return a graph with placeholders for the operands of the operator call ``node``, the nodes that ``write``
     appends, and an output of all tensors that the last of these returns.
 
@@ -355,7 +363,7 @@ def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tupl
         placeholder.meta["val"] = val if shapes is None else val.new_empty(shapes[i])
         placeholder.meta["grad"] = operand.meta["grad"]
         operands.append(placeholder)
-    made = write(graph, with_operands(node, operands) if shapes is None else operands)
+    made = write(graph, replace_operands(node, operands) if shapes is None else operands)
     many = isinstance(made.meta["val"], tuple | list)
     outputs = (
         [insert_operator_node(graph, operator.getitem, (made, i)) for i in range(len(made.meta["val"]))]
@@ -384,7 +392,7 @@ def compute_gradients(
 _GRADIENT = {"R": Layout("R"), "P": Layout("R"), "R'": Layout("P")}
 
 
-def _gradient_layout(layout: Layout) -> Layout:
+def _get_gradient_layout(layout: Layout) -> Layout:
     """Return the layout of the gradient of a tensor with the layout ``layout``. If the tensor is whole on every rank
     (kind ``R``) or a partial sum (``P``), its gradient is whole. Kind ``R'`` is a whole tensor whose gradient is a
     partial sum. The gradient of a sharded tensor is sharded in the same way."""

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from partitioner.passes.experts.routing_masks import num_choices, numbers_of
+from partitioner.passes.experts.routing_masks import find_integer_source, get_num_choices
 from partitioner.passes.ir.collectives import _library
 from partitioner.passes.ir.interpret import META
-from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.rules.factors import get_node_argument
 from partitioner.passes.select.masked_row_ops import MaskedRows, Unselectable
 
@@ -44,7 +44,7 @@ ONE_HOT = torch.ops.partition.one_hot.default  # with as many classes as the lar
 ASSERTS = {aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
 COUNTING = (ONE_HOT, aten.bincount.default)
 
-_INSTEAD: dict[Any, str] = {
+_STATIC_OPERATORS: dict[Any, str] = {
     ONE_HOT: "F.one_hot has as many classes as its largest number tells; expected a number that is known: pass "
     "num_classes=",
     aten.bincount.default: "torch.bincount has as many entries as its largest number tells; expected a number that is "
@@ -64,11 +64,11 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
         kwargs: the keyword arguments of the call, with nodes of the new graph.
     """
     if node.target is ONE_HOT:
-        return _one_hot(build, node, *args)
+        return _append_one_hot(build, node, *args)
     return _count_occurrences(build, node, *args, **kwargs)
 
 
-def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
+def _append_one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
     """Append a ``one_hot`` of the class numbers ``numbers`` with a fixed number of classes to the new graph, and return
     its node. If the original model takes the number of classes from the data, the result has a column for each class
     that is possible, and a mask of the columns that the model has is recorded in ``build``. Raise :class:`Unselectable`
@@ -76,11 +76,15 @@ def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     """
-    size, bound = _known_size(node), bound_of(node.args[0])
+    size, bound = _get_fixed_size(node), find_upper_bound(node.args[0])
     if size is None and bound is None:
-        raise Unselectable(_INSTEAD[ONE_HOT])
-    made: fx.Node = build.apply_operator(aten.one_hot.default, numbers, bound if size is None else size)
-    return made if size is not None else _as_many(build, made, _up_to_largest(build, numbers, bound, 0))
+        raise Unselectable(_STATIC_OPERATORS[ONE_HOT])
+    result: fx.Node = build.apply_operator(aten.one_hot.default, numbers, bound if size is None else size)
+    return (
+        result
+        if size is not None
+        else _record_class_mask(build, result, _append_present_class_mask(build, numbers, bound, 0))
+    )
 
 
 def _count_occurrences(
@@ -95,14 +99,14 @@ def _count_occurrences(
     class; ``None`` means 1. ``minlength``: the smallest number of counts that ``bincount`` returns. Raise
     :class:`Unselectable` if no upper bound of the class numbers is known.
     """
-    least = minlength if isinstance(minlength, int) else 0
-    size, bound = _known_size(node), bound_of(node.args[0])
-    if size is None and bound is not None and bound <= least:
-        size = least
-    if size is None and least and all(_takes_first(user, least) for user in node.users):
-        size = least
+    minimum = minlength if isinstance(minlength, int) else 0
+    size, bound = _get_fixed_size(node), find_upper_bound(node.args[0])
+    if size is None and bound is not None and bound <= minimum:
+        size = minimum
+    if size is None and minimum and all(_reads_first_counts(user, minimum) for user in node.users):
+        size = minimum
     if size is None and bound is None:
-        raise Unselectable(_INSTEAD[aten.bincount.default])
+        raise Unselectable(_STATIC_OPERATORS[aten.bincount.default])
     counted = bound if size is None else size
     every = build.insert_call(aten.arange.default, counted, dtype=torch.int64, device=META)
     hits = build.apply_operator(aten.eq.Tensor, build.apply_operator(aten.unsqueeze.default, numbers, -1), every)
@@ -111,43 +115,47 @@ def _count_occurrences(
         weights = build.apply_operator(aten.detach.default, weights)
         weights = build.apply_operator(aten.to.dtype, weights, torch.float32 if narrow else torch.float64)
         hits = build.apply_operator(aten.mul.Tensor, build.apply_operator(aten.unsqueeze.default, weights, -1), hits)
-    made: fx.Node = build.apply_operator(aten.sum.dim_IntList, hits, [0])
-    return made if size is not None else _as_many(build, made, _up_to_largest(build, numbers, bound, least))
+    result: fx.Node = build.apply_operator(aten.sum.dim_IntList, hits, [0])
+    return (
+        result
+        if size is not None
+        else _record_class_mask(build, result, _append_present_class_mask(build, numbers, bound, minimum))
+    )
 
 
-def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
+def _append_present_class_mask(build: SelectedRows, numbers: fx.Node, bound: int | None, minimum: int) -> fx.Node:
     """Append a boolean mask ``[bound]`` to the new graph, which is true for the classes that ``bincount`` or
     ``one_hot`` returns in the original model, and return its node. The model's operator returns the classes from 0 to
-    the largest class in its input, and at least the first ``least`` ones.
+    the largest class in its input, and at least the first ``minimum`` ones.
 
     Args:
         build: the rewriter, which appends operators to the new graph.
         numbers: the node with the class number of each element.
         bound: an integer that is greater than all class numbers; never ``None``, because the caller has checked that
             one is known.
-        least: the smallest number of classes that the operator returns.
+        minimum: the smallest number of classes that the operator returns.
     """
     every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
     largest = build.apply_operator(aten.max.default, numbers)
-    if least:
-        largest = build.insert_call(aten.clamp_min.default, largest, least - 1)
+    if minimum:
+        largest = build.insert_call(aten.clamp_min.default, largest, minimum - 1)
     return build.insert_call(aten.le.Tensor, every, largest)
 
 
-def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
-    """Record in ``build.rows`` that the last dim of ``made`` has, in the original model, only the classes for which
-    ``mask`` is true, and return ``made``. Raise :class:`Unselectable` if another mask is already recorded for ``made``.
+def _record_class_mask(build: SelectedRows, node: fx.Node, mask: fx.Node) -> fx.Node:
+    """Record in ``build.rows`` that the last dim of ``node`` has, in the original model, only the classes for which
+    ``mask`` is true, and return ``node``. Raise :class:`Unselectable` if another mask is already recorded for ``node``.
 
-    ``build``: the rewriter. ``made``: the node of counts or of one-hot vectors, with all classes that there can be.
+    ``build``: the rewriter. ``node``: the node of counts or of one-hot vectors, with all classes that there can be.
     ``mask``: a boolean node with an element for each of these classes.
     """
-    if made in build.rows:  # rows that a mask selects, of classes of which another tells how many
+    if node in build.rows:  # rows that a mask selects, of classes of which another tells how many
         raise Unselectable
-    build.rows[made] = MaskedRows(mask, made.meta["val"].dim() - 1)
-    return made
+    build.rows[node] = MaskedRows(mask, node.meta["val"].dim() - 1)
+    return node
 
 
-def _known_size(node: fx.Node) -> int | None:
+def _get_fixed_size(node: fx.Node) -> int | None:
     """Return the size of the last dim of the result of ``node`` if it is fixed; ``None`` if it depends on the data."""
     size = node.meta["val"].shape[-1]
     if isinstance(size, int):
@@ -156,28 +164,27 @@ def _known_size(node: fx.Node) -> int | None:
     return known
 
 
-def _takes_first(user: fx.Node, most: int) -> bool:
-    """Return whether the operator ``user``, which reads the counts of a ``bincount``, needs at most the first ``most``
-    of them. This is so if it is a slice of at most the first ``most`` counts, or if it only serves to assert how many
-    counts there are.
-    """
+def _reads_first_counts(user: fx.Node, maximum: int) -> bool:
+    """Return whether the operator ``user``, which reads the counts of a ``bincount``, needs at most the first
+    ``maximum`` of them. This is so if it is a slice of at most the first ``maximum`` counts, or if it only serves to
+    assert how many counts there are."""
     if user.target is not aten.slice.Tensor:
-        return _is_asserted(user)
+        return _is_only_for_assertions(user)
     end = get_node_argument(user, "end")
     plain = (
         get_node_argument(user, "dim", 0) in (0, -1)
         and get_node_argument(user, "start") in (0, None)
         and get_node_argument(user, "step") == 1
     )
-    return plain and isinstance(end, int) and 0 <= end <= most
+    return plain and isinstance(end, int) and 0 <= end <= maximum
 
 
-def _is_asserted(node: fx.Node) -> bool:
+def _is_only_for_assertions(node: fx.Node) -> bool:
     """Return whether ``node`` is an assertion, or computes a Python number that only assertions read, so that
     nothing else needs it."""
     if isinstance(node.meta.get("val"), Tensor):
         return False
-    return node.target in ASSERTS or all(_is_asserted(user) for user in node.users)
+    return node.target in ASSERTS or all(_is_only_for_assertions(user) for user in node.users)
 
 
 # -- what is known of whole numbers ------------------------------------------------------------------------------------
@@ -196,7 +203,7 @@ _TAKING = (
 )  # fmt: skip
 
 
-def bound_of(node: Any) -> int | None:
+def find_upper_bound(node: Any) -> int | None:
     """Return an integer that is greater than all elements of ``node`` (an integer tensor of the graph, or a number);
     ``None`` if no such bound is known."""
     found = [b for b in (_bound_by_origin(node), _bound_by_use(node)) if b is not None]
@@ -214,7 +221,7 @@ def _bound_by_origin(node: Any) -> int | None:
     if value.dtype == torch.bool:
         return 2
     if not value.dtype.is_floating_point:
-        chosen = num_choices(numbers_of(node))
+        chosen = get_num_choices(find_integer_source(node))
         if chosen is not None:
             return chosen
     args: Any = node.args
@@ -224,7 +231,7 @@ def _bound_by_origin(node: Any) -> int | None:
     return None if rule is None else rule(node)
 
 
-def _all_below(*given: Any) -> int | None:
+def _find_common_bound(*given: Any) -> int | None:
     """Return an integer that is greater than all elements of all ``given`` nodes and numbers; ``None`` if no such
     bound is known for one of them."""
     found = [_bound_by_origin(g) for g in given]
@@ -240,12 +247,14 @@ def _bound_by_smaller_operand(node: fx.Node) -> int | None:
 
 def _bound_clamped_numbers(node: fx.Node) -> int | None:
     """Return an integer that is greater than all results of the clamp ``node``; ``None`` if no such bound is known."""
-    most, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
-    own = most + 1 if isinstance(most, int) else None
+    maximum, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
+    own = maximum + 1 if isinstance(maximum, int) else None
     found = [b for b in (own, inner) if b is not None]
-    least = get_node_argument(node, "min")
+    minimum = get_node_argument(node, "min")
     bound = min(found) if found else None
-    return bound if bound is None or least is None else (max(bound, least + 1) if isinstance(least, int) else None)
+    return (
+        bound if bound is None or minimum is None else (max(bound, minimum + 1) if isinstance(minimum, int) else None)
+    )
 
 
 def _bound_remainders(node: fx.Node) -> int | None:
@@ -256,7 +265,7 @@ def _bound_remainders(node: fx.Node) -> int | None:
     return divisor if isinstance(divisor, int) and divisor > 0 else None
 
 
-def _sum_bound(node: fx.Node) -> int | None:
+def _find_sum_bound(node: fx.Node) -> int | None:
     """Return an integer that is greater than all results of the addition ``node``; ``None`` if no such bound is
     known."""
     first, second = map(_bound_by_origin, node.args[:2])
@@ -287,17 +296,17 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
     aten.clamp_min.default: _bound_clamped_numbers,
     aten.remainder.Scalar: _bound_remainders,
     aten.fmod.Scalar: _bound_remainders,
-    aten.add.Tensor: _sum_bound,
+    aten.add.Tensor: _find_sum_bound,
     aten.minimum.default: _bound_by_smaller_operand,
-    aten.maximum.default: lambda node: _all_below(*node.args[:2]),
-    aten.where.self: lambda node: _all_below(*node.args[1:3]),
-    aten.where.ScalarOther: lambda node: _all_below(*node.args[1:3]),
-    aten.where.ScalarSelf: lambda node: _all_below(*node.args[1:3]),
-    aten.where.Scalar: lambda node: _all_below(*node.args[1:3]),
-    aten.masked_fill.Scalar: lambda node: _all_below(node.args[0], node.args[2]),
-    aten.cat.default: lambda node: _all_below(*node.args[0]),  # type: ignore[misc]
-    aten.stack.default: lambda node: _all_below(*node.args[0]),  # type: ignore[misc]
-    aten.full.default: lambda node: _all_below(node.args[1]),
+    aten.maximum.default: lambda node: _find_common_bound(*node.args[:2]),
+    aten.where.self: lambda node: _find_common_bound(*node.args[1:3]),
+    aten.where.ScalarOther: lambda node: _find_common_bound(*node.args[1:3]),
+    aten.where.ScalarSelf: lambda node: _find_common_bound(*node.args[1:3]),
+    aten.where.Scalar: lambda node: _find_common_bound(*node.args[1:3]),
+    aten.masked_fill.Scalar: lambda node: _find_common_bound(node.args[0], node.args[2]),
+    aten.cat.default: lambda node: _find_common_bound(*node.args[0]),  # type: ignore[misc]
+    aten.stack.default: lambda node: _find_common_bound(*node.args[0]),  # type: ignore[misc]
+    aten.full.default: lambda node: _find_common_bound(node.args[1]),
     aten.zeros_like.default: lambda node: 1,
     aten.zeros.default: lambda node: 1,
     aten.ones_like.default: lambda node: 2,
@@ -316,12 +325,16 @@ def _bound_by_use(node: Any) -> int | None:
     size of the indexed dim is a bound."""
     if not isinstance(node, fx.Node):
         return None
-    key = Numbers()
+    key = ValueNumbers()
     wanted, found = key(_find_number_source(node)), []
     for reader in node.graph.nodes:
-        for numbers, most in _read_as_places(reader):
-            if isinstance(most, int) and isinstance(numbers, fx.Node) and key(_find_number_source(numbers)) == wanted:
-                found.append(most)
+        for numbers, maximum in _read_as_places(reader):
+            if (
+                isinstance(maximum, int)
+                and isinstance(numbers, fx.Node)
+                and key(_find_number_source(numbers)) == wanted
+            ):
+                found.append(maximum)
     return min(found) if found else None
 
 

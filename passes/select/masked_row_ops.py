@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from partitioner.passes.experts.routing_masks import choice_of, chosen_by_any, is_distinct
+from partitioner.passes.experts.routing_masks import is_distinct_along, match_any_equality, match_equality
 from partitioner.passes.ir.interpret import META
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
+_LOGICAL_AND = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
 
 ALL_ROWS = (
     "it combines rows that a mask selects with all rows, of which there are more; expected as many of both: select "
@@ -93,7 +93,7 @@ class Unselectable(Exception):
     shapes are static. The text, if there is one, says why, and what to write instead."""
 
 
-def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
+def rewrite_mask_indices(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
     """Rewrite ``torch.where(condition)`` or ``nonzero`` with static shapes. Return nodes with the coordinates of all
     elements of ``condition``, true or not, and record in ``build`` that the original model has only those of the true
     ones.
@@ -105,7 +105,7 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
     if condition in build.rows or not condition.meta["val"].dim():
         raise Unselectable
     found = _build_choice_coordinates(build, condition) or _build_mask_coordinates(
-        build, condition, build.mask_of(condition)
+        build, condition, build.flatten_condition(condition)
     )
     if as_tuple:
         return tuple(found)
@@ -148,12 +148,12 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
     A token's choices are distinct, so at most one of them is true. ``build``: the rewriter, which appends operators to
     the new graph and records the mask of the entries that the original model has.
     """
-    found, along = chosen_by_any(condition), list[int]()
+    found, along = match_any_equality(condition), list[int]()
     if found is not None:
         along = list(range(condition.meta["val"].dim()))
-    choice = choice_of(condition) if found is None and not build.in_order else None
+    choice = match_equality(condition) if found is None and not build.in_order else None
     if choice is not None and choice.dims != tuple(sorted(choice.dims)):
-        found, along = (choice.of, choice.number), list(choice.dims)
+        found, along = (choice.chosen, choice.number), list(choice.dims)
     if found is None:
         return []
     key = build.key(condition)
@@ -162,7 +162,7 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
         shape = list(numbers.meta["val"].shape)
         if choice is None:  # places in the shape of the condition
             shape = [*condition.meta["val"].shape, shape[-1]]
-        mask = build.mask_of(build.insert_call(aten.eq.Scalar, numbers, number))
+        mask = build.flatten_condition(build.insert_call(aten.eq.Scalar, numbers, number))
         if shape != list(numbers.meta["val"].shape):
             numbers = build.insert_call(aten.reshape.default, numbers, shape)
         ones = _build_mask_coordinates(build, build.insert_call(aten.eq.Scalar, numbers, number), mask)
@@ -181,20 +181,20 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     given = [(d, i) for d, i in enumerate(indices) if i is not None]
     first, index = given[0]
     if x in build.rows:
-        return _take_of_rows(build, x, given)
+        return _index_selected_rows(build, x, given)
     if index.meta["val"].dtype == torch.bool and index not in build.rows:
         if len(given) != 1:
-            return _take_by_both(build, x, indices)
+            return _index_by_mask_and_values(build, x, indices)
         pairs = _build_choice_coordinates(build, index)
         if pairs:
             return take_rows(build, x, [*indices[:first], *pairs])
-        mask = build.mask_of(index)
+        mask = build.flatten_condition(index)
         shape = list(x.meta["val"].shape)
         covered = index.meta["val"].dim()
         flat = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + covered :]]
         made = build.insert_call(aten.reshape.default, x, flat)
         build.rows[made] = MaskedRows(mask, first)
-        made = build.fill_with_harmless(made)
+        made = build.fill_unselected_with(made)
         if first == 0:
             build.read[made] = x, (mask,)
         return made
@@ -208,13 +208,13 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     spread = _broadcast_to_mask(build, x, first, [i for _, i in given])
     made = spread if spread is not None else build.insert_call(aten.index.Tensor, x, _guard_indices(build, indices))
     build.rows[made] = MaskedRows(rows.mask, first)
-    made = build.fill_with_harmless(made)
+    made = build.fill_unselected_with(made)
     if first == 0:
         build.read[made] = x, tuple(i for _, i in given)
     return made
 
 
-def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
+def _index_selected_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
     """Rewrite an index into ``x`` with static shapes, where ``x`` keeps all rows of which the original model selects
     some by a mask. The index is ``x[mask2]``, with a mask of the selected rows, or ``x[arange(rows), columns]``, which
     takes one element of dim 1 for each row. Return a node that keeps all rows, and record the mask for it in
@@ -230,10 +230,10 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
     if len(given) == 1 and index.meta["val"].dtype == torch.bool and index.meta["val"].dim() == 1:
         made = build.insert_call(aten.alias.default, x)
         build.rows[made] = MaskedRows(build.narrow_mask(rows.mask, index), dim)
-        return build.fill_with_harmless(made)
+        return build.fill_unselected_with(made)
     if dim or [d for d, _ in given] != [0, 1] or build.numbered.get(index) is not rows.mask:
         raise Unselectable
-    number = build.fill_with_harmless(given[1][1], 0)
+    number = build.fill_unselected_with(given[1][1], 0)
     count = int(number.meta["val"].shape[0])
     alone = build.insert_call(aten.reshape.default, number, [count] + [1] * (x.meta["val"].dim() - 1))
     places = build.insert_call(aten.expand.default, alone, [count, 1, *x.meta["val"].shape[2:]])
@@ -243,7 +243,7 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
     return made
 
 
-def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
+def _index_by_mask_and_values(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     """Rewrite ``x[mask, numbers[mask]]``, which indexes ``x`` by a mask and by values that the same mask selects, with
     static shapes. Return a node that keeps all rows, and record the mask for it in ``build.rows``.
 
@@ -253,7 +253,7 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     spread: list[Any] = []
     for i in indices:
         if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
-            spread += _build_mask_coordinates(build, i, build.mask_of(i))
+            spread += _build_mask_coordinates(build, i, build.flatten_condition(i))
         else:
             spread.append(i)
     rows = {build.rows[i].mask for i in spread if i is not None and i in build.rows}
@@ -280,7 +280,7 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
     return take_rows(build, both[0], [both[1]])
 
 
-def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
+def rewrite_index_select(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
     """Rewrite ``index_select(x, dim, index)`` with static shapes, where ``index`` has coordinates of the true elements
     of a mask. Return a node that keeps all rows, and record the mask for it in ``build.rows``. Return ``None`` if no
     such rewrite is needed, or if ``x`` itself consists of rows that a mask selects; the operator is then rewritten by
@@ -293,7 +293,7 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
     return take_rows(build, x, [*[None] * (dim % x.meta["val"].dim()), index])
 
 
-def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
+def rewrite_index_copy(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
     """Rewrite ``index_copy``, or ``index_fill`` with one number, with static shapes, where a mask selects the rows that
     are written. Return the new node. Return ``None`` if ``index`` is not a vector or ``x`` has no dims; the operator is
     then rewritten by its sharding rule. Raise :class:`Unselectable` if there is no form with static shapes.
@@ -309,7 +309,7 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
         return None
     dim %= x.meta["val"].dim()
     if isinstance(values, fx.Node) and values in build.rows:
-        return put_rows(build, x, [*[None] * dim, index], values)
+        return rewrite_index_put(build, x, [*[None] * dim, index], values)
     covered, _ = _match_mask_coordinates(build, x, dim, [index])
     if len(covered) != 1 or (isinstance(values, fx.Node) and values.meta["val"].dim()):
         raise Unselectable
@@ -328,7 +328,7 @@ def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
 
     ``build``: the rewriter, which appends operators to the new graph and knows the masks.
     """
-    return [build.fill_with_harmless(i, 0) if i in build.rows else i for i in indices]
+    return [build.fill_unselected_with(i, 0) if i in build.rows else i for i in indices]
 
 
 def _match_mask_coordinates(
@@ -373,7 +373,7 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
     return build.insert_call(aten.reshape.default, value, [*before, math.prod(covered), *after])
 
 
-def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
+def rewrite_index_put(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
     """Rewrite ``x[indices] = values``, or ``+=`` with ``accumulate``, with static shapes, where a mask selects which
     rows of ``x`` are written. ``values`` keeps all rows, of which the original model selects some by the same mask,
     ``build.rows[values]``. Return the new node. Raise :class:`Unselectable` if there is no form with static shapes.
@@ -389,8 +389,8 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
     if index.meta["val"].dtype == torch.bool:
         pairs = _build_choice_coordinates(build, index)
         if pairs:
-            return put_rows(build, x, [*indices[:first], *pairs], values, accumulate)
-        mask, covered, whole = build.mask_of(index), tuple(index.meta["val"].shape), True
+            return rewrite_index_put(build, x, [*indices[:first], *pairs], values, accumulate)
+        mask, covered, whole = build.flatten_condition(index), tuple(index.meta["val"].shape), True
     else:
         mask = build.find_common_rows(*(i for _, i in given)).mask
         covered, along = _match_mask_coordinates(build, x, first, [i for _, i in given])
@@ -410,7 +410,7 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
             aten.index_put.default, x, _guard_indices(build, indices), build.zero_unselected(values), True
         )
     if not whole:
-        put_once = _put_once(build, x, by, values) if first == 0 else None
+        put_once = _write_without_index(build, x, by, values) if first == 0 else None
         if put_once is not None:
             return put_once
     if not whole or tuple(shape[first : first + len(covered)]) != covered:
@@ -442,7 +442,12 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
     added = _scatter_sum_rows(build, x, dim, [index], source)
     if added is None:
         return build.insert_call(
-            aten.index_add.default, x, dim, build.fill_with_harmless(index, 0), build.zero_unselected(source), **kwargs
+            aten.index_add.default,
+            x,
+            dim,
+            build.fill_unselected_with(index, 0),
+            build.zero_unselected(source),
+            **kwargs,
         )
     return build.insert_call(aten.add.Tensor, x, added, **kwargs)
 
@@ -500,7 +505,7 @@ def _permute_coordinates(
     return build.insert_call(aten.permute.default, value, order)
 
 
-def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
+def _write_without_index(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
     """Rewrite ``x[indices] = values`` without an index operator, and return the new node. Return ``None`` unless
     ``indices`` are coordinates of a mask's true elements and point to each position of ``x`` at most once.
 
@@ -535,10 +540,10 @@ def _selects_at_most_one(condition: fx.Node, dim: int) -> bool:
     rows that are written at its true elements do not collide."""
     if condition.target is aten.full.default:
         return not condition.args[1]
-    choice = choice_of(condition)
+    choice = match_equality(condition)
     if choice is not None:
-        return is_distinct(choice.of, choice.dims[dim])
-    both = condition.all_input_nodes if condition.target in _BOTH else []
+        return is_distinct_along(choice.chosen, choice.dims[dim])
+    both = condition.all_input_nodes if condition.target in _LOGICAL_AND else []
     shape = condition.meta["val"].shape
     return any(_selects_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)
 

@@ -22,8 +22,8 @@ from torch import Tensor, fx
 
 from partitioner.passes.experts.routing_masks import RESHAPES, skip_inverse_squeezes
 from partitioner.passes.ir.interpret import META, insert_operator_node
-from partitioner.passes.ir.value_numbering import Numbers
-from partitioner.passes.normalize.decompose import parts_of
+from partitioner.passes.ir.value_numbering import ValueNumbers
+from partitioner.passes.normalize.decompose import trace_decomposition
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import operands_of
 from partitioner.passes.select.class_counts import ASSERTS, COUNTING, count_classes
@@ -35,14 +35,20 @@ from partitioner.passes.select.masked_row_ops import (
     MaskedRows,
     Unselectable,
     add_rows,
-    find_rows,
-    put_along,
-    put_rows,
-    take_along,
+    rewrite_index_copy,
+    rewrite_index_put,
+    rewrite_index_select,
+    rewrite_mask_indices,
     take_rows,
     take_where,
 )
-from partitioner.passes.select.selected_numbers import ITEMS, ComputedSize, compute_number, is_number, with_tensors
+from partitioner.passes.select.selected_numbers import (
+    ITEMS,
+    ComputedSize,
+    append_with_tensors,
+    compute_number,
+    is_number,
+)
 from partitioner.passes.select.selected_statistics import STATISTICS
 
 aten = torch.ops.aten
@@ -58,11 +64,11 @@ def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, sour
     if x in build.rows or build.find_common_rows(index, source).dim != dim % x.meta["val"].dim():
         raise Unselectable
     return build.insert_call(
-        aten.scatter_add.default, x, dim, build.fill_with_harmless(index, 0), build.zero_unselected(source)
+        aten.scatter_add.default, x, dim, build.fill_unselected_with(index, 0), build.zero_unselected(source)
     )
 
 
-def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
+def _rewrite_masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
     """Rewrite ``masked_scatter(x, mask, source)`` with static shapes. ``source`` keeps all rows, of which the original
     model selects some by another mask, ``build.rows[source]``. The operator takes rows of ``source`` in order, so the
     selected rows are sorted to the front. Return the new node. Raise :class:`Unselectable` if no mask along dim 0 is
@@ -124,7 +130,7 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
     if all(r is not None and r.dim != dim for r in rows) or any(r is not None and r.dim != dim for r in rows):
         return None
     joined = _join_pieces(build, parts, rows)
-    return _cat_rows(build, parts, dim) if joined is None else joined
+    return _concatenate_rows(build, parts, dim) if joined is None else joined
 
 
 def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
@@ -146,7 +152,7 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
     return whole
 
 
-def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
+def _concatenate_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
     """Concatenate the tensors ``parts`` along ``dim``, their dim of rows, and concatenate their masks. Return the new
     node, for which the joined mask is recorded in ``build.rows``. Each part keeps all rows, of which the original model
     selects those for which its mask is true; a part without a mask is selected as a whole.
@@ -157,7 +163,7 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
     ``build``: the rewriter, which appends operators to the new graph.
     """
     sizes = [int(part.meta["val"].shape[dim]) for part in parts]
-    masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
+    masks = [_get_row_mask(build, part, size) for part, size in zip(parts, sizes, strict=True)]
     in_turn = len(set(sizes)) == 1
     first, *others = masks
 
@@ -166,20 +172,20 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
             return build.insert_call(aten.cat.default, masks)
         return build.insert_call(aten.reshape.default, build.insert_call(aten.stack.default, masks, 1), [sum(sizes)])
 
-    mask = build.make_once(first, ("cat", *others), joined)
+    mask = build.get_or_make(first, ("cat", *others), joined)
     if in_turn or build.unordered.intersection(masks):
         build.unordered.add(mask)
     if in_turn:
-        made = build.insert_call(aten.stack.default, parts, dim + 1)
+        result = build.insert_call(aten.stack.default, parts, dim + 1)
         shape = list(parts[0].meta["val"].shape)
-        made = build.insert_call(aten.reshape.default, made, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+        result = build.insert_call(aten.reshape.default, result, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
     else:
-        made = build.insert_call(aten.cat.default, parts, dim)
-    build.rows[made] = MaskedRows(mask, dim)
-    return made
+        result = build.insert_call(aten.cat.default, parts, dim)
+    build.rows[result] = MaskedRows(mask, dim)
+    return result
 
 
-def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
+def _get_row_mask(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
     """Return the node of the mask that says which of the ``size`` rows of ``part`` the original model selects; a mask
     that is true everywhere if none is recorded for ``part``.
 
@@ -205,24 +211,26 @@ def _make_reshape_rule(target: Any) -> Callable[..., Any]:
         mask ``build.rows[x]``. ``args``: the further arguments of the reshape.
         """
         try:
-            return build.by_rule(target, (x, *args), {})
+            return build.apply_by_sharding_rule(target, (x, *args), {})
         except Unselectable:
-            made = build.by_rule(target, (build.insert_call(aten.alias.default, x), *args), {}, plain=True)
-        rows, before, after = build.rows[x], tuple(x.meta["val"].shape), tuple(made.meta["val"].shape)
+            result = build.apply_by_sharding_rule(
+                target, (build.insert_call(aten.alias.default, x), *args), {}, plain=True
+            )
+        rows, before, after = build.rows[x], tuple(x.meta["val"].shape), tuple(result.meta["val"].shape)
         apart = build.flattened.get(rows.mask)
         for dim in range(len(after)):
             ahead = math.prod(after[:dim])
             if apart is not None and ahead == math.prod(before[: rows.dim]):
                 mask, sizes, at = apart
                 if after[dim : dim + len(sizes)] == sizes:
-                    build.rows[made] = MaskedRows(mask, dim + at)
-                    return made
+                    build.rows[result] = MaskedRows(mask, dim + at)
+                    return result
             for start in range(rows.dim + 1):
                 for end in range(rows.dim + 1, len(before) + 1):
                     sizes = before[start:end]
                     if math.prod(before[:start]) == ahead and math.prod(sizes) == after[dim] and len(sizes) > 1:
-                        build.rows[made] = MaskedRows(build.flat_mask(rows.mask, sizes, rows.dim - start), dim)
-                        return made
+                        build.rows[result] = MaskedRows(build.expand_row_mask(rows.mask, sizes, rows.dim - start), dim)
+                        return result
         raise Unselectable
 
     return rule
@@ -232,32 +240,32 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.split_with_sizes.default: _split_by_counts,
     aten.split.sizes: _split_by_counts,
     aten.cat.default: _concatenate_parts,
-    aten.where.default: find_rows,
-    aten.nonzero_numpy.default: find_rows,
-    aten.nonzero.default: lambda build, condition: find_rows(build, condition, as_tuple=False),
+    aten.where.default: rewrite_mask_indices,
+    aten.nonzero_numpy.default: rewrite_mask_indices,
+    aten.nonzero.default: lambda build, condition: rewrite_mask_indices(build, condition, as_tuple=False),
     aten.index.Tensor: take_rows,
-    aten.index_put.default: put_rows,
+    aten.index_put.default: rewrite_index_put,
     aten.index_add.default: add_rows,
     aten.scatter_add.default: _scatter_add,
-    aten.masked_scatter.default: _masked_scatter,
+    aten.masked_scatter.default: _rewrite_masked_scatter,
     aten.masked_select.default: take_where,
-    aten.index_select.default: take_along,
-    aten.index_copy.default: put_along,
-    aten.index_fill.int_Scalar: put_along,
-    aten.index_fill.int_Tensor: put_along,
+    aten.index_select.default: rewrite_index_select,
+    aten.index_copy.default: rewrite_index_copy,
+    aten.index_fill.int_Scalar: rewrite_index_copy,
+    aten.index_fill.int_Tensor: rewrite_index_copy,
     **{target: _make_reshape_rule(target) for target in (*RESHAPES, aten._unsafe_view.default)},
     **STATISTICS,
 }
 
 _SOURCES = {aten.index.Tensor, aten.masked_select.default, aten.where.default, aten.nonzero.default,
             aten.nonzero_numpy.default, aten.split_with_sizes.default, aten.split.sizes}  # fmt: skip
-_IN_ORDER = {aten.split_with_sizes.default, aten.split.sizes, aten.masked_scatter.default}
+_ORDER_DEPENDENT = {aten.split_with_sizes.default, aten.split.sizes, aten.masked_scatter.default}
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.count_nonzero.default,
          aten.count_nonzero.dim_IntList, aten.mm.default, aten.bmm.default, aten.matmul.default,
          aten.linear.default, aten.einsum.default}  # fmt: skip
-_KEEPS_PLACES = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
+_PRESERVES_POSITIONS = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
                  aten.flatten.using_ints, aten.contiguous.default}  # fmt: skip
-_MAKES_NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
+_CREATION_OPERATORS = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
 # Operands that not every number may be, by place with one that each may be, and of which operators.
 _GUARDS: tuple[tuple[dict[int, float], tuple[Any, ...]], ...] = (
     ({2: 0}, (aten.index_select.default, aten.gather.default)),
@@ -299,13 +307,13 @@ class SelectedRows:
         self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}  # rows -> (of what, by which indices)
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
         self.numbered: dict[fx.Node, fx.Node] = {}  # numbers 0, 1, .. of the rows that a mask selects -> the mask
-        self.flattened: dict[fx.Node, tuple[fx.Node, tuple[int, ...], int]] = {}  # see ``flat_mask``
+        self.flattened: dict[fx.Node, tuple[fx.Node, tuple[int, ...], int]] = {}  # see ``expand_row_mask``
         self.unordered: set[fx.Node] = set()  # masks of rows that lie in another order than the model's
         self.all_of: dict[int, fx.Node] = {}  # the mask of all of so many rows
         self._made: dict[Any, fx.Node] = {}  # what was made for a mask
         self._masks: dict[Any, fx.Node] = {}
         self._filled: dict[fx.Node, float] = {}  # rows -> what those have that are not selected
-        self.key = Numbers()  # conditions that are computed alike have the same
+        self.key = ValueNumbers()  # conditions that are computed alike have the same
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
@@ -316,7 +324,7 @@ class SelectedRows:
         """
         given = [env.get(n) for n in node.all_input_nodes]
         kinds = (MaskedRowCount, ComputedSize, tuple, int)
-        return _is_open(node.meta.get("val")) or any(
+        return _has_dynamic_size(node.meta.get("val")) or any(
             isinstance(g, kinds) or g in self.rows or (isinstance(g, fx.Node) and g.target in ITEMS) for g in given
         )
 
@@ -327,7 +335,7 @@ class SelectedRows:
         ``env``: original node -> its copy in the new graph.
         """
         given = [env.get(n) for n in node.all_input_nodes]
-        return _is_open(node.meta.get("val")) or any(
+        return _has_dynamic_size(node.meta.get("val")) or any(
             isinstance(g, MaskedRowCount | tuple) or g in self.rows for g in given
         )
 
@@ -361,10 +369,10 @@ class SelectedRows:
         if not isinstance(node.target, torch._ops.OpOverload):
             return compute_number(self, node.target, args)  # type: ignore[arg-type]
         try:
-            made = with_tensors(self, node, args, kwargs)
-            return self.apply_operator(node.target, *args, **kwargs) if made is None else made
+            result = append_with_tensors(self, node, args, kwargs)
+            return self.apply_operator(node.target, *args, **kwargs) if result is None else result
         except Unselectable as raised:
-            parts = None if str(raised) else parts_of(node)
+            parts = None if str(raised) else trace_decomposition(node)
             if parts is None:
                 instead = INSTEAD.get(getattr(node.target, "overloadpacket", None))
                 if instead is None or str(raised):
@@ -382,10 +390,10 @@ class SelectedRows:
         """
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
-            made = special(self, *args, **kwargs)
-            if made is not None:
-                return made
-        return self.by_rule(target, args, kwargs)
+            result = special(self, *args, **kwargs)
+            if result is not None:
+                return result
+        return self.apply_by_sharding_rule(target, args, kwargs)
 
     def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
         """Append the operators of the graph ``parts``, into which an operator decomposes, to the new graph, rewritten
@@ -398,8 +406,8 @@ class SelectedRows:
         inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
         for part in parts.nodes:
             if part.op == "output":
-                made = fx.node.map_arg(part.args[0], inner.__getitem__)
-                return tuple(made) if isinstance(made, list) else made
+                result = fx.node.map_arg(part.args[0], inner.__getitem__)
+                return tuple(result) if isinstance(result, list) else result
             if part.op == "call_function":
                 inner[part] = self.copy_node(part, inner, where)
         raise AssertionError("a graph ends in an output node")
@@ -413,7 +421,7 @@ class SelectedRows:
 
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
-    def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
+    def apply_by_sharding_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
         """Append the operator ``target`` to the new graph, on tensors that keep all rows although the original model
         selects some of them by a mask. Its sharding rule (see ``passes/rules``) must say that it works on each row by
         itself, or sums over rows. Return its result, a node or a tuple of nodes, after recording the mask of its rows.
@@ -425,45 +433,45 @@ class SelectedRows:
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
             raise Unselectable  # a number that is computed with
-        flat_args, flat_kwargs = fx.node.map_aggregate((args, kwargs), _of_all_rows)
-        flat_args, flat_kwargs = fx.node.map_aggregate((flat_args, flat_kwargs), _on_meta)
+        flat_args, flat_kwargs = fx.node.map_aggregate((args, kwargs), _replace_row_count)
+        flat_args, flat_kwargs = fx.node.map_aggregate((flat_args, flat_kwargs), _to_meta)
         for at, number in _GUARDED.get(target, {}).items():
             if at < len(flat_args) and flat_args[at] in self.rows:
-                flat_args = (*flat_args[:at], self.fill_with_harmless(flat_args[at], number), *flat_args[at + 1 :])
+                flat_args = (*flat_args[:at], self.fill_unselected_with(flat_args[at], number), *flat_args[at + 1 :])
         try:
-            made = self.insert_call(_STRIDE_FREE.get(target, target), *flat_args, **flat_kwargs)
+            result = self.insert_call(_STRIDE_FREE.get(target, target), *flat_args, **flat_kwargs)
         except Exception as error:  # what it makes depends on numbers
             raise Unselectable from error
         if plain:
-            return made
-        operands = operands_of(made)
+            return result
+        operands = operands_of(result)
         masks = {self.rows[o].mask for o in operands if o in self.rows} | {s.mask for s in sized}
-        if not masks and not _is_open(made.meta["val"]):
-            return made  # rows that were put together again
+        if not masks and not _has_dynamic_size(result.meta["val"]):
+            return result  # rows that were put together again
         if len(masks) != 1:
             raise Unselectable
         (mask,) = masks
-        if target in _MAKES_NEW or not any(o in self.rows for o in operands):
+        if target in _CREATION_OPERATORS or not any(o in self.rows for o in operands):
             found = {
                 s for a in args if isinstance(a, list | tuple) for s, x in enumerate(a) if isinstance(x, MaskedRowCount)
             }
-            return self._mark_selected_rows(made, mask, found) if found else self._raise_unselectable()
-        dims = self._row_dims(target, made, operands)
+            return self._mark_selected_rows(result, mask, found) if found else self._raise_unselectable()
+        dims = self._find_row_dims(target, result, operands)
         if dims is None:
             zeroed = [self.zero_unselected(o) if o in self.rows else o for o in operands]
-            return self.insert_call(made.target, *_replace_operands(flat_args, operands, zeroed), **flat_kwargs)
-        if target in _KEEPS_PLACES and operands[0] in self.places and made.meta["val"].dim() == 1:
-            self.places[made] = self.places[operands[0]]
-        return self._mark_selected_rows(made, mask, dims)
+            return self.insert_call(result.target, *_replace_operands(flat_args, operands, zeroed), **flat_kwargs)
+        if target in _PRESERVES_POSITIONS and operands[0] in self.places and result.meta["val"].dim() == 1:
+            self.places[result] = self.places[operands[0]]
+        return self._mark_selected_rows(result, mask, dims)
 
-    def _row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
+    def _find_row_dims(self, target: Any, result: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
         """Return a set with one element: the dim of rows in the results of the operator ``target``; ``None`` if the
         operator sums over the rows. Raise :class:`Unselectable` if it combines rows in another way.
 
-        ``made``: a node of the operator on tensors that keep all rows, of which a mask selects some in the original
-        model. ``operands``: the operands of ``made``.
+        ``result``: a node of the operator on tensors that keep all rows, of which a mask selects some in the original
+        model. ``operands``: the operands of ``result``.
         """
-        factors = factors_of(made)
+        factors = factors_of(result)
         if factors is None:
             raise Unselectable
         names = set()
@@ -486,19 +494,19 @@ class SelectedRows:
             return None
         raise Unselectable
 
-    def _mark_selected_rows(self, made: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
-        """Record that the original model has, along the dim in ``dims``, only those rows of ``made`` for which
-        ``mask`` is true. Return ``made``, or a tuple of its results if it has several. Raise :class:`Unselectable`
+    def _mark_selected_rows(self, result: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
+        """Record that the original model has, along the dim in ``dims``, only those rows of ``result`` for which
+        ``mask`` is true. Return ``result``, or a tuple of its results if it has several. Raise :class:`Unselectable`
         unless ``dims`` has exactly one element."""
         if len(dims) != 1:
             raise Unselectable
         (dim,) = dims
-        if isinstance(made.meta["val"], tuple):
-            parts = tuple(self.insert_call(operator.getitem, made, i) for i in range(len(made.meta["val"])))
+        if isinstance(result.meta["val"], tuple):
+            parts = tuple(self.insert_call(operator.getitem, result, i) for i in range(len(result.meta["val"])))
             self.rows.update(dict.fromkeys(parts, MaskedRows(mask, dim)))
             return parts
-        self.rows[made] = MaskedRows(mask, dim)
-        return made
+        self.rows[result] = MaskedRows(mask, dim)
+        return result
 
     def _raise_unselectable(self) -> Any:
         """Raise :class:`Unselectable`, which says that an operator cannot be rewritten. It is a method so that an
@@ -510,20 +518,20 @@ class SelectedRows:
     def insert_call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append the operator ``target`` with ``args`` and ``kwargs`` to the new graph, infer its meta value, and
         return its node."""
-        made = insert_operator_node(self.graph, target, args, kwargs)
-        made.meta.update(self._where)
-        return made
+        result = insert_operator_node(self.graph, target, args, kwargs)
+        result.meta.update(self._where)
+        return result
 
-    def mask_of(self, condition: fx.Node) -> fx.Node:
+    def flatten_condition(self, condition: fx.Node) -> fx.Node:
         """Return a vector node with the elements of the boolean node ``condition``, flattened. Calls with conditions
         that compute the same value return the same node."""
         condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
             condition = skip_inverse_squeezes(condition.args[0])
         key = self.key(condition)
-        if key not in self._masks and (spread := _spread_over_last(condition)) is not None:
-            self._masks[key] = self.flat_mask(
-                self.mask_of(spread), (spread.meta["val"].numel(), *_list_row_sizes(condition)), 0
+        if key not in self._masks and (spread := _find_row_condition(condition)) is not None:
+            self._masks[key] = self.expand_row_mask(
+                self.flatten_condition(spread), (spread.meta["val"].numel(), *_list_row_sizes(condition)), 0
             )
         if key not in self._masks:
             value = condition.meta["val"]
@@ -533,7 +541,7 @@ class SelectedRows:
             )
         return self._masks[key]
 
-    def make_once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
+    def get_or_make(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
         """Return the node that ``make`` builds, or the node that an earlier call with the same ``mask`` and ``kind``
         has built.
 
@@ -546,24 +554,24 @@ class SelectedRows:
     def count_selected(self, mask: fx.Node) -> fx.Node:
         """Return a node with the number of true elements of ``mask``, that is, of rows that it selects
         (0-dimensional)."""
-        return self.make_once(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
+        return self.get_or_make(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
     def number_selected(self, mask: fx.Node) -> fx.Node:
         """Return a node ``[rows]`` with the running count of the rows that ``mask`` ``[rows]`` selects; it is 1 at
         the first of them. Raise :class:`Unselectable` if the rows are in another order than in the original model."""
         if mask in self.unordered:
             raise Unselectable
-        return self.make_once(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
+        return self.get_or_make(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
 
     def narrow_mask(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
         """Return the node of a mask that is true where both boolean masks, ``mask`` and ``condition``, are true.
         Both have one element for each row."""
-        found = self.make_once(
+        found = self.get_or_make(
             mask, ("and", self.key(condition)), lambda: self.insert_call(aten.logical_and.default, mask, condition)
         )
-        return self._ordered_as(found, mask)
+        return self._record_order(found, mask)
 
-    def flat_mask(self, mask: fx.Node, sizes: tuple[int, ...], at: int) -> fx.Node:
+    def expand_row_mask(self, mask: fx.Node, sizes: tuple[int, ...], at: int) -> fx.Node:
         """Return the node of a mask of rows for the dim that results from flattening several dims into one.
 
         ``mask``: the mask of the rows before the flattening; they lie along one of these dims. ``sizes``: the sizes
@@ -572,16 +580,16 @@ class SelectedRows:
 
         def spread() -> fx.Node:
             apart = [size if i == at else 1 for i, size in enumerate(sizes)]
-            made = self.insert_call(
+            result = self.insert_call(
                 aten.expand.default, self.insert_call(aten.reshape.default, mask, apart), list(sizes)
             )
-            return self.insert_call(aten.reshape.default, made, [math.prod(sizes)])
+            return self.insert_call(aten.reshape.default, result, [math.prod(sizes)])
 
-        found = self.make_once(mask, ("flat", sizes, at), spread)
+        found = self.get_or_make(mask, ("flat", sizes, at), spread)
         self.flattened[found] = mask, sizes, at
-        return self._ordered_as(found, mask)
+        return self._record_order(found, mask)
 
-    def _ordered_as(self, mask: fx.Node, other: fx.Node) -> fx.Node:
+    def _record_order(self, mask: fx.Node, other: fx.Node) -> fx.Node:
         """Return ``mask``, the mask of some rows, unchanged. It was computed from the mask ``other`` of the same rows.
         If the rows are recorded, for ``other``, to be in another order than in the original model, record this for
         ``mask``, too."""
@@ -589,7 +597,7 @@ class SelectedRows:
             self.unordered.add(mask)
         return mask
 
-    def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
+    def fill_unselected_with(self, value: fx.Node, number: float | None = None) -> fx.Node:
         """Return ``value``, which keeps all rows although the original model selects some by a mask, with the rows that
         the mask does not select set to ``number``. If ``number`` is ``None``, they are set to 1 for floating-point
         dtypes and 0 for integers. Return the node ``value`` itself if this is not needed.
@@ -637,7 +645,7 @@ class SelectedRows:
 _SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
 
 
-def _spread_over_last(condition: fx.Node) -> fx.Node | None:
+def _find_row_condition(condition: fx.Node) -> fx.Node | None:
     """Return the boolean node, with one element for each row, from which ``condition`` was made by expanding it to
     all elements of a row; ``None`` if ``condition`` was not made in this way."""
     source: Any = condition.args[0] if condition.target in _SPREADS else None
@@ -662,11 +670,11 @@ def _reads_in_order(node: fx.Node) -> bool:
     """Return whether ``node`` is an operator, such as a split into pieces, whose result depends on the order of the
     rows that it reads, and whether a size of its operands or results depends on the data, as after a selection of rows
     by a mask. Both must be true."""
-    given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
-    return any(_is_open(n.meta.get("val")) for n in given)
+    given = [node, *node.all_input_nodes] if node.target in _ORDER_DEPENDENT else []
+    return any(_has_dynamic_size(n.meta.get("val")) for n in given)
 
 
-def _is_open(value: Any) -> bool:
+def _has_dynamic_size(value: Any) -> bool:
     """Return whether ``value``, a tensor or several tensors, has a size that depends on the data."""
     values = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(v, Tensor) and not all(isinstance(s, int) for s in v.shape) for v in values)
@@ -678,7 +686,7 @@ def _collect_nodes(args: Any) -> list[fx.Node]:
     return found
 
 
-def _of_all_rows(argument: Any) -> Any:
+def _replace_row_count(argument: Any) -> Any:
     """Return ``argument``, an argument of an operator. If it is a size that depends on how many rows a mask selects,
     return the size for a mask that selects all rows instead. Raise :class:`Unselectable` if this size has no fixed
     value.
@@ -690,7 +698,7 @@ def _of_all_rows(argument: Any) -> Any:
     return int(argument) if isinstance(argument, MaskedRowCount) else argument
 
 
-def _on_meta(argument: Any) -> Any:
+def _to_meta(argument: Any) -> Any:
     return META if isinstance(argument, torch.device) else argument
 
 

@@ -78,10 +78,15 @@ _SAME_TYPE = {
     aten.clamp_min.default, aten.clamp_max.default,
 }  # fmt: skip
 # Operators that make a tensor of one number -> the place of the number; before it is the size.
-_MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.default: 2, aten.full_like.default: 1}
+_FILL_VALUE_POSITIONS = {
+    aten.scalar_tensor.default: 0,
+    aten.full.default: 1,
+    aten.new_full.default: 2,
+    aten.full_like.default: 1,
+}
 
 
-def number_of(build: SelectedRows, given: Any) -> ComputedSize:
+def make_computed_size(build: SelectedRows, given: Any) -> ComputedSize:
     """Return ``given``, a number that depends on the data, as a :class:`ComputedSize`, which has it as a node.
     ``given``: the number of rows that a mask selects, a node of ``item()``, or a :class:`ComputedSize`. Raise
     :class:`Unselectable` for other values.
@@ -110,7 +115,7 @@ def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[
     Return a Python number, or, if one of them depends on the data, a :class:`ComputedSize`, which has the result as
     a 0-dimensional node of the new graph. ``build``: the rewriter, which appends operators to this graph.
     """
-    numbers = [number_of(build, a) if is_number(a) else a for a in args]
+    numbers = [make_computed_size(build, a) if is_number(a) else a for a in args]
     if not any(isinstance(n, ComputedSize) for n in numbers):
         return target(*args)
     whole = [n.all_rows if isinstance(n, ComputedSize) else n for n in numbers]
@@ -120,10 +125,10 @@ def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[
         return ComputedSize(None, all_rows)
     torchs, real = known
     given = [n.node if isinstance(n, ComputedSize) else n for n in numbers]
-    real = real or any(isinstance(g, float) or (isinstance(g, fx.Node) and _is_real(g)) for g in given)
+    real = real or any(isinstance(g, float) or (isinstance(g, fx.Node) and _is_floating_point(g)) for g in given)
     real = real or (target is operator.pow and isinstance(given[1], int) and given[1] < 0)
     return ComputedSize(
-        build.insert_call(torchs, *(_as_tensor(build, g, _REAL if real else _WHOLE) for g in given)), all_rows
+        build.insert_call(torchs, *(_make_tensor_node(build, g, _REAL if real else _WHOLE) for g in given)), all_rows
     )
 
 
@@ -137,7 +142,7 @@ def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
         return None
 
 
-def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
+def append_with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Append the operator of ``node`` to the new graph, with 0-dimensional tensors in place of arguments that are
     data-dependent numbers, such as the number of rows that a mask selects, and return its node. Return ``None`` if it
     has no such argument.
@@ -151,9 +156,9 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
     value, target = node.meta["val"], node.target
     if not isinstance(value, Tensor):
         raise Unselectable
-    if target in _MAKES:
-        at = _MAKES[target]
-        made = _as_tensor(build, number_of(build, args[at]).node, value.dtype)
+    if target in _FILL_VALUE_POSITIONS:
+        at = _FILL_VALUE_POSITIONS[target]
+        made = _make_tensor_node(build, make_computed_size(build, args[at]).node, value.dtype)
         sizes = list(value.shape) if target is aten.full_like.default else args[at - 1]
         return made if target is aten.scalar_tensor.default else build.apply_operator(aten.expand.default, made, sizes)
     if target is aten.arange.default and len(args) == 1 and isinstance(args[0], MaskedRowCount):
@@ -167,9 +172,9 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
 
     def tensor(given: Any, every: bool) -> Any:
         if is_number(given):
-            return _as_tensor(build, number_of(build, given).node, dtype)
+            return _make_tensor_node(build, make_computed_size(build, given).node, dtype)
         plain = every and isinstance(given, int | float) and not isinstance(given, bool)
-        return _as_tensor(build, given, dtype or value.dtype) if plain else given
+        return _make_tensor_node(build, given, dtype or value.dtype) if plain else given
 
     apart = target in _SAME_TYPE or target is aten.pow.Scalar
     made = build.apply_operator(
@@ -192,11 +197,11 @@ def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype)
     return made
 
 
-def _is_real(node: fx.Node) -> bool:
+def _is_floating_point(node: fx.Node) -> bool:
     return bool(node.meta["val"].dtype.is_floating_point)
 
 
-def _as_tensor(build: SelectedRows, given: Any, dtype: torch.dtype | None) -> fx.Node:
+def _make_tensor_node(build: SelectedRows, given: Any, dtype: torch.dtype | None) -> fx.Node:
     """Return ``given`` (a node or a Python number) as a node of the dtype ``dtype``; if ``dtype`` is ``None``, a node
     keeps its dtype. Raise :class:`Unselectable` if ``given`` is ``None``.
 

@@ -38,10 +38,10 @@ def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) ->
     ``build``: the rewriter, which appends operators to the new graph. ``dtype``: the dtype to which ``x`` is cast
     first; ``None`` for none.
     """
-    return _mean_over(build, x, None, dtype=dtype)
+    return _append_mean(build, x, None, dtype=dtype)
 
 
-def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _append_mean(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Append the mean over ``dims`` (all if empty) of the selected rows of ``x`` to the new graph, and return its node;
     return ``None`` (the operator then needs no rewrite of its own) if ``dims`` do not include the dim of rows. ``x``
     keeps all rows, of which the original model selects those for which the mask ``build.rows[x]`` is true.
@@ -197,12 +197,12 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
             return None
         made = build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
         value, place = (build.insert_call(operator.getitem, made, i) for i in range(2))
-        return value, _nth_place(build, x, place)
+        return value, _convert_row_indices(build, x, place)
 
     return rule
 
 
-def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
+def _make_extreme_index_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
     """Return a function that rewrites ``target``, which is ``argmax`` or ``argmin``, over rows that a mask selects,
     with static shapes. It reads a tensor that keeps all rows, sets the rows that the mask does not select to the lowest
     or highest number, and counts only selected rows in the index that it returns.
@@ -220,14 +220,14 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
             return None
         if dim is None and x.meta["val"].dim() != 1:
             raise Unselectable
-        return _nth_place(
+        return _convert_row_indices(
             build, x, build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
         )
 
     return rule
 
 
-def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
+def _convert_row_indices(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
     """Append a node to the new graph that converts ``place``, indices of rows of ``x``, to the indices that these rows
     have in the original model, and return it. ``x`` keeps all rows, of which the model has only those that the mask
     ``build.rows[x]`` selects.
@@ -281,7 +281,7 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
             return None
         made = build.insert_call(target, build.fill_unselected(x, -math.inf), dim, dtype)
         build.rows[made] = build.rows[x]
-        return build.fill_with_harmless(made, 0)
+        return build.fill_unselected_with(made, 0)
 
     return rule
 
@@ -304,7 +304,7 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
-def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
+def _make_loss_rule(target: Any, position: int) -> Callable[..., Any]:
     """Return a function that rewrites the loss operator ``target`` over rows that a mask selects, with static shapes.
     It reads tensors that keep all rows, computes the loss of each element, and then reduces the losses of the selected
     rows.
@@ -417,7 +417,7 @@ def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
 
 STATISTICS: dict[Any, Callable[..., Any]] = {
     aten.mean.default: _compute_full_mean,
-    aten.mean.dim: _mean_over,
+    aten.mean.dim: _append_mean,
     **{
         getattr(getattr(aten, name), form): _make_deviation_rule(
             root=name.startswith("std"), with_mean=name.endswith("mean")
@@ -437,8 +437,8 @@ STATISTICS: dict[Any, Callable[..., Any]] = {
     aten.amin.default: _make_filled_reduction(aten.amin.default, _get_highest_value, 1),
     aten.max.dim: _make_extreme_rule(aten.max.dim, _get_lowest_value),
     aten.min.dim: _make_extreme_rule(aten.min.dim, _get_highest_value),
-    aten.argmax.default: _extreme_place(aten.argmax.default, _get_lowest_value),
-    aten.argmin.default: _extreme_place(aten.argmin.default, _get_highest_value),
+    aten.argmax.default: _make_extreme_index_rule(aten.argmax.default, _get_lowest_value),
+    aten.argmin.default: _make_extreme_index_rule(aten.argmin.default, _get_highest_value),
     aten.logsumexp.default: _make_filled_reduction(aten.logsumexp.default, lambda value: -math.inf, 1),
     aten.norm.Scalar: _make_norm_rule(aten.norm.Scalar, 1, 2),
     aten.norm.ScalarOpt_dim: _make_norm_rule(aten.norm.ScalarOpt_dim, 1, 2),
@@ -452,5 +452,5 @@ STATISTICS: dict[Any, Callable[..., Any]] = {
         for target in (aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default,
                        aten.nll_loss2d.default)
     },
-    **{target: _reduced_terms(target, at) for target, at in REDUCTION_AT.items()},
+    **{target: _make_loss_rule(target, at) for target, at in REDUCTION_AT.items()},
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Trace selections of rows by a mask so that equal masks select equal symbolic numbers of rows.
 
 ``x[t > 0]`` and ``y[t > 0]`` have equally many rows. torch.export does not see this: each computed mask gets its own
-symbolic number of rows, and a loss of the two is refused. Inside :func:`selections_traced`, masks that are computed by
+symbolic number of rows, and a loss of the two is refused. Inside :func:`trace_selections`, masks that are computed by
 the same operators on the same inputs share one number.
 
 Torch functions that read values to check them, such as :func:`torch.nn.functional.gaussian_nll_loss`, are traced
@@ -26,10 +26,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from partitioner.passes.experts.traced_branches import node_of
-from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.experts.traced_branches import get_fx_node
+from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.select.class_counts import ONE_HOT
-from partitioner.passes.trace.concrete_scalars import memory_of, written_by
+from partitioner.passes.trace.concrete_scalars import find_allocating_node, list_written_operands
 
 _BY_MASK = frozenset(
     {
@@ -45,15 +45,15 @@ _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.arg
 
 
 @contextmanager
-def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
+def trace_selections(is_user_file: Callable[[str], bool]) -> Iterator[None]:
     """Return a context for tracing a model, in which masks that are computed by the same operators on the same inputs
     select the same symbolic number of rows. Torch can then compare the sizes of tensors that they select.
 
     If one of torch's own functions needs a data-dependent number of classes to equal an integer, torch assumes in
-    this context that it does. ``is_users``: returns whether the source file with a given name is the user's, not
+    this context that it does. ``is_user_file``: returns whether the source file with a given name is the user's, not
     torch's or this package's.
     """
-    selections = _Selections(is_users)
+    selections = _SelectionMode(is_user_file)
     plain = ShapeEnv.evaluate_expr
 
     def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
         try:
             return plain(env, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            if not selections.needs(expr):
+            if not selections.may_assume(expr):
                 raise
             env.guard_or_defer_runtime_assert(expr, "the number of classes")
             return sympy.true
@@ -73,25 +73,25 @@ def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
         yield
 
 
-class _Selections(TorchFunctionMode):
+class _SelectionMode(TorchFunctionMode):
     """A torch function mode for tracing a model. Masks that are computed in the same way select the same symbolic
     number of rows in it. Functions of torch that read values only for a check, such as ``gaussian_nll_loss``, run
     without the check, because a trace has no values.
 
-    ``is_users``: returns whether the source file with a given name is the user's, not torch's or this package's.
+    ``is_user_file``: returns whether the source file with a given name is the user's, not torch's or this package's.
     """
 
-    def __init__(self, is_users: Callable[[str], bool]) -> None:
-        """Start without known masks. ``is_users``: returns whether the source file with a given name is the user's,
+    def __init__(self, is_user_file: Callable[[str], bool]) -> None:
+        """Start without known masks. ``is_user_file``: returns whether the source file with a given name is the user's,
         not torch's or this package's."""
         super().__init__()
-        self.is_users = is_users
+        self.is_user_file = is_user_file
         self.graph: fx.Graph | None = None  # of the trace that runs
-        self.key = Numbers()
+        self.key = ValueNumbers()
         self.counts: dict[int, tuple[Any, fx.Node]] = {}  # how many rows a mask selects, and the mask, by its number
         self.classes: set[Any] = set()  # symbols of numbers of classes
 
-    def needs(self, expr: Any) -> bool:
+    def may_assume(self, expr: Any) -> bool:
         """Return whether ``expr``, a symbolic condition on sizes, may be assumed to hold: it says that a
         data-dependent number of classes equals an integer, and one of torch's own functions asks for it, not the
         user's code."""
@@ -100,7 +100,7 @@ class _Selections(TorchFunctionMode):
             return False
         frame: FrameType | None = sys._getframe(1)
         called = frame
-        while frame is not None and not self.is_users(frame.f_code.co_filename):
+        while frame is not None and not self.is_user_file(frame.f_code.co_filename):
             called, frame = frame, frame.f_back
         entered = called.f_code if called is not None else None
         return entered is not None and (entered.co_name in _ENTRIES or entered.co_filename == F.__file__)
@@ -115,8 +115,8 @@ class _Selections(TorchFunctionMode):
         if func in _BY_WHERE:
             return self._select_rows_by_where(*args, **kwargs)
         if func in _BY_MASK:
-            return self._by_mask(func, args, kwargs)
-        rule = _LOOKING.get(func)
+            return self._select_by_mask(func, args, kwargs)
+        rule = _VALUE_READING_FUNCTIONS.get(func)
         made = func(*args, **kwargs) if rule is None else rule(func, *args, **kwargs)
         if func in _COUNTING and isinstance(made, Tensor) and isinstance(made.shape[-1], torch.SymInt):
             self.classes.add(made.shape[-1].node.expr)
@@ -128,21 +128,21 @@ class _Selections(TorchFunctionMode):
         if input.shape != mask.shape:
             shape = torch.broadcast_shapes(input.shape, mask.shape)
             input, mask = (v if v.shape == shape else v.expand(shape) for v in (input, mask))
-        return self._by_mask(Tensor.__getitem__, (input, mask), {})
+        return self._select_by_mask(Tensor.__getitem__, (input, mask), {})
 
-    def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _select_by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the torch function ``func``, which selects rows by a boolean mask among its arguments ``args`` and
         ``kwargs``, during a trace, and return its result. If an equal mask was used before, torch gets the symbolic
         number of rows that was created for it; otherwise the new number is recorded for later masks."""
         masks = []
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
-                node = node_of(tensor)
+                node = get_fx_node(tensor)
                 if node is not None:
-                    masks.append((tensor, node, self._key_of(node)))
+                    masks.append((tensor, node, self._compute_key(node)))
         for mask, node, key in masks:
             count, other = self.counts.get(key, (None, node))
-            if count is not None and mask.nonzero_memo is None and _is_unwritten(node, other):
+            if count is not None and mask.nonzero_memo is None and _are_unwritten(node, other):
                 mask.nonzero_memo = count
         made = func(*args, **kwargs)
         for mask, node, key in masks:
@@ -150,19 +150,19 @@ class _Selections(TorchFunctionMode):
                 self.counts.setdefault(key, (mask.nonzero_memo, node))
         return made
 
-    def _key_of(self, node: fx.Node) -> int:
+    def _compute_key(self, node: fx.Node) -> int:
         """Return an integer for ``node`` that is equal for nodes of the current trace that compute the same value.
         If ``node`` belongs to another trace than in the last call, all records of the last trace are dropped first."""
         if node.graph is not self.graph:
-            self.graph, self.key, self.counts = node.graph, Numbers(), {}
+            self.graph, self.key, self.counts = node.graph, ValueNumbers(), {}
         return self.key(node)
 
 
-def _is_unwritten(*nodes: fx.Node) -> bool:
+def _are_unwritten(*nodes: fx.Node) -> bool:
     """Return whether no operator of the graph writes in place to one of ``nodes`` or to a value from which they are
     computed, so that their values never change."""
-    written = {memory_of(to) for other in nodes[0].graph.nodes for to in written_by(other)}
-    return not any(written.intersection(map(memory_of, _collect_ancestors(node))) for node in nodes)
+    written = {find_allocating_node(to) for other in nodes[0].graph.nodes for to in list_written_operands(other)}
+    return not any(written.intersection(map(find_allocating_node, _collect_ancestors(node))) for node in nodes)
 
 
 def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
@@ -176,18 +176,22 @@ def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 # -- functions of torch that look at numbers ---------------------------------------------------------------------------
-def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _call_cross_entropy(
+    func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """Return the cross entropy ``func(input, target, *args, **kwargs)``; ``func`` is torch's own function. There is one
     exception: if the targets are probabilities, their number of rows depends on the data and the reduction is a mean,
     call ``func`` without reduction and return the mean of its losses. The mean in ``func`` would check whether there
     are any rows, which a trace cannot know."""
-    plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
+    plain = (
+        not _has_dynamic_size(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
+    )
     if plain or len(args) > 1:
         return func(input, target, *args, **kwargs)
     return func(input, target, *args, **{**kwargs, "reduction": "none"}).mean()
 
 
-def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
+def _call_one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
     """Return ``one_hot`` of the class numbers ``input`` with ``num_classes`` classes. If the number is -1, so that
     torch would read it from the data, use an operator that can be traced. ``func``: torch's own function."""
     if num_classes != -1 or not isinstance(input, FakeTensor):
@@ -202,7 +206,7 @@ def _compute_logsumexp(
     """Return ``logsumexp`` of ``input`` over ``dim``. If the number of rows depends on the data, compute it without
     torch's check whether there are any rows. ``func``: torch's own function. ``keepdim``: whether ``dim`` stays with
     size 1. ``kwargs``: its further arguments."""
-    if not _is_open(input) or kwargs:
+    if not _has_dynamic_size(input) or kwargs:
         return func(input, dim, keepdim=keepdim, **kwargs)
     largest = input.detach().amax(dim, keepdim=True)
     largest = largest.masked_fill(largest.isinf(), 0)
@@ -210,7 +214,7 @@ def _compute_logsumexp(
     return total + (largest if keepdim else largest.squeeze(dim))
 
 
-def _gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, var: Any, **kwargs: Any) -> Tensor:
+def _call_gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, var: Any, **kwargs: Any) -> Tensor:
     """Return ``gaussian_nll_loss`` of ``input``, ``target`` and the variances ``var``, without torch's check for
     negative variances; these give a loss of NaN. ``func``: torch's own function. ``kwargs``: its further arguments."""
     if isinstance(var, Tensor):
@@ -219,15 +223,15 @@ def _gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, va
         return func(input, target, var, **kwargs)
 
 
-def _is_open(tensor: Tensor) -> bool:
+def _has_dynamic_size(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has a size that depends on the data."""
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
-_LOOKING: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
-    F.gaussian_nll_loss: _gaussian_nll,
-    F.one_hot: _one_hot,
+_VALUE_READING_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _call_cross_entropy,
+    F.gaussian_nll_loss: _call_gaussian_nll,
+    F.one_hot: _call_one_hot,
     torch.logsumexp: _compute_logsumexp,
     Tensor.logsumexp: _compute_logsumexp,
 }

@@ -24,90 +24,94 @@ from partitioner.passes.ir.collectives import collective_name
 
 
 def choose_saved_nodes(
-    saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
+    saved: Sequence[fx.Node],
+    recomputed: set[fx.Node],
+    nodes: Sequence[fx.Node],
+    results: Collection[fx.Node | None] = (),
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """Decide which forward results are saved for backward and which ones backward computes again. Return a list of the
     forward nodes to save, in the order of ``nodes``, and the set of the forward nodes to compute again.
 
-    ``saved``: the forward nodes whose results backward reads; all of them would be saved otherwise. ``again``:
+    ``saved``: the forward nodes whose results backward reads; all of them would be saved otherwise. ``recomputed``:
     forward nodes whose results should not be saved, nor should views or copies of them. ``nodes``: the forward nodes
     in order. ``results``: forward nodes that are never computed again, such as the outputs.
     """
-    again = again.difference(n for n in results if n is not None)
+    recomputed = recomputed.difference(n for n in results if n is not None)
     for node in nodes:
-        if node not in results and _is_copy(node) and node.all_input_nodes[0] in again:
-            again.add(node)
-    kept = {n for n in saved if not _can_recompute_node(n, again)}
-    remade: set[fx.Node] = set()
+        if node not in results and _is_copy(node) and node.all_input_nodes[0] in recomputed:
+            recomputed.add(node)
+    kept = {n for n in saved if not _can_recompute_node(n, recomputed)}
+    recomputed_nodes: set[fx.Node] = set()
     stack = [n for n in saved if n not in kept]
     while stack:
         node = stack.pop()
-        if node in remade:
+        if node in recomputed_nodes:
             continue
-        remade.add(node)
+        recomputed_nodes.add(node)
         for operand in node.all_input_nodes:
-            if _can_recompute_node(operand, again) or _views_kept(operand, kept):
+            if _can_recompute_node(operand, recomputed) or _is_view_of_saved(operand, kept):
                 stack.append(operand)
             else:
                 kept.add(operand)
-    return [n for n in nodes if n in kept], remade
+    return [n for n in nodes if n in kept], recomputed_nodes
 
 
-def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
+def insert_recomputed_nodes(
+    body: Sequence[fx.Node], recomputed_nodes: set[fx.Node], order: Sequence[fx.Node]
+) -> list[fx.Node]:
     """Return ``body``, operators of backward in order, with the recomputation of forward results inserted: each forward
     node that is computed again comes right before the first operator that reads it, so that its result is in memory
     only briefly.
 
-    ``remade``: all forward nodes that backward computes again. ``order``: all nodes of the joint graph of forward
-    and backward, in order.
-    """
+    ``recomputed_nodes``: all forward nodes that backward computes again. ``order``: all nodes of the joint graph of
+    forward and backward, in order."""
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
     there: set[fx.Node] = set()
     for node in body:
-        missing = find_recomputed_ancestors([node], remade - there)
+        missing = find_recomputed_ancestors([node], recomputed_nodes - there)
         result += sorted(missing, key=place.__getitem__)
         result.append(node)
         there |= missing
     return result
 
 
-def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
+def find_recomputed_ancestors(readers: Iterable[fx.Node], recomputed_nodes: set[fx.Node]) -> set[fx.Node]:
     """Return the forward nodes that must be computed again before the nodes ``readers`` can run: the nodes in
-    ``remade`` that they read directly, or through other nodes in ``remade``. ``remade``: all forward nodes that
-    backward computes again."""
+    ``recomputed_nodes`` that they read directly, or through other nodes in ``recomputed_nodes``. ``recomputed_nodes``:
+    all forward nodes that backward computes again."""
     found: set[fx.Node] = set()
-    stack = [o for n in readers for o in n.all_input_nodes if o in remade]
+    stack = [o for n in readers for o in n.all_input_nodes if o in recomputed_nodes]
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack.extend(o for o in node.all_input_nodes if o in remade)
+            stack.extend(o for o in node.all_input_nodes if o in recomputed_nodes)
     return found
 
 
-def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
+def _can_recompute_node(node: fx.Node, recomputed: set[fx.Node]) -> bool:
     """Return whether backward may compute the forward node ``node`` again instead of reading its saved result: the node
-    must be in ``again``, and its result must be a tensor. ``again``: the forward nodes whose results should not be
-    saved.
+    must be in ``recomputed``, and its result must be a tensor. ``recomputed``: the forward nodes whose results should
+    not be saved.
 
-    For a ``getitem``, which selects one of an operator's results, the operator must be in ``again``, too.
+    For a ``getitem``, which selects one of an operator's results, the operator must be in ``recomputed``, too.
     """
     if node.target is operator.getitem:
         source = node.args[0]
-        return node in again and isinstance(source, fx.Node) and source in again
-    return node in again and isinstance(node.meta.get("val"), torch.Tensor)
+        return node in recomputed and isinstance(source, fx.Node) and source in recomputed
+    return node in recomputed and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
+def _is_view_of_saved(node: fx.Node, saved: set[fx.Node]) -> bool:
     """Return whether ``node`` need not be saved for backward because it is a view of a saved value or of a placeholder,
     from which backward can make the view again at no cost. Return false if ``node`` is itself saved or a placeholder.
-    ``kept``: the nodes whose results are saved."""
-    if node in kept or node.op == "placeholder":
+    ``saved``: the nodes whose results are saved."""
+    if node in saved or node.op == "placeholder":
         return False
-    while node not in kept and node.op == "call_function" and _is_view(node):
+    while node not in saved and node.op == "call_function" and _is_view(node):
         node = node.all_input_nodes[0]
-    return node in kept or node.op == "placeholder"
+    return node in saved or node.op == "placeholder"
 
 
 def _is_copy(node: fx.Node) -> bool:
@@ -142,35 +146,33 @@ class JointHalves:
     """Forward and backward of one piece of the model, such as a layer, in one graph. :meth:`cut` divides backward into
     a half for the gradients of inputs and a half for the gradients of parameters.
 
-    ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of forward and of backward. ``remade``:
-    forward nodes that backward computes again. ``start``: the nodes whose values backward gets when it starts: the
-    saved forward nodes and the gradients of the outputs.
-    """
+    ``nodes``: all nodes, in order. ``forward``, ``backward``: the nodes of forward and of backward.
+    ``recomputed_nodes``: forward nodes that backward computes again. ``start``: the nodes whose values backward gets
+    when it starts: the saved forward nodes and the gradients of the outputs."""
 
     nodes: Sequence[fx.Node]
     forward: Collection[fx.Node]
     backward: Sequence[fx.Node]
-    remade: set[fx.Node]
+    recomputed_nodes: set[fx.Node]
     start: Sequence[fx.Node]
 
     def cut(
-        self, of_inputs: Sequence[fx.Node | None], of_states: Sequence[fx.Node | None]
+        self, input_gradients: Sequence[fx.Node | None], state_gradients: Sequence[fx.Node | None]
     ) -> tuple[Half, Half, list[fx.Node]]:
         """Cut backward into a half that computes the gradients of inputs and a half that computes the gradients of
         parameters. Return three lists: the operators of the first half, the operators of the second half, and the nodes
         whose values the first passes to the second.
 
-        ``of_inputs``, ``of_states``: the nodes of the gradients of inputs and of parameters; ``None`` is a zero
-        gradient.
-        """
-        gradients = [g for g in of_states if g is not None]
-        through = collect_ancestor_nodes(g for g in of_inputs if g is not None) - set(self.forward)
+        ``input_gradients``, ``state_gradients``: the nodes of the gradients of inputs and of parameters; ``None`` is a
+        zero gradient."""
+        gradients = [g for g in state_gradients if g is not None]
+        through = collect_ancestor_nodes(g for g in input_gradients if g is not None) - set(self.forward)
         if through:
             through |= _find_weight_gradient_sums(gradients, {*self.forward, *through})
         first = insert_recomputed_nodes(
-            [n for n in self.nodes if n in through and n.op == "call_function"], self.remade, self.nodes
+            [n for n in self.nodes if n in through and n.op == "call_function"], self.recomputed_nodes, self.nodes
         )
-        last, left = [n for n in self.backward if n not in through], self.remade - {*first}
+        last, left = [n for n in self.backward if n not in through], self.recomputed_nodes - {*first}
         place = {n: k for k, n in enumerate(self.nodes)}
         early = sorted(find_recomputed_ancestors(last, left), key=place.__getitem__) if through else []
         found = []
@@ -184,7 +186,7 @@ class JointHalves:
         return min(found, key=lambda half: _sum_storage_bytes(half[2]))
 
 
-def is_early(size: int, summed: int) -> bool:
+def is_in_first_half(size: int, summed: int) -> bool:
     """Return whether a weight gradient that is a sum should be computed in the first half of backward, which computes
     the gradients of inputs, instead of in the second half. This is so if it has at most a quarter of the size of the
     tensors that it sums, which would otherwise stay in memory until the second half runs.
@@ -208,7 +210,7 @@ def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[f
         made = collect_ancestor_nodes([gradient], known)
         read = {o for n in made for o in n.all_input_nodes} & set(known)
         sums = all(isinstance(n.target, torch._ops.OpOverload) and n.target._opname in _SUMMING for n in made)
-        if sums and is_early(_sum_storage_bytes([gradient]), _sum_storage_bytes(read)):
+        if sums and is_in_first_half(_sum_storage_bytes([gradient]), _sum_storage_bytes(read)):
             found |= made
     return found
 

@@ -24,10 +24,10 @@ from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.layouts import PARTIAL, make_shard_layout
 from partitioner.passes.ir.model import FoldedModel, TensorSpec
 from partitioner.passes.ir.rewrite import drop_unused, get_node_tensor
-from partitioner.passes.ir.verify import axis_of
+from partitioner.passes.ir.verify import get_collective_axis
 from partitioner.passes.rules import factors_of
-from partitioner.passes.rules.factors import Strategy, as_dim, get_node_argument, operands_of, with_operands
-from partitioner.passes.rules.strategies import enumerate_strategies, local_call
+from partitioner.passes.rules.factors import Strategy, get_node_argument, normalize_dim, operands_of, replace_operands
+from partitioner.passes.rules.strategies import append_local_call, enumerate_strategies
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel
     for state, value in model.updates.items():
         if state not in model.keeps:
             states.setdefault(value, []).append(state)
-    work = _Accumulation(model, axis, parts)
+    work = _BufferSumRewriter(model, axis, parts)
     keeps = dict(model.keeps)
     for name, block in model.blocks.items():
         for place in range(len(block.outputs)):
@@ -65,7 +65,7 @@ class _NotLinear(Exception):
     """Raised if the new value of a buffer is not a sum with one addend for each microbatch."""
 
 
-class _Accumulation:
+class _BufferSumRewriter:
     """Rewrites the graphs of a model of one microbatch so that each buffer whose new value is a sum over the batch gets
     one addend from each microbatch.
 
@@ -109,7 +109,7 @@ class _Accumulation:
 
     def _is_combining_collective(self, node: fx.Node) -> bool:
         """Return whether ``node`` is a collective that communicates between different parts of the global batch."""
-        named = axis_of(node)
+        named = get_collective_axis(node)
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
     def add_up(self, name: str, place: int) -> bool:
@@ -231,7 +231,7 @@ class _Accumulation:
         """
         build = self._make_node_builder(name, node)
         if node.op == "placeholder":
-            return self._passed_in(name, node)
+            return self._split_input(name, node)
         if self._is_combining_collective(node):
             return self._build_collective_addend(node, build), None
         if node.target is operator.getitem:
@@ -239,11 +239,11 @@ class _Accumulation:
             return _build_result_item(build, adds, node.args[1]), _build_result_item(build, once, node.args[1])
         operands = operands_of(node)
         if node.target in _SUMS and len(operands) == 1 and isinstance(node.args[0], fx.Node):
-            return self._with_number(node, self._find_node_part(name, operands[0]), build)
+            return self._split_number_addition(node, self._find_node_part(name, operands[0]), build)
         summed = {i for i, o in enumerate(operands) if o in self.meeting}
-        together = next((p for p in _linear_in(node) if summed <= p), None)
+        together = next((p for p in _list_linear_operands(node) if summed <= p), None)
         if together is None:
-            return self._of_rows(name, node, build)
+            return self._split_sample_sum(name, node, build)
         if any(get_node_tensor(o).dtype == torch.bool for i, o in enumerate(operands) if i in together):
             raise _NotLinear
         zero = aten.zeros_like.default
@@ -255,7 +255,7 @@ class _Accumulation:
         some = any(once is not None for _, once in of.values())
         return _rebuild_with_operands(node, added, build), _rebuild_with_operands(node, terms, build) if some else None
 
-    def _with_number(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
+    def _split_number_addition(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
         """Write the value of the operator ``node``, which is ``x + number`` or ``x - number``, as a sum over
         microbatches. Return two nodes: the addend of one microbatch, which is that of ``x``, and a term that is added
         only once, which includes the number.
@@ -270,7 +270,7 @@ class _Accumulation:
             adds = build(aten._to_copy.default, adds, dtype=get_node_tensor(node).dtype)
         return adds, _rebuild_with_operands(node, [once], build)
 
-    def _of_rows(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
+    def _split_sample_sum(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
         """Write the value of ``node``, a sum over samples, as a sum over microbatches. Return two nodes: the addend of
         one microbatch, and a term that is added only once; ``None`` if it is zero.
 
@@ -288,7 +288,7 @@ class _Accumulation:
         for strategy in enumerate_strategies(node, self.parts):
             if strategy.factor is not None and all(layout == PARTIAL for layout in strategy.results):
                 with suppress(_NotLinear):
-                    return self._of_samples(name, node, strategy), None
+                    return self._append_for_microbatch(name, node, strategy), None
         raise _NotLinear
 
     def _build_microbatch_rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
@@ -315,10 +315,10 @@ class _Accumulation:
             for strategy in enumerate_strategies(node, self.parts):
                 if strategy.factor is not None and strategy.results == (make_shard_layout(dim),):
                     with suppress(_NotLinear):
-                        return self._of_samples(name, node, strategy)
+                        return self._append_for_microbatch(name, node, strategy)
         raise _NotLinear
 
-    def _of_samples(self, name: str, node: fx.Node, strategy: Strategy) -> fx.Node:
+    def _append_for_microbatch(self, name: str, node: fx.Node, strategy: Strategy) -> fx.Node:
         """Append the operator ``node`` to the graph once more, for the samples of one microbatch only, and return the
         new node. Raise :class:`_NotLinear` if the part of an operand that belongs to one microbatch cannot be found.
 
@@ -335,7 +335,7 @@ class _Accumulation:
                 raise _NotLinear
         graph = self.blocks[name].graph
         with graph.inserting_before(graph.output_node()):
-            return local_call(node, strategy, self.axis, self.parts, operands, graph)
+            return append_local_call(node, strategy, self.axis, self.parts, operands, graph)
 
     def _build_row_indices(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
         """Return a node ``[length]``: the indices of the rows of one microbatch, if the rows of all microbatches are
@@ -363,7 +363,7 @@ class _Accumulation:
         )
         return build(aten.index_add.default, whole, dim, places, mine)
 
-    def _passed_in(self, name: str, node: fx.Node) -> Part:
+    def _split_input(self, name: str, node: fx.Node) -> Part:
         """Write a value that a graph gets from earlier graphs as a sum over microbatches. Return two new placeholders:
         one for the addend of one microbatch, and one for the term that is added only once. The earlier graphs get the
         two as further outputs.
@@ -377,7 +377,7 @@ class _Accumulation:
         if None in sources.values() or any(self._find_output_node(o) not in self.meeting for o in outputs):
             raise _NotLinear  # some calls read a value that is equal for all microbatches
         for output in outputs:
-            self._pass_on(output)
+            self._split_output(output)
         made = []
         for further in range(2):
             values = {v: self._find_further_output(v, further) for v in sources}
@@ -397,7 +397,7 @@ class _Accumulation:
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]
 
-    def _pass_on(self, output: tuple[str, int]) -> None:
+    def _split_output(self, output: tuple[str, int]) -> None:
         """Let a graph and all its calls return two further outputs, into which one of its outputs is split: the addend
         of one microbatch, and a term that is added only once. The split output is the sum of the addends of all
         microbatches and of this term. Later graphs can then compute with the two.
@@ -418,7 +418,9 @@ class _Accumulation:
         for i, run in enumerate(self.calls):
             if run.block == name:
                 values = tuple(f"{run.outputs[output[1]]}.{part}" for part in ("part", "once"))
-                self.values |= {v: TensorSpec.of(get_node_tensor(n)) for v, n in zip(values, made, strict=True)}
+                self.values |= {
+                    v: TensorSpec.from_tensor(get_node_tensor(n)) for v, n in zip(values, made, strict=True)
+                }
                 self.producer |= {v: (name, place + k) for k, v in enumerate(values)}
                 self.calls[i] = replace(run, outputs=(*run.outputs, *values))
 
@@ -433,7 +435,7 @@ class _Accumulation:
         with block.graph.inserting_after(block.placeholders[-1]):
             made = block.graph.placeholder(f"{block.inputs[place]}_part")
         made.target = made.name
-        made.meta["val"] = TensorSpec.of(like).meta()
+        made.meta["val"] = TensorSpec.from_tensor(like).meta()
         made.meta["grad"] = False
         block.inputs = (*block.inputs, made.name)
         for i, run in enumerate(self.calls):
@@ -454,7 +456,7 @@ _LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
 }
 
 
-def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
+def _list_linear_operands(node: fx.Node) -> tuple[frozenset[int], ...]:
     """Return sets of operand positions (from 0) in which the operator ``node`` is linear: if the operands at all
     positions of one set are split into addends, with the other operands unchanged, the result is the sum of the
     results for the addends."""
@@ -473,7 +475,7 @@ def _find_added_rows(node: fx.Node) -> list[int] | None:
     operands = operands_of(node)
     shapes = [get_node_tensor(o).shape for o in operands]
     if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:
-        dim = as_dim(get_node_argument(node, "dim"), len(shapes[0]))
+        dim = normalize_dim(get_node_argument(node, "dim"), len(shapes[0]))
         rows = [0, dim] if node.target is aten.index_add.default else [dim, dim]
     elif node.target is aten.index_put.default and get_node_argument(node, "accumulate"):
         indexed = [d for d, i in enumerate(get_node_argument(node, "indices")) if i is not None]
@@ -490,7 +492,7 @@ def _find_added_rows(node: fx.Node) -> list[int] | None:
 def _rebuild_with_operands(node: fx.Node, operands: Sequence[fx.Node], build: Callable[..., fx.Node]) -> fx.Node:
     """Append the operator ``node`` once more, with ``operands`` in place of its operands, and return the new node.
     ``build``: appends an operator to the graph and returns its node."""
-    args, kwargs = with_operands(node, operands)
+    args, kwargs = replace_operands(node, operands)
     return build(node.target, *args, **kwargs)
 
 

@@ -5,11 +5,10 @@ A block is a piece of the model with one graph, such as a layer. Requires: the g
 between forward and backward as explicit results. The collectives of backward follow from those of forward, whose
 gradients are their transposes.
 
-:func:`take_out_zeros` removes values that are always zero. ``x - detach(x)`` is zero and exists only for its gradient
-(``passes/trace/autograd_functions.py``, and straight-through tricks). After differentiation, the zero and all values
-linear in it are removed, and a sum with such a value is replaced by its other operand. Infinite values, whose
-difference is NaN, are not treated separately.
-"""
+:func:`remove_zero_terms` removes values that are always zero. ``x - detach(x)`` is zero and exists only for its
+gradient (``passes/trace/autograd_functions.py``, and straight-through tricks). After differentiation, the zero and all
+values linear in it are removed, and a sum with such a value is replaced by its other operand. Infinite values, whose
+difference is NaN, are not treated separately."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from partitioner.passes.errors import UnsupportedError
-from partitioner.passes.experts.sorted_rows import MADE_BY, kept_sorted
+from partitioner.passes.experts.sorted_rows import MADE_BY, keep_rows_sorted
 from partitioner.passes.ir.collectives import COMMUNICATING, collective_name
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.model import Block
@@ -41,8 +40,9 @@ from partitioner.passes.shard.backward_halves import (
 
 aten = torch.ops.aten
 
-# The result is zero if either operand is (_EITHER), if the first is (_FIRST), or if both are (_BOTH).
-_EITHER = frozenset((aten.mul.Tensor, aten.mm.default, aten.bmm.default))
+# The result is zero if either operand is (_ZERO_IF_ONE_IS), if the first is (_FIRST), or if both are
+# (_ZERO_IF_BOTH_ARE).
+_ZERO_IF_ONE_IS = frozenset((aten.mul.Tensor, aten.mm.default, aten.bmm.default))
 _FIRST = frozenset(
     (
         aten.div.Tensor,
@@ -76,10 +76,10 @@ _FIRST = frozenset(
         aten._log_softmax_backward_data.default,
     )
 )
-_BOTH = frozenset((aten.add.Tensor, aten.sub.Tensor))
+_ZERO_IF_BOTH_ARE = frozenset((aten.add.Tensor, aten.sub.Tensor))
 
 
-def take_out_zeros(graph: fx.Graph) -> None:
+def remove_zero_terms(graph: fx.Graph) -> None:
     """Remove operators of ``graph`` whose results are always zero, such as ``x - x``, in place. A sum of such a
     result and another value is replaced by the other value. The caller ensures that no node is an alias of another."""
     zeros: set[fx.Node] = set()
@@ -90,7 +90,7 @@ def take_out_zeros(graph: fx.Graph) -> None:
         one, other = (isinstance(o, fx.Node) and o in zeros for o in (first, second))
         if _is_zero_result(node, one, other):
             zeros.add(node)
-        elif node.target in _BOTH and other and _can_replace_node(first, node):
+        elif node.target in _ZERO_IF_BOTH_ARE and other and _can_replace_node(first, node):
             node.replace_all_uses_with(first)
         elif node.target == aten.add.Tensor and one and _can_replace_node(second, node) and not node.kwargs:
             node.replace_all_uses_with(second)
@@ -102,13 +102,13 @@ def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
     """Return whether the result of the operator ``node`` is always zero. ``first``, ``second``: whether its first and
     second operands are always zero.
     """
-    if node.target in _EITHER:
+    if node.target in _ZERO_IF_ONE_IS:
         return first or second
     if node.target in _FIRST:
         return first
     if node.target == aten.sub.Tensor and node.args[0] is node.args[1] and not node.kwargs:
         return True
-    return node.target in _BOTH and first and second
+    return node.target in _ZERO_IF_BOTH_ARE and first and second
 
 
 def _can_replace_node(operand: object, node: fx.Node) -> bool:
@@ -145,7 +145,7 @@ class JointSubgraph:
 
 
 @dataclass(frozen=True)
-class Differentiated:
+class BlockDerivatives:
     """The functions of a block (a piece of the model, such as a layer) that a rank runs: forward, backward, and
     backward in two halves.
 
@@ -184,11 +184,11 @@ class JointGraph:
     needs: tuple[bool, ...]
     with_grad: tuple[int, ...]
 
-    def cut(self, again: Collection[str] = ()) -> Differentiated:
+    def cut(self, recomputed: Collection[str] = ()) -> BlockDerivatives:
         """Return the forward and backward functions of the block (a piece of the model), cut out of this joint
-        graph. ``again``: names of forward nodes whose results backward computes again (activation recomputation)
+        graph. ``recomputed``: names of forward nodes whose results backward computes again (activation recomputation)
         instead of reading saved ones."""
-        return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
+        return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(recomputed))
 
 
 def differentiate(
@@ -197,23 +197,25 @@ def differentiate(
     needs_input_grad: Sequence[bool],
     needs_state_grad: Sequence[bool],
     output_grads: Sequence[bool],
-    again: Collection[str] = (),
+    recomputed: Collection[str] = (),
     *,
     fused: bool = False,
-) -> Differentiated:
+) -> BlockDerivatives:
     """Return the functions for forward and backward of ``block``, the graph of a piece of the model, such as a layer,
     on one rank.
 
     ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each
-    input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``again``: names of
+    input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``recomputed``: names of
     forward nodes whose results backward computes again instead of reading saved ones. ``fused``: whether the fused
     kernels of accelerators are used on any device; the result is then for analysis only. Raise
     :class:`UnsupportedError` if an operator has no derivative.
     """
-    return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
+    return build_joint_graph(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(
+        recomputed
+    )
 
 
-def joint_of(
+def build_joint_graph(
     block: Block,
     device: torch.device,
     needs_input_grad: Sequence[bool],
@@ -230,7 +232,7 @@ def joint_of(
     gradients are made contiguous, because the traced kernels assume it. Raise :class:`UnsupportedError` if an
     operator has no derivative.
     """
-    block = kept_sorted(block)
+    block = keep_rows_sorted(block)
     needs = [*needs_state_grad, *needs_input_grad]
     placeholders = block.placeholders
     taken: list[int] = []
@@ -268,9 +270,9 @@ def joint_of(
             traced = _functionalize_graph(traced, [*primals, *tangents])
     graph = traced.graph
     if sizes is not None:
-        _settle_sizes(graph)
+        _make_sizes_static(graph)
     _simplify_views(graph)
-    take_out_zeros(graph)
+    remove_zero_terms(graph)
     _assign_source_locations(graph)
     return JointGraph(graph, block, tuple(needs), tuple(taken))
 
@@ -394,7 +396,7 @@ def _fused_attention(
     return efficient[0]
 
 
-def _settle_sizes(graph: fx.Graph) -> None:
+def _make_sizes_static(graph: fx.Graph) -> None:
     """Make the shapes in ``node.meta["val"]`` of all nodes of ``graph`` static, in place. A symbolic size, which
     depends on how many rows the router of a mixture of experts sends to each rank, is replaced by the size for equal
     numbers of rows. ``node.meta["open"]`` is set to whether a result of the node had such a size."""
@@ -404,23 +406,23 @@ def _settle_sizes(graph: fx.Graph) -> None:
             order, _, experts = node.meta["val"]
             even[experts.shape[0].node.expr] = int(order.shape[0])
 
-    def settled(size: Any) -> Any:
+    def make_size_static(size: Any) -> Any:
         return int(size.node.expr.xreplace(even)) if isinstance(size, torch.SymInt) else size
 
-    def settle(value: Any) -> Any:
+    def make_value_static(value: Any) -> Any:
         """Return ``value`` (a size, a tensor, or a list or tuple of them) with static sizes. A symbolic size, which
         depends on how many rows a router sends to each rank, is replaced by the size for equal numbers of rows."""
         if isinstance(value, tuple | list):
-            return type(value)(map(settle, value))
+            return type(value)(map(make_value_static, value))
         if isinstance(value, Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
-            return torch.empty([settled(s) for s in value.shape], dtype=value.dtype, device=META)
-        return settled(value)
+            return torch.empty([make_size_static(s) for s in value.shape], dtype=value.dtype, device=META)
+        return make_size_static(value)
 
     for node in graph.nodes:
         value = node.meta.get("val")
         parts = value if isinstance(value, tuple | list) else (value,)
-        node.meta["open"] = any(isinstance(p, Tensor) and settle(p) is not p for p in parts)
-        node.meta["val"] = settle(value)
+        node.meta["open"] = any(isinstance(p, Tensor) and make_value_static(p) is not p for p in parts)
+        node.meta["val"] = make_value_static(value)
 
 
 def _simplify_views(graph: fx.Graph) -> None:
@@ -474,13 +476,13 @@ def _assign_source_locations(graph: fx.Graph) -> None:
 
 
 def _cut_joint_graph(
-    graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
-) -> Differentiated:
+    graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], recomputed: frozenset[str]
+) -> BlockDerivatives:
     """Return the forward and backward functions of ``block``, copied out of ``graph``, the joint graph of forward and
     backward, which stays unchanged.
 
     ``needs``: for each state (parameter, buffer, constant), then each input, whether it gets a gradient.
-    ``with_grad``: the indices of the outputs that have a gradient. ``again``: names of forward nodes whose results
+    ``with_grad``: the indices of the outputs that have a gradient. ``recomputed``: names of forward nodes whose results
     backward computes again.
     """
     nodes = list(graph.nodes)
@@ -495,7 +497,7 @@ def _cut_joint_graph(
     backward = [n for n in nodes if n.op == "call_function" and n not in forward]
     read_later = {o for n in backward for o in n.all_input_nodes} | {g for g in gradients if g is not None}
     saved = [n for n in nodes if n in forward and n in read_later]
-    unkept = {n for n in forward if n.meta.get(MADE_BY) in again}
+    unkept = {n for n in forward if n.meta.get(MADE_BY) in recomputed}
     saved, remade = choose_saved_nodes(saved, unkept, [n for n in nodes if n in forward], gradients)
     seeds = [tangents[i] for i in with_grad]
 
@@ -504,7 +506,7 @@ def _cut_joint_graph(
     of_inputs = [g for i, g in zip(needed, gradients, strict=True) if i >= num_states]
     start = [*saved, *seeds]
     first, later, carried = JointHalves(nodes, forward, backward, remade, start).cut(of_inputs, of_states)
-    return Differentiated(
+    return BlockDerivatives(
         forward=_extract_subgraph(_select_operators(nodes, forward), primals, [*outputs, *saved]),
         backward=_extract_subgraph(insert_recomputed_nodes(backward, remade, nodes), start, [*of_inputs, *of_states]),
         backward_input=_extract_subgraph(first, start, [*of_inputs, *carried]),
@@ -556,7 +558,7 @@ class CollectiveUse:
     source: str = ""
 
 
-def collectives_of(graph: fx.Graph) -> list[CollectiveUse]:
+def list_collectives(graph: fx.Graph) -> list[CollectiveUse]:
     """Return a description of each collective in ``graph`` that communicates, in order."""
     uses = []
     for node in graph.nodes:

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partitioner.passes.capture.buffers import leading_to, settle_updates, with_frozen_as_buffers
+from partitioner.passes.capture.buffers import list_ancestors_of, mark_changed_as_buffers, settle_updates
 from partitioner.passes.ir.model import Block, Call, Captured, FoldedModel, ModelState, TensorSpec
 from partitioner.passes.ir.rewrite import aten
-from partitioner.passes.ir.value_numbering import Signature, compute_signature
+from partitioner.passes.ir.value_numbering import GraphSignature, compute_signature
 from partitioner.passes.ops.random import DRAWS
-from partitioner.passes.shard.segment import Unit, is_product, segment_operators
+from partitioner.passes.shard.segment import OperatorGroup, is_product, segment_operators
 
 _SHARED = "shared"
 
@@ -42,27 +42,27 @@ def fold(captured: Captured) -> FoldedModel:
     _join_results(graph)
     updates = settle_updates(captured)
     moved = _copy_returned_states(graph)
-    free = _free_nodes(graph) - leading_to(graph, updates.values())
-    moved |= _share_common(graph, free)
+    free = _free_nodes(graph) - list_ancestors_of(graph, updates.values())
+    moved |= _merge_equal_operators(graph, free)
     _mark_copied(graph)
 
     operators = [n for n in graph.nodes if n.op == "call_function"]
     units = segment_operators([n for n in operators if n not in free], captured.classes)
-    shared, units = _place_free([n for n in operators if n in free], units)
+    shared, units = _assign_free_operators([n for n in operators if n in free], units)
     folder = _Folder(captured, shared, units)
     folder.make_calls()
     by_name = {n.name: n for n in graph.nodes}
 
-    def value_of(name: str) -> str:
+    def get_value_name(name: str) -> str:
         return folder.value_of[by_name[moved.get(name, name)]]
 
     return FoldedModel(
         blocks=folder.named_blocks(),
         calls=folder.calls,
-        states=with_frozen_as_buffers(captured.states, updates),
+        states=mark_changed_as_buffers(captured.states, updates),
         inputs=list(captured.inputs),
-        outputs=[replace(o, value=value_of(o.value)) if o.value is not None else o for o in captured.outputs],
-        loss=value_of(captured.loss) if captured.loss is not None else None,
+        outputs=[replace(o, value=get_value_name(o.value)) if o.value is not None else o for o in captured.outputs],
+        loss=get_value_name(captured.loss) if captured.loss is not None else None,
         values={i.value: i.spec for i in captured.inputs} | folder.specs,
         constants=dict(captured.constants),
         tree=captured.tree,
@@ -117,7 +117,7 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
     return {n for n in free if n.op == "call_function"}
 
 
-def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
+def _merge_equal_operators(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
     """Merge operators in ``free`` that compute the same value, in place, so that it is computed once. Return a dict
     from the name of each removed node to the name of the node that replaces it.
 
@@ -150,7 +150,9 @@ def _freeze_argument(argument: Any) -> Any:
     return argument
 
 
-def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[fx.Node]], list[Unit]]:
+def _assign_free_operators(
+    free: Sequence[fx.Node], units: list[OperatorGroup]
+) -> tuple[list[list[fx.Node]], list[OperatorGroup]]:
     """Assign the operators ``free``, such as those of masks and position indices, to the groups of operators ``units``,
     such as layers, each of which becomes one call of the model.
 
@@ -159,7 +161,7 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
     ``free`` is in the order of the graph.
     """
     if not units:
-        return [], [Unit("", list(free))] if free else []
+        return [], [OperatorGroup("", list(free))] if free else []
     homes: dict[fx.Node, set[int]] = {n: {i} for i, unit in enumerate(units) for n in unit.nodes}
     shared = -1
     for node in reversed(free):
@@ -174,7 +176,7 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
         for home in homes[node]:
             own.setdefault(home, []).append(node)
     placed = [
-        Unit(unit.path, _insert_before_use(unit.nodes, {n: order[n] for n in own.get(i, ())}))
+        OperatorGroup(unit.path, _insert_before_use(unit.nodes, {n: order[n] for n in own.get(i, ())}))
         for i, unit in enumerate(units)
     ]
     return _find_connected_components(own.get(shared, []), order), placed
@@ -244,11 +246,12 @@ class _Folder:
     ``captured``: the model as one graph. ``shared``: groups of operators that become shared calls, which every pipeline
     stage may repeat. ``units``: groups that become the other calls, such as one for each layer. ``calls``: the calls so
     far. ``blocks``: key -> block; equal computations have equal keys. ``keys``: for each of ``calls``, the key of its
-    block. ``value_of``: node -> name, for every value that passes between calls; ``specs``: name -> shape and dtype.
+    block. ``get_value_name``: node -> name, for every value that passes between calls; ``specs``: name -> shape and
+    dtype.
     ``paths``: how often each module path was given to a call.
     """
 
-    def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:
+    def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[OperatorGroup]) -> None:
         """Start without blocks and calls. ``captured``: the model as one graph. ``shared``: groups of operators that
         become shared calls, which every pipeline stage may repeat. ``units``: groups that become the other calls,
         such as one for each layer."""
@@ -269,11 +272,11 @@ class _Folder:
         """Create the calls of the model, one for each group of operators, shared ones first. A call is a run of a
         graph with its own parameters and inputs; equal groups share a graph."""
         for group in self.shared:
-            self.make_call(Unit(_SHARED, group), shared=True)
+            self.make_call(OperatorGroup(_SHARED, group), shared=True)
         for unit in self.units:
             self.make_call(unit)
 
-    def make_call(self, unit: Unit, shared: bool = False) -> None:
+    def make_call(self, unit: OperatorGroup, shared: bool = False) -> None:
         """Create the call for the group of operators ``unit``, and its graph if no equal one exists. A call is a run
         of a graph with its own parameters and inputs. ``shared``: whether every pipeline stage may repeat the call."""
         inside = set(unit.nodes)
@@ -286,7 +289,7 @@ class _Folder:
         names = tuple(f"{path}:{i}" for i in range(len(outputs)))
         for node, name in zip(outputs, names, strict=True):
             self.value_of[node] = name
-            self.specs[name] = TensorSpec.of(node.meta["val"])
+            self.specs[name] = TensorSpec.from_tensor(node.meta["val"])
         states = tuple(self.captured.placeholders[n.name] for n in sign.states)
         inputs = tuple(self.value_of[n] for n in sign.inputs)
         self.calls.append(Call("", path, states, inputs, names, shared))
@@ -308,7 +311,7 @@ class _Folder:
         taken: Counter[str] = Counter()
         blocks: dict[str, Block] = {}
         for key, block in self.blocks.items():
-            name = _common_name(paths[key])
+            name = _find_common_pattern(paths[key])
             taken[name] += 1
             block.name = name if taken[name] == 1 else f"{name}#{taken[name]}"
             blocks[block.name] = block
@@ -316,7 +319,7 @@ class _Folder:
         return blocks
 
 
-def _common_name(paths: Sequence[str]) -> str:
+def _find_common_pattern(paths: Sequence[str]) -> str:
     """Return a pattern that fits all module paths ``paths``, such as ``model.layers.*`` for ``model.layers.0`` and
     ``model.layers.1``; the first path if there is no such pattern."""
     if len(paths) == 1:
@@ -325,7 +328,7 @@ def _common_name(paths: Sequence[str]) -> str:
     return patterns.pop() if len(patterns) == 1 else paths[0]
 
 
-def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Block:
+def _make_block(unit: OperatorGroup, sign: GraphSignature, outputs: Sequence[fx.Node]) -> Block:
     """Return a block, that is, a graph of its own, with copies of the operators of ``unit``. ``sign``: the
     parameters and other values that the operators read, which become placeholders. ``outputs``: the operators whose
     results it returns."""
@@ -340,7 +343,7 @@ def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Bloc
     for node in unit.nodes:
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
-        env[node] = graph.create_node("call_function", node.target, args, kwargs, name=_operator_name(node.target))
+        env[node] = graph.create_node("call_function", node.target, args, kwargs, name=_get_operator_name(node.target))
         env[node].meta = {k: v for k, v in node.meta.items() if k not in ("stack", "copied")}
     graph.output(tuple(env[n] for n in outputs))
     states = tuple(env[n].name for n in sign.states)
@@ -350,7 +353,7 @@ def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Bloc
 def _make_placeholder(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
     made = graph.create_node("placeholder", name, name=name)
     made.target = made.name
-    made.meta["val"] = TensorSpec.of(node.meta["val"]).meta()
+    made.meta["val"] = TensorSpec.from_tensor(node.meta["val"]).meta()
     return made
 
 
@@ -359,7 +362,7 @@ def _format_identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _operator_name(target: Any) -> str:
+def _get_operator_name(target: Any) -> str:
     """Return the name of the operator ``target`` without its namespace, such as ``linear``."""
     if target is operator.getitem:
         return "getitem"

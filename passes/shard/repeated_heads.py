@@ -82,13 +82,13 @@ class RepeatedHeads:
                 assert callable(step.target), step
                 made = insert_operator_node(graph, step.target, (made, *step.args[1:]), dict(step.kwargs), like=step)
             else:
-                known = _reshaped_from(made, step)
+                known = _find_unreshaped(made, step)
                 made = known or insert_operator_node(graph, aten.reshape.default, (made, list(step)), like=made)
             made.meta.setdefault("grad", given)
         return made
 
 
-def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
+def match_repeated_heads(value: fx.Node) -> RepeatedHeads | None:
     """Return how the model has repeated the heads of ``value``, a node with keys or values ``[..., heads, positions,
     d]``; return ``None`` if it has not."""
     chain: list[fx.Node] = []
@@ -173,7 +173,7 @@ def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _Repeate
     return None
 
 
-def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
+def _find_unreshaped(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
     """Return the node of the shape ``dims`` from which ``node`` was made by reshapes alone, or ``node`` itself if it
     has this shape; return ``None`` if there is no such node."""
     while get_meta_shape(node) != dims:
@@ -194,11 +194,11 @@ def count_head_repetitions(attention: fx.Node) -> int:
         or get_meta_shape(key)[1] != get_meta_shape(query)[1]
     ):
         return 1
-    of_key, of_value = repeated_heads(key), repeated_heads(value)
+    of_key, of_value = match_repeated_heads(key), match_repeated_heads(value)
     return of_key.times if of_key and of_value and of_key.times == of_value.times else 1
 
 
-def exchanged_times(heads: int, times: int, tp: int) -> int:
+def count_exchanged_copies(heads: int, times: int, tp: int) -> int:
     """Return how often each key head must appear so that the heads split evenly over ``tp`` ranks. With context
     parallelism, ranks exchange keys, and fewer copies mean fewer bytes. The result is the smallest divisor of ``times``
     for which the heads split evenly; ``times`` itself if there is none.
@@ -214,9 +214,9 @@ def group_queries(block: Block, tp: int = 1) -> Block:
     """Reduce the copies of key and value heads that attention with context parallelism reads in the graph of
     ``block``, in place, so that ranks exchange fewer bytes. Each head then appears as often as needed to split the
     heads evenly over ``tp`` ranks. Return ``block``, a piece of the model such as a layer."""
-    _read_once(block, ops.context_attention.default, tp)
-    _read_once(block, ops.context_document_attention.default, tp)
-    _read_once(block, ops.context_scored_attention.default, tp)
+    _reduce_head_copies(block, ops.context_attention.default, tp)
+    _reduce_head_copies(block, ops.context_document_attention.default, tp)
+    _reduce_head_copies(block, ops.context_scored_attention.default, tp)
     return block
 
 
@@ -232,11 +232,11 @@ def read_heads_once(block: Block) -> bool:
         ops.document_attention.default,
         ops.scored_attention.default,
     )
-    changed = [_read_once(block, target, 1) for target in targets]
+    changed = [_reduce_head_copies(block, target, 1) for target in targets]
     return any(changed)
 
 
-def _read_once(block: Block, target: Any, tp: int) -> bool:
+def _reduce_head_copies(block: Block, target: Any, tp: int) -> bool:
     """Let the attention operators ``target`` in the graph of ``block`` read fewer copies of key and value heads, in
     place. Each head then appears as often as needed to split the heads evenly over ``tp`` ranks. Return whether
     anything changed. ``block``: a piece of the model such as a layer."""
@@ -245,11 +245,11 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
         if node.op != "call_function" or node.target is not target:
             continue
         times = count_head_repetitions(node)
-        left = exchanged_times(get_meta_shape(operands_of(node)[1])[1], times, tp) if times > 1 else times
+        left = count_exchanged_copies(get_meta_shape(operands_of(node)[1])[1], times, tp) if times > 1 else times
         if left == times:
             continue
         with block.graph.inserting_before(node):
-            fewer = [_with_heads(block.graph, value, left) for value in operands_of(node)[1:3]]
+            fewer = [_append_repeated_heads(block.graph, value, left) for value in operands_of(node)[1:3]]
         node.args = (node.args[0], *fewer, *node.args[3:])
         if target is aten.scaled_dot_product_attention.default:
             node.kwargs = {**node.kwargs, "enable_gqa": True}
@@ -259,10 +259,10 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
     return changed
 
 
-def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
+def _append_repeated_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
     """Append operators to ``graph`` that compute ``value``, a node with keys or values whose heads the model
     repeats, so that each head appears ``times`` times only. Return the node of the result."""
-    found = repeated_heads(value)
+    found = match_repeated_heads(value)
     assert found is not None, value
     made = found.build(graph)
     if times > 1:
@@ -273,9 +273,9 @@ def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
 
 __all__ = [
     "RepeatedHeads",
+    "count_exchanged_copies",
     "count_head_repetitions",
-    "exchanged_times",
     "group_queries",
+    "match_repeated_heads",
     "read_heads_once",
-    "repeated_heads",
 ]

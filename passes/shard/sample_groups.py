@@ -45,16 +45,15 @@ class Recurrences:
     keeps: dict[str, float] = field(default_factory=dict)
 
 
-def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
+def rewrite_buffer_recurrences(group: Captured, num_groups: int, sample_nodes: Collection[fx.Node]) -> Recurrences:
     """Rewrite the buffer updates in the graph of ``group``, the model of one group of samples, in place, so that groups
     need not run one after the other: a buffer that becomes ``a * old + b``, with a number ``a``, gets an addend from
     each group, and the addends may be added in any order. Return the new updates.
 
-    ``num_groups``: the number of groups in a step. ``apart``: the nodes whose values differ between groups, because
-    they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value is not ``a *
-    old + b``, whose old value forward uses for anything else, or whose dtype does not allow the sum (booleans; integers
-    if ``a`` is neither 0 nor 1).
-    """
+    ``num_groups``: the number of groups in a step. ``sample_nodes``: the nodes whose values differ between groups,
+    because they depend on samples or random numbers. Raise :class:`UnsupportedError` for a buffer whose new value is
+    not ``a * old + b``, whose old value forward uses for anything else, or whose dtype does not allow the sum
+    (booleans; integers if ``a`` is neither 0 nor 1)."""
     found = Recurrences(dict(group.updates))
     if num_groups == 1 or not group.updates:
         return found
@@ -79,7 +78,7 @@ def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) ->
             raise UnsupportedError(
                 _format_buffer_refusal(group.states[state], _OTHER.format(line=_format_source_line(new)))
             )
-        if new not in chain and new not in apart:
+        if new not in chain and new not in sample_nodes:
             continue  # equal after every group
         if new.meta["val"].dtype == torch.bool or (
             factor not in (0.0, 1.0) and not get_node_tensor(new).dtype.is_floating_point
@@ -103,12 +102,12 @@ _OTHER = (
 _KIND = "what the groups leave in it, of type {kind}, cannot be added up"
 
 
-def _format_buffer_refusal(state: ModelState, why: str) -> str:
+def _format_buffer_refusal(state: ModelState, reason: str) -> str:
     """Return an error message: the buffer ``state`` would get a wrong value, because a plan computes groups of samples
-    at the same time, and not one after the other as the model expects. ``why``: the reason."""
+    at the same time, and not one after the other as the model expects. ``reason``: the reason."""
     return (
         f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
-        f"the one before, and {why}; plan with couple='batch', or keep it as it is (model.eval())"
+        f"the one before, and {reason}; plan with couple='batch', or keep it as it is (model.eval())"
     )
 
 
@@ -217,30 +216,29 @@ class GroupModel:
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
 
-def mean_over_groups(
-    group: Captured, dims: Mapping[str, int | None], num_groups: int, twice: Callable[[], Captured]
+def average_over_groups(
+    group: Captured, dims: Mapping[str, int | None], num_groups: int, capture_twice: Callable[[], Captured]
 ) -> GroupModel:
     """Return the model of one group of consecutive samples, whose loss is its share of the mean over ``num_groups``
     groups.
 
     ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: path of an
-    input -> index of its dim of samples (0 if absent); ``None`` if every group reads the whole input. ``twice``:
-    captures the model with twice the samples, which shows the dims of samples in its results. Results with such a
-    dim are concatenated along it. Other results are averaged, or left alone if they depend on no sample. Raise
-    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways.
-    """
+    input -> index of its dim of samples (0 if absent); ``None`` if every group reads the whole input.
+    ``capture_twice``: captures the model with twice the samples, which shows the dims of samples in its results.
+    Results with such a dim are concatenated along it. Other results are averaged, or left alone if they depend on no
+    sample. Raise :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways."""
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _find_sample_dependent_nodes(group, {p for p, dim in inputs.items() if dim is not None})
     results = [(o.path, nodes[o.value]) for o in group.outputs if o.value is not None]
-    shapes = _result_shapes(twice()) if any(list_node_sizes(node) for _, node in results) else {}
+    shapes = _map_result_shapes(capture_twice()) if any(list_node_sizes(node) for _, node in results) else {}
     outputs = {path: _find_output_layout(path, node, shapes.get(path), node in apart) for path, node in results}
     averaged = [o.value for o in group.outputs if outputs.get(o.path) == PARTIAL] + [group.loss]
-    recurrences = over_groups(group, num_groups, apart)
+    recurrences = rewrite_buffer_recurrences(group, num_groups, apart)
     moved = _divide_by_group_count(
         group.graph, [nodes[name] for name in dict.fromkeys(averaged) if name is not None], num_groups
     )
-    _draw_apart(group.graph, num_groups)
+    _separate_random_draws(group.graph, num_groups)
     cut = ", ".join(f"{p} (dim {dim})" for p, dim in inputs.items() if dim is not None)
     whole = ", ".join(p for p, dim in inputs.items() if dim is None)
     note = (
@@ -257,7 +255,7 @@ def mean_over_groups(
     return GroupModel(captured, inputs, outputs)
 
 
-def _result_shapes(captured: Captured) -> dict[str, list[int]]:
+def _map_result_shapes(captured: Captured) -> dict[str, list[int]]:
     """Return a dict from the path of each output in the result of forward to its shape. ``captured``: the model as
     one graph."""
     by_name = {n.name: n for n in captured.graph.nodes}
@@ -278,15 +276,14 @@ def _find_sample_dependent_nodes(captured: Captured, paths: Collection[str]) -> 
     return found
 
 
-def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
+def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, depends_on_samples: bool) -> Layout:
     """Return how the results of groups of samples for the model's output ``node`` are combined into the result of the
     batch, as a layout: sharded if they are concatenated along a dim, partial if they are added, replicated if they are
     equal in all groups. Raise :class:`UnsupportedError` if they cannot be combined.
 
     ``path``: the path of the output in the result of forward, for messages. ``larger``: the shape of the output with
-    twice the samples, in which the dim of samples differs; ``None`` if it is not known. ``apart``: whether the
-    output depends on samples.
-    """
+    twice the samples, in which the dim of samples differs; ``None`` if it is not known. ``depends_on_samples``: whether
+    the output depends on samples."""
     one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
         raise UnsupportedError(
@@ -297,7 +294,7 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apar
     dim = next((d for d, (few, many) in enumerate(zip(one, larger or one, strict=True)) if few != many), None)
     if dim is not None:
         return make_shard_layout(dim)
-    if not apart:
+    if not depends_on_samples:
         return REPLICATED
     if is_differentiable(get_node_tensor(node)):
         return PARTIAL
@@ -324,7 +321,7 @@ def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_grou
     return moved
 
 
-def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
+def _separate_random_draws(graph: fx.Graph, num_groups: int) -> None:
     """Make the random operators of ``graph``, the graph of one group of samples, draw other numbers for each group,
     in place. Their numbers follow from element indices, so the number of elements of all earlier groups is added to
     the indices. ``num_groups``: the number of groups in a step."""

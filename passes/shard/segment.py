@@ -124,17 +124,16 @@ _DOMINANT = 0.5  # share of a module's work that repeated children must do to co
 
 
 @dataclass
-class Unit:
+class OperatorGroup:
     """A group of consecutive operators that becomes one call of the model, such as the run of one layer.
 
-    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``glue``: whether they lie
-    between the modules that become calls of their own, and read no parameter; such operators are later added to a
-    neighbouring unit. ``leaf``: whether they are the call of one module without submodules that have parameters.
-    """
+    ``path``: the path of the module that they belong to. ``nodes``: the operators. ``connects_modules``: whether they
+    lie between the modules that become calls of their own, and read no parameter; such operators are later added to a
+    neighbouring unit. ``leaf``: whether they are the call of one module without submodules that have parameters."""
 
     path: str
     nodes: list[fx.Node]
-    glue: bool = False
+    connects_modules: bool = False
     leaf: bool = False
 
 
@@ -176,7 +175,7 @@ class _ModuleCall:
         return [c for c in self.children.values() if c.parameters]
 
 
-def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
+def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[OperatorGroup]:
     """Cut ``nodes`` (operators, in order) into consecutive groups, each of which becomes a call of the model, such as
     the run of one layer.
 
@@ -186,13 +185,13 @@ def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> l
     atoms: list[_ModuleCall] = []
     _collect_unit_calls(root, atoms)
     owner: dict[fx.Node, _ModuleCall] = {n: atom for atom in atoms for n in atom.nodes}
-    units: list[Unit] = []
+    units: list[OperatorGroup] = []
     for unit in _group_nodes_by_call(nodes, owner):
         work = sum(map(_estimate_operator_work, unit.nodes))
-        whole = unit.glue or work < _DOMINANT * root.work
+        whole = unit.connects_modules or work < _DOMINANT * root.work
         pieces = [unit.nodes] if whole else split_by_period(unit.nodes)
-        units += [Unit(unit.path, piece, unit.glue, unit.leaf) for piece in pieces]
-    return _merge_glue(units)
+        units += [OperatorGroup(unit.path, piece, unit.connects_modules, unit.leaf) for piece in pieces]
+    return _merge_connecting_operators(units)
 
 
 def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _ModuleCall:
@@ -254,7 +253,7 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall]) -> None:
     for part in parts:
         repeated = counts[part.key] > 1
         like_siblings = (part.list_prefix, part.class_name) in lists
-        inside = _longest_chain(part) if repeated else 0
+        inside = _measure_longest_chain(part) if repeated else 0
         if (repeated and inside >= max(2, counts[part.key])) or (
             not repeated and not like_siblings and _is_unit_container(part)
         ):
@@ -273,10 +272,10 @@ def _is_unit_container(call: _ModuleCall) -> bool:
     listed = [p for p in parts if p.list_prefix is not None]
     if call.class_name in _CONTAINERS or (call.list_prefix is None and listed and _is_call_chain(listed)):
         return True
-    return _longest_chain(call) > 1 or any(_is_unit_container(p) for p in parts)
+    return _measure_longest_chain(call) > 1 or any(_is_unit_container(p) for p in parts)
 
 
-def _longest_chain(call: _ModuleCall) -> int:
+def _measure_longest_chain(call: _ModuleCall) -> int:
     """Return how many calls of equal submodules, each of which reads a result of the one before, are inside of the
     module call ``call``. Such a chain is typically the layers of the model. Chains count only if they do at least half
     of the work of the call that encloses them. A submodule that does at least half of the work of its parent is
@@ -288,7 +287,7 @@ def _longest_chain(call: _ModuleCall) -> int:
     longest = sum(map(len, repeated))
     if sum(p.work for g in repeated for p in g) < _DOMINANT * call.work:
         longest = 0
-    return max([longest, *(_longest_chain(p) for p in call.parts if p.work >= _DOMINANT * call.work)])
+    return max([longest, *(_measure_longest_chain(p) for p in call.parts if p.work >= _DOMINANT * call.work)])
 
 
 def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
@@ -313,46 +312,52 @@ def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
 
 
 # --- runs and glue ----------------------------------------------------------------------------------------------------
-def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _ModuleCall]) -> list[Unit]:
+def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _ModuleCall]) -> list[OperatorGroup]:
     """Return ``nodes``, operators in order, cut into groups of consecutive operators that belong to the same module
     call, or to none. ``owner``: operator -> the module call that it belongs to."""
-    units: list[Unit] = []
+    units: list[OperatorGroup] = []
     current: Any = ()
     for node in nodes:
         call = owner.get(node)
         if not units or call is not current:
-            path = call.name if call is not None else _own_path(node)
-            units.append(Unit(path, [], glue=call is None, leaf=call is not None and not call.parts))
+            path = call.name if call is not None else _get_innermost_path(node)
+            units.append(
+                OperatorGroup(path, [], connects_modules=call is None, leaf=call is not None and not call.parts)
+            )
             current = call
         units[-1].nodes.append(node)
     for unit in units:
-        unit.glue = unit.glue and not any(_is_parameter(o) for n in unit.nodes for o in n.all_input_nodes)
+        unit.connects_modules = unit.connects_modules and not any(
+            _is_parameter(o) for n in unit.nodes for o in n.all_input_nodes
+        )
     return units
 
 
-def _own_path(node: fx.Node) -> str:
+def _get_innermost_path(node: fx.Node) -> str:
     """Return the name of the innermost module call that encloses the operator ``node``; an empty text if there is
     none."""
     stack = node.meta.get("stack", ())
     return stack[-1] if stack else ""
 
 
-def _merge_glue(units: list[Unit]) -> list[Unit]:
+def _merge_connecting_operators(units: list[OperatorGroup]) -> list[OperatorGroup]:
     """Merge the operators between modules (groups with ``glue``) into a neighbouring group, and return the new list of
     groups. Equal groups, such as equal layers, must stay equal: operators are added to the group before them if that
     group has no equal, or if the same operators also follow more than half of its equals. Otherwise they are added to
     the group behind them if that group has no equal. Otherwise they become a group of their own. ``units``: consecutive
     groups of operators, such as layers."""
     keys = [hash(compute_signature(u.nodes).key) for u in units]
-    counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
-    repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
-    following = Counter((keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].glue)
-    merged: list[Unit] = []
+    counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.connects_modules)
+    repeated = [not u.connects_modules and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
+    following = Counter(
+        (keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].connects_modules
+    )
+    merged: list[OperatorGroup] = []
     before: list[fx.Node] = []  # glue that waits for the next unit
     last: int | None = None  # the unit that merged[-1] started from
     for i, unit in enumerate(units):
-        if not unit.glue:
-            merged.append(Unit(unit.path, [*before, *unit.nodes]))
+        if not unit.connects_modules:
+            merged.append(OperatorGroup(unit.path, [*before, *unit.nodes]))
             before, last = [], i
             continue
         often = last is not None and 2 * following[keys[last], keys[i]] > counts[keys[last]]
@@ -364,5 +369,5 @@ def _merge_glue(units: list[Unit]) -> list[Unit]:
             merged.append(unit)
             last = None
     if before:
-        merged.append(Unit(units[-1].path, before))
+        merged.append(OperatorGroup(units[-1].path, before))
     return merged

@@ -20,11 +20,11 @@ from torch import fx
 
 from partitioner.passes.ir.collectives import ops
 from partitioner.passes.ir.interpret import insert_operator_node, refresh_node_value
-from partitioner.passes.ir.layouts import REPLICATED, Layout, local_shape, piece_order, sections_of
+from partitioner.passes.ir.layouts import REPLICATED, Layout, list_rank_pieces, list_sections, local_shape
 from partitioner.passes.ir.model import Block, TensorSpec
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.rules.factors import Strategy, operands_of
-from partitioner.passes.rules.strategies import local_call
+from partitioner.passes.rules.strategies import append_local_call
 
 aten = torch.ops.aten
 
@@ -145,7 +145,7 @@ class _Rewriter:
             return
         strategy = strategies[node.name]
         operands = [self.read_in_layout(o, to) for o, to in zip(operands_of(node), strategy.operands, strict=True)]
-        local = local_call(node, strategy, self.axis, self.num_ranks, operands, self.graph)
+        local = append_local_call(node, strategy, self.axis, self.num_ranks, operands, self.graph)
         local.meta.update({k: v for k, v in node.meta.items() if k not in ("val",)})
         self.produced[node] = strategy.results
         self.made[node, strategy.results[0]] = local
@@ -172,7 +172,7 @@ class _Rewriter:
         such as ``all_gather``. ``local``: the node of its operand. ``args``: its further arguments."""
         return insert_operator_node(self.graph, getattr(ops, name).default, (local, *args), like=local)
 
-    def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
+    def reorder_to_rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """Append operators that reorder a dim of a whole tensor so that an even split into contiguous parts gives each
         rank its shard of ``layout``. Return the node of the result. ``local``: the node of the whole tensor in the
         graph of one rank.
@@ -185,7 +185,7 @@ class _Rewriter:
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
         return self.reorder_parts(local, layout.dim, parts, order)
 
-    def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
+    def reorder_to_section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """Append operators that reorder a gathered dim from the order of the ranks' shards to its original order.
         Return the node of the result.
 
@@ -216,19 +216,21 @@ class _Rewriter:
         so that backward needs a reduce-scatter."""
         grad = "reduce" if to.kind == "R'" else "slice"
         whole = self.insert_collective("all_gather", local, source.dim, self.axis, self.num_ranks, grad)
-        return self.section_major(whole, source)
+        return self.reorder_to_section_major(whole, source)
 
     def slice_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         """Append the operator that takes this rank's shard of a tensor that is whole on every rank, and return its
         node. ``local``: the node of the whole tensor. ``source``: its layout: ``R``, or ``R'`` if each rank has a
         partial sum of its gradient. ``to``: the sharded layout of the result."""
         name = "shard_narrow" if source.kind == "R'" else "shard_slice"
-        return self.insert_collective(name, self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
+        return self.insert_collective(name, self.reorder_to_rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
     def scatter_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         """Append a reduce-scatter of a tensor of which each rank has a partial sum, and return its node. ``local``:
         the node of this rank's partial sum. ``source``: its layout. ``to``: the sharded layout of the result."""
-        return self.insert_collective("reduce_scatter", self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
+        return self.insert_collective(
+            "reduce_scatter", self.reorder_to_rank_major(local, to), to.dim, self.axis, self.num_ranks
+        )
 
     def exchange_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         """Append an all-to-all that changes which dim of a tensor is sharded, and return the node of the result. If
@@ -237,9 +239,9 @@ class _Rewriter:
         after."""
         if source.dim == to.dim:  # other sections of the same dim
             return self.slice_whole(self.gather_shards(local, source, REPLICATED), REPLICATED, to)
-        local = self.rank_major(local, to)
+        local = self.reorder_to_rank_major(local, to)
         local = self.insert_collective("all_to_all", local, to.dim, source.dim, self.axis, self.num_ranks)
-        return self.section_major(local, source)
+        return self.reorder_to_section_major(local, source)
 
     def reduce_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         """Append an all-reduce of a tensor of which each rank has a partial sum, and return its node. ``local``: the
@@ -256,7 +258,7 @@ class _Rewriter:
         ``to``: the layouts before and after; they are not used."""
         return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
-    def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+    def make_partial_sums(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         """Append operators that turn a tensor that is whole on every rank into partial sums: each rank divides it by
         the number of ranks. Return the node of the result. ``local``: the node of the whole tensor. ``source``,
         ``to``: the layouts before and after."""
@@ -276,9 +278,9 @@ def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[i
 
     ``size``: the number of elements of the dim. ``num_ranks``: the number of ranks that share it.
     """
-    by_rank = piece_order(layout, num_ranks)
+    by_rank = list_rank_pieces(layout, num_ranks)
     count = sum(map(len, by_rank))
-    sections = sections_of(layout, size)
+    sections = list_sections(layout, size)
     order = [s * count + piece for mine in by_rank for s in range(len(sections)) for piece in mine]
     return [s // count for s in sections for _ in range(count)], order
 
@@ -290,14 +292,14 @@ _STEPS: dict[tuple[str, str], Callable[[_Rewriter, fx.Node, Layout, Layout], fx.
     ("R", "S"): _Rewriter.slice_whole,
     ("R", "R"): _Rewriter.keep_value,
     ("R", "R'"): _Rewriter.copy_whole,
-    ("R", "P"): _Rewriter.spread_whole,
+    ("R", "P"): _Rewriter.make_partial_sums,
     ("P", "S"): _Rewriter.scatter_partials,
     ("P", "R"): _Rewriter.reduce_partials,
     ("P", "R'"): _Rewriter.reduce_partials,
     ("P", "P"): _Rewriter.keep_value,
     ("R'", "S"): _Rewriter.slice_whole,
     ("R'", "R'"): _Rewriter.keep_value,
-    ("R'", "P"): _Rewriter.spread_whole,
+    ("R'", "P"): _Rewriter.make_partial_sums,
 }
 assert _STEPS.keys() == RESHARDS.keys()
 

@@ -68,7 +68,7 @@ def split_batch(
     return split
 
 
-def couples_samples(model: FoldedModel) -> bool:
+def has_sample_collectives(model: FoldedModel) -> bool:
     """Return whether ``model``, the model of one microbatch, still has collectives between samples of different
     parts of the batch, so that its result depends on the number of microbatches."""
     nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
@@ -92,10 +92,10 @@ def _extract_totals(model: FoldedModel) -> FoldedModel:
             continue
         name = block.name + TOTALS
         names = tuple(f"{run.path}:total{i}" for i in range(len(totals)))
-        blocks[name], states, inputs = _totals_block(model, run, totals, name, producers)
+        blocks[name], states, inputs = _make_totals_block(model, run, totals, name, producers)
         blocks[block.name + REST] = _turn_totals_into_inputs(block, totals)
         prologue.append(Call(name, run.path, states, inputs, names, shared=True, prologue=True))
-        values.update({v: TensorSpec.of(n.meta["val"]) for v, n in zip(names, totals, strict=True)})
+        values.update({v: TensorSpec.from_tensor(n.meta["val"]) for v, n in zip(names, totals, strict=True)})
         calls.append(replace(run, block=block.name + REST, inputs=(*run.inputs, *names)))
     used = {c.block for c in [*prologue, *calls]}
     return model.with_(blocks={k: b for k, b in blocks.items() if k in used}, calls=[*prologue, *calls], values=values)
@@ -139,7 +139,7 @@ def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
     return list(seen)
 
 
-def _totals_block(
+def _make_totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
     """Return three values: a new block (a graph) that computes the operands of ``totals`` from the inputs of the model;
@@ -284,7 +284,7 @@ def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node
 
 _ADDING = ("all_reduce", "all_reduce_max", "reduce_scatter")
 
-_MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
+_SAMPLE_PRESERVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
 
 
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
@@ -297,16 +297,16 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
     while waiting:
         block, node = waiting.pop(0)
         for user in node.users:
-            moves = user.target in _MOVING and (user.meta.get("path"), user.meta.get("source")) == place
+            moves = user.target in _SAMPLE_PRESERVING and (user.meta.get("path"), user.meta.get("source")) == place
             if user.op == "call_function" and not moves and collective_name(user.target) is None:
                 return user
-            found = [(block, user)] if user.op == "call_function" else _passed_on(model, block, node)
+            found = [(block, user)] if user.op == "call_function" else _list_readers(model, block, node)
             waiting += [f for f in found if f[1] not in seen]
             seen.update(f[1] for f in found)
     return None
 
 
-def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
+def _list_readers(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
     """Return a list of (block, placeholder), one for each placeholder through which calls of ``model`` read
     ``output``, an output node of ``block``. A block is a graph, such as that of a layer, and a call is one run of
     it."""
@@ -361,18 +361,18 @@ def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) 
             for name, value in zip(block.inputs, placed.inputs, strict=True)
             if (dim := dims.get(value)) is not None
         }
-        found |= _of_block(block, given)
+        found |= _infer_block_samples(block, given)
     return found
 
 
-def splits_samples(samples: Samples, layout: Layout) -> bool:
+def is_sharded_over_samples(samples: Samples, layout: Layout) -> bool:
     """Return whether a shard of ``layout`` holds only some of the samples of the batch. ``samples``: index of a dim
     of the tensor -> number of samples that it holds; dims without samples are absent."""
     count = samples.get(layout.dim, 1) if layout.is_shard else 1
     return count > 1 and max(1, len(layout.sections)) % count != 0
 
 
-def _of_block(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Results]:
+def _infer_block_samples(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Results]:
     """Return, for each node of ``block`` (a graph of the model), a tuple with one dict for each result of the node:
     index of a dim -> number of samples of the batch that it holds; dims without samples are absent. ``given``:
     placeholder name -> such a dict, for placeholders that have samples."""
@@ -384,11 +384,11 @@ def _of_block(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Resul
             source, index = node.args
             found[node] = (found[source][index],) if index < len(found[source]) else ({},)
         elif node.op == "call_function":
-            found[node] = _of_operator(node, [found[o][0] if found[o] else {} for o in operands_of(node)])
+            found[node] = _infer_operator_samples(node, [found[o][0] if found[o] else {} for o in operands_of(node)])
     return found
 
 
-def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
+def _infer_operator_samples(node: fx.Node, operands: Sequence[Samples]) -> Results:
     """Return a tuple with one dict for each result of the operator ``node``: index of a dim -> number of samples of
     the batch that it holds; dims without samples are absent. ``operands``: such a dict for each operand."""
     rule = factors_of(node)

@@ -1,11 +1,11 @@
 """Trace regions of ``torch.autocast`` in a model's forward with the casts that torch would make.
 
-Inside :func:`casts_traced`, the operators of such a region are traced one by one, after their operands were cast. The
+Inside :func:`trace_autocast`, the operators of such a region are traced one by one, after their operands were cast. The
 graph then contains every cast and no region, and code in forward that reads a tensor's dtype sees the dtype of a real
 run.
 
-Which operands are cast is not listed here but observed: :func:`casts_of` runs an operator on fake tensors with autocast
-on, and looks for the dtype to which the operands must be cast by hand to compute the same with autocast off.
+Which operands are cast is not listed here but observed: :func:`find_cast_dtype` runs an operator on fake tensors with
+autocast on, and looks for the dtype to which the operands must be cast by hand to compute the same with autocast off.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ aten = torch.ops.aten
 
 DEVICES = ("cpu", "cuda")  # whose regions are known
 Asked = tuple[str, torch.dtype]  # the device type and the narrow type of a region
-_APART = "apart"  # an operator is to be traced as those that it is made of
+_DECOMPOSE = "apart"  # an operator is to be traced as those that it is made of
 # They move numbers: before a cast or after it is the same.
-_MOVES = frozenset({aten._to_copy, aten.clone, aten._unsafe_view, aten._reshape_copy, aten.lift_fresh})
+_COPY_OPERATORS = frozenset({aten._to_copy, aten.clone, aten._unsafe_view, aten._reshape_copy, aten.lift_fresh})
 # GPUs have a kernel for these that takes all operands narrow, which tensors without numbers do not show.
 _WHOLE_ON_GPU = frozenset(
     {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input, aten.gru_cell.default}
@@ -42,7 +42,7 @@ _known: dict[Any, Any] = {}
 
 
 @contextmanager
-def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
+def trace_autocast(device: str | None, line: Callable[[], str]) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which autocast regions cast the operands of traced operators
     as they would on a device of the type ``device``. With ``None`` nothing is cast, which is right for a model in
     float64.
@@ -67,12 +67,12 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
         ``mode``: the dispatch mode of torch that records the trace. ``pre_dispatch``: whether the trace records
         operators before autograd and autocast handle them; otherwise nothing is cast.
         """
-        asked = _read_autocast_request(device)
+        region = _read_autocast_request(device)
         with _disable_torch_autocast():
-            if asked is None or not pre_dispatch:
+            if region is None or not pre_dispatch:
                 return plain_call(mode, func, pre_dispatch, args, kwargs)
-            to = casts_of(func, args, kwargs, asked, line)
-            if to is not _APART:
+            to = find_cast_dtype(func, args, kwargs, region, line)
+            if to is not _DECOMPOSE:
 
                 def cast(value: Any) -> Any:
                     if to is None or not _is_cast(value) or value.dtype == to:
@@ -99,7 +99,7 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
         yield
 
 
-def autocast_on() -> Asked | None:
+def get_autocast_region() -> Asked | None:
     """Return (device type, dtype) of the autocast region that the caller is in; ``None`` outside of any region."""
     return next(filter(None, map(_read_autocast_request, DEVICES)), None)
 
@@ -108,13 +108,13 @@ def autocast_on() -> Asked | None:
 def _disable_torch_autocast() -> Iterator[None]:
     """Return a context in which torch's own autocast is off, so that torch casts no operands. At its end, autocast
     is on again where it was on before."""
-    on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
-    for device in on:
+    autocast_on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+    for device in autocast_on:
         torch.set_autocast_enabled(device, False)
     try:
         yield
     finally:
-        for device in on:
+        for device in autocast_on:
             torch.set_autocast_enabled(device, True)
 
 
@@ -153,10 +153,10 @@ def _is_cast(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype != torch.float64
 
 
-def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[], str]) -> Any:
+def find_cast_dtype(func: Any, args: Any, kwargs: Any, region: Asked, line: Callable[[], str]) -> Any:
     """Return the dtype to which autocast casts the operands of the operator ``func``; ``None`` if it does not cast
-    them. Return the constant ``_APART`` if it casts inside of the operator, so that the caller must trace the operators
-    into which it decomposes.
+    them. Return the constant ``_DECOMPOSE`` if it casts inside of the operator, so that the caller must trace the
+    operators into which it decomposes.
 
     Raise :class:`UnsupportedError` if the effect of autocast on the operator cannot be found or traced, for example
     because sizes depend on data.
@@ -165,49 +165,52 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
         func: the operator.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        asked: (device type, dtype) of the autocast region, such as ``("cuda", torch.bfloat16)``.
+        region: (device type, dtype) of the autocast region, such as ``("cuda", torch.bfloat16)``.
         line: returns the line of the model's forward that is running, as text for error messages.
     """
-    device, narrow = asked
+    device, narrow = region
     if func in _WHOLE_ON_GPU and device == "cuda":
         return narrow
-    own = _is_listed(func.name(), device)
+    own = _has_cast_rule(func.name(), device)
     made_of_others = func._can_decompose() and not func.is_view
     leaves, tree = pytree.tree_flatten((args, kwargs))
     if not (own or made_of_others) or not any(map(_is_cast, leaves)):
         return None
     try:
-        shown = [
+        arguments = [
             _build_tensor_spec(leaf) if isinstance(leaf, Tensor) else _require_plain_value(leaf) for leaf in leaves
         ]
     except TypeError:
         if not own:
             return None
-        raise UnsupportedError(_format_autocast_refusal(func, asked, line, "its sizes depend on data")) from None
-    key = (func, asked, tuple(map(repr, shown)), repr(tree))
+        raise UnsupportedError(_format_autocast_refusal(func, region, line, "its sizes depend on data")) from None
+    key = (func, region, tuple(map(repr, arguments)), repr(tree))
     if key not in _known:
-        _known[key] = _run_in_thread(lambda: _observe_operand_cast(func, shown, tree, asked))
+        _known[key] = _run_in_thread(lambda: _observe_operand_cast(func, arguments, tree, region))
     found = _known[key]
     if isinstance(found, Exception):
-        raise UnsupportedError(_format_autocast_refusal(func, asked, line, f"torch says: {str(found).splitlines()[0]}"))
-    if found is not None and (own if found is _APART else func._schema.is_mutable):
         raise UnsupportedError(
-            _format_autocast_refusal(func, asked, line, "torch does more there than cast its operands")
+            _format_autocast_refusal(func, region, line, f"torch says: {str(found).splitlines()[0]}")
+        )
+    if found is not None and (own if found is _DECOMPOSE else func._schema.is_mutable):
+        raise UnsupportedError(
+            _format_autocast_refusal(func, region, line, "torch does more there than cast its operands")
         )
     return found
 
 
-def _format_autocast_refusal(func: Any, asked: Asked, line: Callable[[], str], why: str) -> str:
+def _format_autocast_refusal(func: Any, region: Asked, line: Callable[[], str], reason: str) -> str:
     """Return the message of the error that is raised if a plan would not compute what the operator ``func`` computes in
-    an autocast region. ``asked``: (device type, dtype) of the region. ``line``: returns the line of the model's forward
-    that is running, as text. ``why``: the reason."""
+    an autocast region. ``region``: (device type, dtype) of the region. ``line``: returns the line of the model's
+    forward that is running, as text. ``reason``: the reason."""
     return (
-        f"{func.name()}{line()} in a region of torch.autocast({asked[0]!r}, {asked[1]}) cannot be kept exact ({why}): "
+        f"{func.name()}{line()} in a region of torch.autocast({region[0]!r}, {region[1]}) cannot be kept exact "
+        f"({reason}): "
         "take it out of the region, or cast its operands yourself within autocast(enabled=False)"
     )
 
 
-class _Spec(NamedTuple):
+class _TensorKey(NamedTuple):
     """The shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -215,9 +218,9 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
 
 
-def _build_tensor_spec(tensor: Tensor) -> _Spec:
+def _build_tensor_spec(tensor: Tensor) -> _TensorKey:
     """Return the shape, strides and dtype of ``tensor``. Raise :class:`TypeError` if a size depends on data."""
-    return _Spec(
+    return _TensorKey(
         tuple(map(_require_plain_value, tensor.shape)), tuple(map(_require_plain_value, tensor.stride())), tensor.dtype
     )
 
@@ -247,96 +250,96 @@ def _run_in_thread(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> Any:
+def _observe_operand_cast(func: Any, arguments: list[Any], tree: pytree.TreeSpec, region: Asked) -> Any:
     """Return the dtype to which the operands of the operator ``func`` must be cast by hand so that it computes without
     autocast what it computes with autocast: ``None`` for no cast, the dtype of the autocast region, or float32, tried
-    in this order. Return the constant ``_APART`` if none of them does.
+    in this order. Return the constant ``_DECOMPOSE`` if none of them does.
 
     Args:
         func: the operator.
-        shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
+        arguments: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, dtype) of the autocast region.
+        region: (device type, dtype) of the autocast region.
     """
-    _, narrow = asked
+    _, narrow = region
     with mock.patch.object(fake_tensor, "init_gpu_context"):
         try:
-            wanted = _log_operator_run(func, shown, tree, asked, None, on=True)
+            wanted = _log_operator_run(func, arguments, tree, region, None, autocast_on=True)
         except Exception:
-            if _is_left_alone(func, shown, tree, asked):
+            if _has_no_cast_rule(func, arguments, tree, region):
                 return None
             raise
         for to in (None, narrow, torch.float32):
             try:
-                if _log_operator_run(func, shown, tree, asked, to, on=False) == wanted:
+                if _log_operator_run(func, arguments, tree, region, to, autocast_on=False) == wanted:
                     return to
             except Exception:  # it does not take operands of these types
                 continue
-    return _APART
+    return _DECOMPOSE
 
 
-def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
+def _has_no_cast_rule(func: Any, arguments: list[Any], tree: pytree.TreeSpec, region: Asked) -> bool:
     """Return whether autocast has no rule for the operator ``func``, nor for any operator into which it decomposes, and
     so casts nothing. The decomposition is found by running ``func`` on fake CPU tensors, because some operators cannot
     be run for a GPU on a machine without one.
 
     Args:
         func: the operator.
-        shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
+        arguments: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, dtype) of the autocast region.
+        region: (device type, dtype) of the autocast region.
     """
-    log, _ = _run_with_cast_operands(func, shown, tree, ("cpu", asked[1]), None, on=False)
-    return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))
+    log, _ = _run_with_cast_operands(func, arguments, tree, ("cpu", region[1]), None, autocast_on=False)
+    return not any(_has_cast_rule(name, region[0]) for name in (func.name(), *log.names))
 
 
-def _is_listed(name: str, device: str) -> bool:
+def _has_cast_rule(name: str, device: str) -> bool:
     """Return whether autocast has a rule for the operator with the name ``name`` on the device type ``device``, such as
     ``"cuda"``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device.upper()}")
 
 
-def _log_operator_run(*call: Any, on: bool) -> Any:
+def _log_operator_run(*call: Any, autocast_on: bool) -> Any:
     """Run an operator on fake tensors, and return two lists. The first has an entry for each operator that this
     executes and that computes something: (operator, dtypes of the floating-point tensors that it reads, dtypes of those
     that it returns). The second has the floating-point dtypes of the results.
 
     ``call``: five values: the operator, its flattened arguments, their structure, (device type, dtype) of autocast, and
-    the dtype to which operands are cast by hand (``None``: not cast). ``on``: whether autocast is on.
+    the dtype to which operands are cast by hand (``None``: not cast). ``autocast_on``: whether autocast is on.
     """
-    log, made = _run_with_cast_operands(*call, on=on)
+    log, made = _run_with_cast_operands(*call, autocast_on=autocast_on)
     return log.entries, made
 
 
 def _run_with_cast_operands(
-    func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked, to: torch.dtype | None, *, on: bool
+    func: Any, arguments: list[Any], tree: pytree.TreeSpec, region: Asked, to: torch.dtype | None, *, autocast_on: bool
 ) -> tuple[_AutocastLog, list[torch.dtype]]:
     """Run the operator ``func`` on fake tensors, with its floating-point operands cast by hand to ``to``. Return two
     values: the log of the operators that this executed, and a list of the floating-point dtypes of the results.
 
     Args:
         func: the operator.
-        shown: its flattened arguments; in place of each tensor, its shape, strides and dtype.
+        arguments: its flattened arguments; in place of each tensor, its shape, strides and dtype.
         tree: the structure of the arguments, which turns the flattened list into (args, kwargs).
-        asked: (device type, dtype) of autocast.
+        region: (device type, dtype) of autocast.
         to: the dtype to which operands are cast; ``None`` means that they are not cast.
-        on: whether autocast is on during the run.
+        autocast_on: whether autocast is on during the run.
     """
-    device, narrow = asked
+    device, narrow = region
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_autocast_cache_enabled(False)
     torch.set_autocast_dtype(device, narrow)
 
     def operand(given: Any) -> Any:
-        if not isinstance(given, _Spec):
+        if not isinstance(given, _TensorKey):
             return given
         made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=device)
         return made.to(to) if to is not None and _is_cast(made) else made
 
     with torch.no_grad(), mode:
-        args, kwargs = pytree.tree_unflatten([operand(s) for s in shown], tree)
+        args, kwargs = pytree.tree_unflatten([operand(s) for s in arguments], tree)
         log = _AutocastLog()
-        torch.set_autocast_enabled(device, on)
+        torch.set_autocast_enabled(device, autocast_on)
         try:
             with log:
                 made = func(*args, **kwargs)
@@ -361,7 +364,7 @@ class _AutocastLog(TorchDispatchMode):
         """
         made = func(*args, **(kwargs or {}))
         read, gives = _list_floating_dtypes((args, kwargs or {})), _list_floating_dtypes(made)
-        if gives and func.overloadpacket not in _MOVES and not func.is_view:
+        if gives and func.overloadpacket not in _COPY_OPERATORS and not func.is_view:
             if _operator_casts_input(func, args, kwargs or {}):
                 read = [gives[0] for _ in read]
             self.names.add(func.name())

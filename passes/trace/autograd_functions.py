@@ -1,19 +1,19 @@
 """Trace the gradients of ``torch.autograd.Function`` classes in the model's code, and check the model's hooks.
 
 A traced forward does not contain ``backward``, so a straight-through rounding would have no gradient at all. For ``y =
-f(x)`` with ``backward(g) = B g + c``, :func:`traced_with_own_gradients` computes ``f(x) + T(x - detach(x))``, where
+f(x)`` with ``backward(g) = B g + c``, :func:`trace_custom_functions` computes ``f(x) + T(x - detach(x))``, where
 ``T`` is ``B`` transposed. The second term is zero, and its gradient is exactly ``B g``. The added operators are
 ordinary ones, so they are sharded, cut and recomputed like any others.
 
 The part ``c`` does not depend on the gradient of ``y``. A function may return such a part to inject an auxiliary loss.
 Autograd runs ``backward`` only if a result of the function contributes to the loss. In that case
-:func:`with_terms_added` adds the term ``sum(c (x - detach(x)))`` to the loss. The term is zero and has the gradient
+:func:`add_loss_terms` adds the term ``sum(c (x - detach(x)))`` to the loss. The term is zero and has the gradient
 ``c``. Loss scales, microbatches and shards treat it like all other terms of the loss.
 
 :func:`check_hooks` handles hooks, which a trace does not see or must not call. Hooks that only observe are left out,
 with a note to the user. Hooks on gradients that do more are refused. Hooks on forward that do more are traced together
-with forward. :func:`collections_kept` restores what a hook stores outside of the model, so that no fake tensor stays in
-it.
+with forward. :func:`undo_hook_changes` restores what a hook stores outside of the model, so that no fake tensor stays
+in it.
 
 Requires: for hooks, a module before it is traced; for loss terms, a captured graph with the marker ``partition::own``
 on the results of such functions. Provides: a graph without markers whose loss contains the terms, and a module whose
@@ -49,7 +49,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from partitioner.passes.errors import PartitionError, UnsupportedError
-from partitioner.passes.faults import is_users, shorten_file_path
+from partitioner.passes.faults import is_user_file, shorten_file_path
 from partitioner.passes.ir.collectives import _library
 from partitioner.passes.ir.gradient_flow import is_differentiable
 from partitioner.passes.ir.interpret import META, insert_operator_node
@@ -57,9 +57,9 @@ from partitioner.passes.ir.linearity import NotAffine
 from partitioner.passes.ir.model import Captured
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.trace.autocast import without_autocast
-from partitioner.passes.trace.hook_sources import GIVEN, MODEL, HookValue, code_of, what_it_does
+from partitioner.passes.trace.hook_sources import GIVEN, MODEL, HookValue, describe_hook_effect, find_code
 from partitioner.passes.trace.layer_reuse import pause_trace_and_journal
-from partitioner.passes.trace.transpose import ASKS_NUMBERS, Transposed, transpose_backward
+from partitioner.passes.trace.transpose import ASKS_NUMBERS, TransposedBackward, transpose_backward
 
 aten = torch.ops.aten
 CHECKPOINT_NOTE = (
@@ -77,7 +77,7 @@ torch.library.impl("partition::own", "CompositeExplicitAutograd", lambda x, *_: 
 torch.library.register_fake("partition::own", lambda x, *_: torch.empty_like(x), lib=_library)
 
 
-def _keep_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
+def _save_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
     """Store in ``ctx`` the lengths of the two lists with which the operator ``partition::own(tensor, loss terms,
     inputs)`` was called; its backward reads them. ``inputs``: the arguments of this call. ``output``: its result, which
     is not used.
@@ -97,7 +97,7 @@ def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[Non
     return grad, [None] * terms, [None] * inputs
 
 
-torch.library.register_autograd("partition::own", _pass_gradient, setup_context=_keep_counts, lib=_library)
+torch.library.register_autograd("partition::own", _pass_gradient, setup_context=_save_counts, lib=_library)
 # A result of a function that was applied to ``inputs``: where it takes part in the loss, ``terms`` belong to the loss.
 OWN = torch.ops.partition.own.default
 
@@ -122,7 +122,7 @@ class _Context(FunctionCtx):
 
 
 @contextlib.contextmanager
-def traced_with_own_gradients() -> Iterator[None]:
+def trace_custom_functions() -> Iterator[None]:
     """Return a context for tracing a model's forward, in which user-defined ``torch.autograd.Function`` classes are
     traced so that the gradient of the trace is the one that their ``backward`` returns.
 
@@ -135,17 +135,17 @@ def traced_with_own_gradients() -> Iterator[None]:
         ``Function.apply``, and return its result. A user-defined function is traced so that its gradient is the one of
         its ``backward``. Torch's own functions, and calls without a gradient, run as usual. For torch's activation
         checkpointing, the checkpointed function is called directly."""
-        if cls is CheckpointFunction:  # the plan decides on recomputation, see ``LeftToPlan``
+        if cls is CheckpointFunction:  # the plan decides on recomputation, see ``IgnoredMemorySavers``
             return args[0](*args[_CHECKPOINT_ARGUMENTS:])
         takes_grad = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
-        if _is_torchs(cls) or not takes_grad or not torch.is_grad_enabled():
+        if _is_torch_class(cls) or not takes_grad or not torch.is_grad_enabled():
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
         return _apply_custom_function(cls, _bind_positional_arguments(cls, args, kwargs))
 
     def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the ``torch.autograd.Function`` ``cls`` inside of a transform of ``torch.func``, in place of torch's
         function for this, and return its result. Raise :class:`UnsupportedError` if ``cls`` is user-defined."""
-        if not _is_torchs(cls):
+        if not _is_torch_class(cls):
             raise UnsupportedError(
                 f"{_format_class_name(cls)}.apply is called inside a transform of torch.func (vmap, grad, jvp), and a "
                 "plan cannot compute its gradient through that; expected a call outside of the transform, on the "
@@ -161,7 +161,7 @@ def traced_with_own_gradients() -> Iterator[None]:
         yield
 
 
-def _is_torchs(cls: type) -> bool:
+def _is_torch_class(cls: type) -> bool:
     """Return whether the class ``cls`` is defined in the package ``torch``, not by a user."""
     return cls.__module__.split(".")[0] == "torch"
 
@@ -262,7 +262,7 @@ def _transpose_custom_backward(
     needs: Sequence[bool],
     outputs: Sequence[Any],
     which: Sequence[int],
-) -> Transposed:
+) -> TransposedBackward:
     """Return the transpose of the ``backward`` of ``cls``, a user's ``torch.autograd.Function``. The transpose maps
     changes (tangents) of the function's inputs to changes of its outputs, so that its traced gradient is ``backward``.
 
@@ -280,16 +280,16 @@ def _transpose_custom_backward(
         zero."""
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
-        with torch.no_grad(), _side_effects_refused(cls):
+        with torch.no_grad(), _refuse_side_effects(cls):
             try:
                 found = own(ctx, *given.values())
             except (PartitionError, *ASKS_NUMBERS):
                 raise
             except AssertionError as error:
-                raise _Wrong(_format_error_reason(error)) from error
+                raise _InvalidBackward(_format_error_reason(error)) from error
             except Exception as error:
-                raise _Untraced(f"cannot be traced ({_format_error_reason(error)})") from error
-            return _as_inputs(found if isinstance(found, tuple | list) else (found,), args, needs)
+                raise _UntraceableBackward(f"cannot be traced ({_format_error_reason(error)})") from error
+            return _match_gradients_to_inputs(found if isinstance(found, tuple | list) else (found,), args, needs)
 
     some = not ctx.materialize_grads and len(which) > 1
     try:
@@ -297,12 +297,12 @@ def _transpose_custom_backward(
             made = transpose_backward(
                 backward, [outputs[k] for k in which], _select_needing_gradient(args, needs), some=some
             )
-    except _Wrong as error:
+    except _InvalidBackward as error:
         raise UnsupportedError(
             f"{_format_class_name(cls)}.backward raises an error: {error}; the model cannot be trained, with or "
             "without a plan: correct its backward"
         ) from error
-    except _Untraced as error:
+    except _UntraceableBackward as error:
         raise UnsupportedError(
             f"{_format_class_name(cls)}.backward {error}; expected operators on tensors only, which do not depend on "
             "the values of the gradient in Python"
@@ -317,43 +317,43 @@ def _transpose_custom_backward(
     return made
 
 
-def _as_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
+def _match_gradients_to_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients of those arguments of a user's ``torch.autograd.Function`` that need one, in order. They are
     made from what its ``backward`` returned as autograd does: broadcast dims are summed, and dtypes cast. ``None`` is a
     gradient of zero.
 
     ``found``: what ``backward`` returned. ``args``: the arguments of ``forward``. ``needs``: for each argument, whether
-    it needs a gradient. Raise :class:`_Wrong` if number, types or shapes of the gradients do not match the arguments.
-    """
+    it needs a gradient. Raise :class:`_InvalidBackward` if number, types or shapes of the gradients do not match the
+    arguments."""
     if len(found) < len(args) or any(g is not None for g in found[len(args) :]):
-        raise _Wrong(f"it returns {len(found)} gradients for {len(args)} arguments")
+        raise _InvalidBackward(f"it returns {len(found)} gradients for {len(args)} arguments")
     pairs = list(zip(found, args, needs, strict=False))
     for place, (g, x, _) in enumerate(pairs):
         if g is not None and not (isinstance(g, Tensor) and isinstance(x, Tensor)):
-            raise _Wrong(f"it returns a {type(g).__name__} for argument {place}, a {type(x).__name__}")
-    return [None if g is None else _as_input(g, x) for g, x, need in pairs if need]
+            raise _InvalidBackward(f"it returns a {type(g).__name__} for argument {place}, a {type(x).__name__}")
+    return [None if g is None else _fit_gradient_to_input(g, x) for g, x, need in pairs if need]
 
 
-def _as_input(grad: Tensor, x: Tensor) -> Tensor:
+def _fit_gradient_to_input(grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient ``grad`` summed to the shape and cast to the dtype of ``x``, the tensor that it is the
-    gradient of. Raise :class:`_Wrong` if its shape does not fit.
+    gradient of. Raise :class:`_InvalidBackward` if its shape does not fit.
     """
     if grad.shape != x.shape:
         behind = grad.shape[max(grad.dim() - x.dim(), 0) :]
         if len(behind) < x.dim() or any(have not in (size, 1) for have, size in zip(x.shape, behind, strict=True)):
-            raise _Wrong(f"it returns a gradient of shape {tuple(grad.shape)} for one of {tuple(x.shape)}")
+            raise _InvalidBackward(f"it returns a gradient of shape {tuple(grad.shape)} for one of {tuple(x.shape)}")
         grad = grad.sum_to_size(x.shape)
     if grad.is_complex() and not x.is_complex():
         grad = grad.real
     return grad.to(x.dtype)
 
 
-class _Wrong(Exception):
+class _InvalidBackward(Exception):
     """Raised if the ``backward`` of a user's ``torch.autograd.Function`` has an error of its own, or returns gradients
     for which autograd would raise an error."""
 
 
-class _Untraced(Exception):
+class _UntraceableBackward(Exception):
     """Raised if the ``backward`` of a user's ``torch.autograd.Function`` cannot run on fake tensors, for example
     because it reads their values."""
 
@@ -364,7 +364,7 @@ def _format_error_reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _side_effects_refused(cls: Any) -> Iterator[None]:
+def _refuse_side_effects(cls: Any) -> Iterator[None]:
     """Return a context for running the ``backward`` of ``cls``, a user's ``torch.autograd.Function``. In it,
     :class:`UnsupportedError` is raised if ``backward`` calls ``torch.autograd.backward`` or assigns ``tensor.grad``."""
 
@@ -378,11 +378,11 @@ def _side_effects_refused(cls: Any) -> Iterator[None]:
             "(recompute=)"
         )
 
-    with mock.patch.object(torch.autograd, "backward", refuse), _SettingGrad(cls):
+    with mock.patch.object(torch.autograd, "backward", refuse), _RefuseGradAssignmentMode(cls):
         yield
 
 
-class _SettingGrad(TorchFunctionMode):
+class _RefuseGradAssignmentMode(TorchFunctionMode):
     """Torch function mode that raises :class:`UnsupportedError` on an assignment ``tensor.grad = ...``. ``cls``: the
     ``torch.autograd.Function`` whose ``backward`` runs, for the message.
     """
@@ -441,22 +441,22 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
                 notes.append(_format_hook_note(hook, f"of the parameter {name!r}", "gradients"))
     for name, module in model.named_modules():
         of = f"of the module {name!r}" if name else "of the model"
-        for hook, given in _of_tables(module, _BACKWARD) if train else ():
+        for hook, given in _list_hooks(module, _BACKWARD) if train else ():
             _check_hook_effects(hook, given, f"{f'the module {name!r}' if name else 'the model'} has a backward hook")
             notes.append(_format_hook_note(hook, of, "gradients"))
         for hook, given in _forward_hooks(module).values():
-            if what_it_does(hook, given) is None:
+            if describe_hook_effect(hook, given) is None:
                 notes.append(_format_hook_note(hook, of, "what forward computes"))
-    for hook, given in _of_tables(modules, _GLOBAL_BACKWARD) if train else ():
+    for hook, given in _list_hooks(modules, _GLOBAL_BACKWARD) if train else ():
         _check_hook_effects(hook, given, "a backward hook of all modules (register_module_full_backward_hook) is set")
         notes.append(_format_hook_note(hook, "of all modules", "gradients"))
-    for hook, given in _of_tables(modules, _GLOBAL_FORWARD):
+    for hook, given in _list_hooks(modules, _GLOBAL_FORWARD):
         _check_hook_effects(hook, given, "a forward hook of all modules (register_module_forward_hook) is set")
         notes.append(_format_hook_note(hook, "of all modules", "what forward computes"))
     return tuple(dict.fromkeys(notes))
 
 
-def _of_tables(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tuple[Any, tuple[HookValue, ...]]]:
+def _list_hooks(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tuple[Any, tuple[HookValue, ...]]]:
     """Return a list of all hooks of ``owner`` that are stored in the given attributes, each as (hook, kinds of its
     arguments). ``owner``: a module, or ``torch.nn.modules.module`` for hooks on all modules. ``tables``: attribute name
     -> kinds of the arguments with which its hooks are called; a kind says whether an argument is a module or a value.
@@ -475,17 +475,17 @@ def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[
     return found
 
 
-def forward_hooks_of(model: nn.Module) -> list[Any]:
+def list_forward_hooks(model: nn.Module) -> list[Any]:
     """Return a list of all forward hooks and forward pre-hooks of ``model`` and its submodules."""
     return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
 
 
-def _check_hook_effects(hook: Any, given: Sequence[HookValue], what: str) -> None:
+def _check_hook_effects(hook: Any, given: Sequence[HookValue], registration: str) -> None:
     """Raise :class:`UnsupportedError` if ``hook`` may do more than observe its arguments. ``given``: the kind of each
-    argument, that is, whether it is a module or a value. ``what``: the start of the error message."""
-    reason = what_it_does(hook, given)
+    argument, that is, whether it is a module or a value. ``registration``: the start of the error message."""
+    reason = describe_hook_effect(hook, given)
     if reason is not None:
-        raise UnsupportedError(f"{what}, {_ADVICE}. The hook is {_format_hook_location(hook)}; it {reason}")
+        raise UnsupportedError(f"{registration}, {_ADVICE}. The hook is {_format_hook_location(hook)}; it {reason}")
 
 
 def _format_hook_note(hook: Any, of: str, at: str) -> str:
@@ -497,7 +497,7 @@ def _format_hook_note(hook: Any, of: str, at: str) -> str:
 
 def _format_hook_location(hook: Any) -> str:
     """Return a text with the name of ``hook`` and, if it is a Python function, its file and line."""
-    name, code = code_of(hook)
+    name, code = find_code(hook)
     return f"{name} ({shorten_file_path(code.co_filename)}:{code.co_firstlineno})" if code is not None else name
 
 
@@ -508,27 +508,27 @@ def drop_looking_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for table, given in _BACKWARD.items():
             for key, hook in list(getattr(module, table).items()):
-                if what_it_does(hook, given) is None:
+                if describe_hook_effect(hook, given) is None:
                     del getattr(module, table)[key]
         for (table, key), (hook, given) in _forward_hooks(module).items():
-            if what_it_does(hook, given) is None:
+            if describe_hook_effect(hook, given) is None:
                 del getattr(module, table)[key]
 
 
 @contextlib.contextmanager
-def global_hooks_dropped() -> Iterator[None]:
+def disable_observing_global_hooks() -> Iterator[None]:
     """Return a context in which hooks on all modules (``register_module_*_hook``) that only observe, that is, return
     ``None`` and change nothing, are not called. Other hooks stay."""
     with contextlib.ExitStack() as stack:
         for table, given in (*_GLOBAL_BACKWARD.items(), *_GLOBAL_FORWARD.items()):
             hooks = getattr(modules, table)
-            acting = {key: hook for key, hook in hooks.items() if what_it_does(hook, given) is not None}
+            acting = {key: hook for key, hook in hooks.items() if describe_hook_effect(hook, given) is not None}
             stack.enter_context(mock.patch.dict(hooks, acting, clear=True))
         yield
 
 
 @contextlib.contextmanager
-def hooks_refused(notes: list[str]) -> Iterator[None]:
+def refuse_gradient_hooks(notes: list[str]) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward cannot register hooks on gradients. A hook that
     only observes (returns ``None`` and changes nothing) is ignored; any other raises :class:`UnsupportedError`.
 
@@ -536,29 +536,30 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
     ``save_on_cpu`` in forward.
     """
 
-    def checked(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
+    def check_hook(given: Sequence[HookValue], registration: str) -> Callable[..., RemovableHandle]:
         """Return a replacement for a torch function that registers a hook. It ignores a hook that only observes, and
         raises :class:`UnsupportedError` for any other. ``given``: the kinds of the hook's arguments: module or value.
-        ``what``: the word for what the hook is registered on, such as "tensor", for messages."""
+        ``registration``: the word for what the hook is registered on, such as "tensor", for messages."""
 
         def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
             """Ignore the hook ``hook``, which a model's forward wants to register on ``owner``, if it only observes
             (returns ``None`` and changes nothing); otherwise raise :class:`UnsupportedError`. For an ignored hook, add
             a text for the user to the list ``notes`` of the enclosing function and return an empty handle."""
-            reason = what_it_does(hook, given)
+            reason = describe_hook_effect(hook, given)
             if reason is not None:
                 raise UnsupportedError(
-                    f"forward gives a {what} a hook on its gradient{_format_user_location()}, {_ADVICE}. The hook is "
+                    f"forward gives a {registration} a hook on its gradient{_format_user_location()}, {_ADVICE}. The "
+                    "hook is "
                     f"{_format_hook_location(hook)}; it {reason}"
                 )
-            notes.append(_format_hook_note(hook, f"that forward gives a {what}", "gradients"))
+            notes.append(_format_hook_note(hook, f"that forward gives a {registration}", "gradients"))
             return RemovableHandle(collections.OrderedDict())
 
         return register
 
-    def refused(what: str) -> Callable[..., Any]:
+    def make_refusal(registration: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise UnsupportedError(f"forward gives {what} a hook{_format_user_location()}, {_ADVICE}")
+            raise UnsupportedError(f"forward gives {registration} a hook{_format_user_location()}, {_ADVICE}")
 
         return refuse
 
@@ -566,7 +567,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
         """Wrapper of an autograd node (``tensor.grad_fn``) that user code gets during a trace. Registering a hook on it
         raises :class:`UnsupportedError`; all other attributes are those of the node."""
 
-        register_hook, register_prehook = refused("grad_fn"), refused("grad_fn")
+        register_hook, register_prehook = make_refusal("grad_fn"), make_refusal("grad_fn")
 
         def __init__(self, node: Any) -> None:
             self._node = node
@@ -579,7 +580,7 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
     def grad_fn(tensor: Tensor) -> Any:
         node = native.__get__(tensor)
         caller = traceback.extract_stack(limit=2)[0].filename
-        return WatchedNode(node) if node is not None and is_users(caller) else node
+        return WatchedNode(node) if node is not None and is_user_file(caller) else node
 
     with contextlib.ExitStack() as stack:
         for owner, name, given, what in (
@@ -590,14 +591,14 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
             (nn.Module, "register_full_backward_pre_hook", (MODEL, GIVEN), "module"),
             (graph, "register_multi_grad_hook", (GIVEN,), "list of tensors"),
         ):
-            stack.enter_context(mock.patch.object(owner, name, checked(given, what)))
+            stack.enter_context(mock.patch.object(owner, name, check_hook(given, what)))
         stack.enter_context(mock.patch.object(Tensor, "grad_fn", property(grad_fn), create=True))
-        stack.enter_context(_memory_left_to_plan(notes))
+        stack.enter_context(_ignore_memory_savers(notes))
         yield
 
 
 @contextlib.contextmanager
-def looking_hooks_skipped() -> Iterator[None]:
+def skip_observing_hooks() -> Iterator[None]:
     """Return a context in which hooks on gradients that only observe, that is, return ``None`` and change nothing, are
     not called.
 
@@ -607,10 +608,10 @@ def looking_hooks_skipped() -> Iterator[None]:
     native = Tensor.register_hook
 
     def register(tensor: Tensor, hook: Any) -> Any:
-        looks = what_it_does(hook, (GIVEN,)) is None
+        looks = describe_hook_effect(hook, (GIVEN,)) is None
         return RemovableHandle(collections.OrderedDict()) if looks else native(tensor, hook)  # type: ignore[no-untyped-call]
 
-    with global_hooks_dropped(), mock.patch.object(Tensor, "register_hook", register):
+    with disable_observing_global_hooks(), mock.patch.object(Tensor, "register_hook", register):
         yield
 
 
@@ -621,7 +622,7 @@ _REENTRANT_NOTE = (
 
 
 @dataclass
-class LeftToPlan:
+class IgnoredMemorySavers:
     """The lines of a model's forward that save memory themselves, such as by activation checkpointing. A plan ignores
     them and decides itself what is recomputed or offloaded.
 
@@ -647,16 +648,16 @@ class LeftToPlan:
 
 
 @contextlib.contextmanager
-def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
+def _ignore_memory_savers(notes: list[str]) -> Iterator[None]:
     """Return a context for tracing a model's forward. In it, each line of forward that uses activation checkpointing or
     ``save_on_cpu`` adds a text for the user to ``notes``, and ``save_on_cpu`` has no effect, because a plan decides
     itself what to keep in memory. Other hooks on tensors that are saved for backward raise :class:`UnsupportedError`.
     """
-    left = LeftToPlan()
+    left = IgnoredMemorySavers()
     enter, leave = graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__
     run_later, run_twice = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
 
-    def entered(hooks: Any) -> Any:
+    def enter_hooks(hooks: Any) -> Any:
         """Enter ``hooks``, a context for tensors that are saved for backward, in place of
         ``saved_tensors_hooks.__enter__``. For ``save_on_cpu``, only record the line of the model's forward. For hooks
         of the user, raise :class:`UnsupportedError`. For torch's other contexts, return what they return."""
@@ -671,11 +672,11 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
             )
         return enter(hooks)
 
-    def exited(hooks: Any, *error: Any) -> None:
+    def exit_hooks(hooks: Any, *error: Any) -> None:
         if not isinstance(hooks, graph.save_on_cpu):
             leave(hooks, *error)
 
-    def noted(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    def note_checkpoint(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         """Record the line of the model's forward that checkpoints ``function``, and whether torch would give this call
         no gradient. Then call ``run``, torch's checkpointing, with ``function``, ``args`` and ``kwargs``, and return
         its result."""
@@ -687,10 +688,12 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
         return run(function, *args, **kwargs)
 
     with (
-        mock.patch.object(graph.saved_tensors_hooks, "__enter__", entered),
-        mock.patch.object(graph.saved_tensors_hooks, "__exit__", exited),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", functools.partial(noted, run_later)),
-        mock.patch.object(checkpoint.CheckpointFunction, "apply", functools.partial(noted, run_twice)),
+        mock.patch.object(graph.saved_tensors_hooks, "__enter__", enter_hooks),
+        mock.patch.object(graph.saved_tensors_hooks, "__exit__", exit_hooks),
+        mock.patch.object(
+            checkpoint, "_checkpoint_without_reentrant_generator", functools.partial(note_checkpoint, run_later)
+        ),
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", functools.partial(note_checkpoint, run_twice)),
     ):
         try:
             yield
@@ -711,14 +714,14 @@ def _get_caller_class_name(function: Any) -> str:
 
 def _format_user_line() -> str:
     """Return ``file:line`` of the line of the user's code that is running; a text that says so if it is not known."""
-    frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
+    frames = [f for f in traceback.extract_stack()[:-1] if is_user_file(f.filename)]
     return f"{shorten_file_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else "a line that is not known"
 
 
 def _format_user_location() -> str:
     """Return a text such as ``" at model.py:12 (x = self.layer(x))"`` for the line of the user's code that is running;
     an empty text if it is not known."""
-    frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
+    frames = [f for f in traceback.extract_stack()[:-1] if is_user_file(f.filename)]
     return f" at {shorten_file_path(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
@@ -729,12 +732,12 @@ _NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, typ
 
 
 @contextlib.contextmanager
-def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
+def undo_hook_changes(model: nn.Module, notes: list[str]) -> Iterator[None]:
     """Return a context that undoes at its end what the forward hooks of ``model`` have changed outside of the model,
     such as a list to which they append. ``notes``: a list to which a text for the user is added for each hook that had
     changed something."""
     before = [
-        (hook, name, _HookState.of(hook))
+        (hook, name, _HookState.take(hook))
         for name, module in model.named_modules()
         for hook, _ in _forward_hooks(module).values()
     ]
@@ -761,14 +764,14 @@ class _HookState:
         self.containers = [(c, list(c.items()) if isinstance(c, dict) else list(c)) for c in containers]
 
     @staticmethod
-    def of(hook: Any) -> _HookState:
+    def take(hook: Any) -> _HookState:
         """Return a snapshot of what the hook function ``hook`` can reach and change: closure variables, default
         arguments, globals that it names, attributes of these objects, and containers inside of these, one level deep.
         """
         function = getattr(hook, "func", hook)
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)
-        cells = [c for c in getattr(function, "__closure__", None) or () if _is_set(c)]
+        cells = [c for c in getattr(function, "__closure__", None) or () if _is_cell_set(c)]
         reached = [c.cell_contents for c in cells] + list(getattr(function, "__defaults__", None) or ())
         if code is not None:
             reached += [function.__globals__[n] for n in code.co_names if n in function.__globals__]
@@ -803,7 +806,7 @@ def _is_same_object(a: Any, b: Any) -> bool:
     return a is b
 
 
-def _is_set(cell: Any) -> bool:
+def _is_cell_set(cell: Any) -> bool:
     """Return whether a value has been assigned to the closure variable ``cell``."""
     try:
         return cell.cell_contents is not cell
@@ -811,7 +814,7 @@ def _is_set(cell: Any) -> bool:
         return False
 
 
-def with_terms_added(captured: Captured) -> Captured:
+def add_loss_terms(captured: Captured) -> Captured:
     """Remove the ``partition::own`` operators from the graph of ``captured``, a model as one graph, in place. Return
     ``captured`` with the new node names of outputs, loss and updated buffers.
 
@@ -824,7 +827,7 @@ def with_terms_added(captured: Captured) -> Captured:
     if not marks:
         return captured
     loss = next((n for n in graph.nodes if n.name == captured.loss), None)
-    joined = set() if loss is None else _joined_by_gradients(graph, loss, marks)
+    joined = set() if loss is None else _find_joined_nodes(graph, loss, marks)
     terms: Any = dict.fromkeys(t for mark in marks if mark in joined for t in mark.args[1])
     became: dict[fx.Node, fx.Node] = {}
     for mark in marks:
@@ -868,7 +871,7 @@ def _insert_call_like(
     return node
 
 
-def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
+def _find_joined_nodes(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the set of those nodes of ``graph`` that are in ``marks`` or depend on a node in ``marks``, and to which
     gradients (of any value, also zero) flow from ``loss`` in backward. ``loss`` is always in the set. ``marks``: nodes
     that mark results of users' ``torch.autograd.Function`` classes."""

@@ -1,14 +1,14 @@
 """Answer questions for numbers, and allow module conversions, in a forward that is being traced.
 
 A trace has no numbers, so ``bool((mask == causal).all())`` would end it. Torch's own encoders compute this on a mask
-that forward makes. Inside :func:`numbers_known` such a question is answered: the operators that lead to the number are
-run again on the model's constants and buffers, including in-place writes. If the number depends on inputs, parameters
-or random draws, the question is not answered and torch.export refuses it.
+that forward makes. Inside :func:`trace_concrete_scalars` such a question is answered: the operators that lead to the
+number are run again on the model's constants and buffers, including in-place writes. If the number depends on inputs,
+parameters or random draws, the question is not answered and torch.export refuses it.
 
-Inside :func:`conversions_traced` a conversion of a module, such as ``self.router = self.router.to(torch.float32)``, has
-no effect if the module has that dtype already. Torch cannot replace the parameters of a module during a trace, even by
-equal ones. A conversion to another dtype would change the model's weights at the first call, and is refused.
-"""
+Inside :func:`trace_module_conversions` a conversion of a module, such as ``self.router =
+self.router.to(torch.float32)``, has no effect if the module has that dtype already. Torch cannot replace the parameters
+of a module during a trace, even by equal ones. A conversion to another dtype would change the model's weights at the
+first call, and is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.trace.autocast import without_autocast
 
-_ASKING = frozenset(
+_NUMBER_READING_FUNCTIONS = frozenset(
     {
         Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist,
         Tensor.is_nonzero, Tensor.equal, Tensor.allclose, torch.is_nonzero, torch.equal, torch.allclose,
@@ -41,27 +41,33 @@ _MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
 
 
 @contextmanager
-def numbers_known(
-    model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
+def trace_concrete_scalars(
+    model: nn.Module,
+    buffer_values: Mapping[str, Tensor],
+    read_buffers: set[str],
+    random_operators: list[str] | None = None,
 ) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward may read tensors as numbers (``item``, ``bool``)
     if these depend on no input, parameter or random number, such as a counter in a buffer.
 
     Args:
         model: the model.
-        held: buffer name -> tensor with the buffer's real values.
-        asked: a set that receives buffer names. A name is added if forward read a number that depends on this buffer.
-        drawn: a list that receives the names of random operators, if forward tried to read a number that depends on
-            them; ``None`` if the names are not needed.
+        buffer_values: buffer name -> tensor with the buffer's real values.
+        read_buffers: a set that receives buffer names. A name is added if forward read a number that depends on this
+        buffer. random_operators: a list that receives the names of random operators, if forward tried to read a number
+        that depends on them; ``None`` if the names are not needed.
     """
-    known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
+    known, forward = (
+        _ConcreteScalarMode(buffer_values, read_buffers, [] if random_operators is None else random_operators),
+        model.forward,
+    )
 
     @functools.wraps(forward)
-    def entered(*args: Any, **kwargs: Any) -> Any:
+    def enter(*args: Any, **kwargs: Any) -> Any:
         known.enter(model)
         return forward(*args, **kwargs)
 
-    with mock.patch.dict(model.__dict__, {"forward": entered}), known:
+    with mock.patch.dict(model.__dict__, {"forward": enter}), known:
         yield
 
 
@@ -74,9 +80,11 @@ class _ConcreteScalarMode(TorchFunctionMode):
     operators, if forward tried to read a number that depends on them.
     """
 
-    def __init__(self, held: Mapping[str, Tensor], asked: set[str], drawn: list[str]) -> None:
+    def __init__(
+        self, buffer_values: Mapping[str, Tensor], read_buffers: set[str], random_operators: list[str]
+    ) -> None:
         super().__init__()
-        self.held, self.asked, self.drawn = held, asked, drawn
+        self.held, self.asked, self.drawn = buffer_values, read_buffers, random_operators
         self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
 
     def enter(self, model: nn.Module) -> None:
@@ -96,7 +104,7 @@ class _ConcreteScalarMode(TorchFunctionMode):
         """Run the torch function ``func`` with ``args`` and ``kwargs`` and return its result. If it reads traced
         tensors as numbers, and these can be computed, it runs on tensors with real values. ``types`` is not used."""
         kwargs = kwargs or {}
-        mode = get_proxy_mode() if func in _ASKING else None
+        mode = get_proxy_mode() if func in _NUMBER_READING_FUNCTIONS else None
         if mode is not None:
             tensors, tree = pytree.tree_flatten((args, kwargs))
             numbers = self._compute_tensor_numbers([t for t in tensors if isinstance(t, Tensor)], mode.tracer)
@@ -145,8 +153,8 @@ def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.No
     order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
-        for target in written_by(node):
-            writers.setdefault(memory_of(target), []).append(node)
+        for target in list_written_operands(node):
+            writers.setdefault(find_allocating_node(target), []).append(node)
     needed, left, count = set[fx.Node](), list(wanted), 0
     while left:
         node = left.pop()
@@ -159,7 +167,7 @@ def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.No
         if count > _MOST_NUMBERS:
             return None
         needed.add(node)
-        left += [*node.all_input_nodes, *writers.get(memory_of(node), [])]
+        left += [*node.all_input_nodes, *writers.get(find_allocating_node(node), [])]
     return sorted(needed, key=order.__getitem__)
 
 
@@ -187,7 +195,7 @@ def _is_fixed(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in overload.tags
 
 
-def written_by(node: fx.Node) -> list[fx.Node]:
+def list_written_operands(node: fx.Node) -> list[fx.Node]:
     """Return the operands to which the operator ``node`` writes in place; an empty list if it writes to none."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
@@ -197,7 +205,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return [value for value in writes if isinstance(value, fx.Node)]
 
 
-def memory_of(node: fx.Node) -> fx.Node:
+def find_allocating_node(node: fx.Node) -> fx.Node:
     """Return the node that allocated the memory of ``node``, found by following views and results of in-place operators
     to the tensor that they share memory with.
     """
@@ -216,7 +224,9 @@ def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
     """Return whether the operator ``first`` or a later operator in its graph writes in place to memory that one of the
     nodes in ``memory`` allocated."""
     nodes = list(first.graph.nodes)
-    return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
+    return any(
+        find_allocating_node(to) in memory for node in nodes[nodes.index(first) :] for to in list_written_operands(node)
+    )
 
 
 def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
@@ -240,15 +250,15 @@ def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Nod
 
 
 @contextmanager
-def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
+def trace_module_conversions(model: nn.Module, *, in_float64: bool) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward can call ``module.to``, ``module.float`` and
     similar methods if they change neither dtype nor device. A call that would change the dtype or device of a parameter
     or buffer raises :class:`UnsupportedError`.
 
     Args:
         model: the model.
-        double: whether the model was converted to float64 for the trace, so that a conversion to another floating-point
-            dtype is ignored.
+        in_float64: whether the model was converted to float64 for the trace, so that a conversion to another
+        floating-point dtype is ignored.
     """
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -257,13 +267,13 @@ def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
         or its submodules. ``recurse`` is not used."""
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), _disable_current_modes():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                made = function(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
-                if (made.dtype, made.device) == (tensor.dtype, tensor.device) or (
-                    double and _is_float_conversion(made, tensor)
+                result = function(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
+                if (result.dtype, result.device) == (tensor.dtype, tensor.device) or (
+                    in_float64 and _is_float_conversion(result, tensor)
                 ):
                     continue
                 path = next((path for path, part in model.named_modules() if part is module), type(module).__name__)
-                before, after = (f"{t.dtype} on {t.device}".replace("torch.", "") for t in (tensor, made))
+                before, after = (f"{t.dtype} on {t.device}".replace("torch.", "") for t in (tensor, result))
                 raise UnsupportedError(
                     f"forward converts the module {path!r} ({name}: {before}, to {after}), which changes the model's "
                     "own weights at its first call; expected a module that already has this dtype: convert it before "
@@ -275,7 +285,7 @@ def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
         yield
 
 
-def _is_float_conversion(made: Any, tensor: Tensor) -> bool:
-    """Return whether a conversion of ``tensor`` to ``made`` may be ignored in a model in float64: ``tensor`` is in
-    float64, and ``made`` is floating-point and on the same device."""
-    return bool(made.dtype.is_floating_point and tensor.dtype == torch.float64 and made.device == tensor.device)
+def _is_float_conversion(result: Any, tensor: Tensor) -> bool:
+    """Return whether a conversion of ``tensor`` to ``result`` may be ignored in a model in float64: ``tensor`` is in
+    float64, and ``result`` is floating-point and on the same device."""
+    return bool(result.dtype.is_floating_point and tensor.dtype == torch.float64 and result.device == tensor.device)

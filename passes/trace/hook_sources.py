@@ -44,7 +44,7 @@ class HookValue:
     kind: Kind
     objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
 
-    def joined(self, other: HookValue) -> HookValue:
+    def join(self, other: HookValue) -> HookValue:
         """Return the origin of a value in a hook's source that is either this value or ``other``, depending on what
         happens when the hook runs, as in ``a if c else b``. The origin of a value says whether it is an argument of
         the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
@@ -69,7 +69,7 @@ class _SideEffect(Exception):
     """Raised if the source of a hook shows that it may change something or return a value. The message says how."""
 
 
-def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
+def describe_hook_effect(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
     """Return a text that says what ``hook`` does or may do besides observing its arguments; ``None`` if it only
     observes, that is, returns ``None`` and changes nothing. The hook is not called; its source is analysed.
 
@@ -82,7 +82,7 @@ def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | 
     return None if returned.kind == "none" else "returns a value, or may return one"
 
 
-def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
+def find_code(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
     """Return two values: the qualified name of the function behind ``hook`` (which may be a partial, a bound method or
     a callable object), and its code object; ``None`` in place of the code if it is not a Python function."""
     function, _, _ = _unwrap_callable(hook)
@@ -98,13 +98,13 @@ def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookV
     named: dict[str, HookValue] = {}
     for _ in range(_MOST_DEPTH):
         if isinstance(called, functools.partial):
-            first = [*map(_of_object, called.args), *first]
-            named = {**{name: _of_object(v) for name, v in called.keywords.items()}, **named}
+            first = [*map(_classify_object, called.args), *first]
+            named = {**{name: _classify_object(v) for name, v in called.keywords.items()}, **named}
             called = called.func
         elif isinstance(called, types.FunctionType) and called.__code__ is _IN_CONTEXT:
             called = called.__wrapped__  # type: ignore[attr-defined]
         elif isinstance(called, types.MethodType):
-            first = [_of_object(called.__self__), *first]
+            first = [_classify_object(called.__self__), *first]
             called = called.__func__
         elif not isinstance(called, types.FunctionType | types.BuiltinFunctionType | type) and isinstance(
             getattr_static(type(called), "__call__", None), types.FunctionType
@@ -120,7 +120,7 @@ _IN_CONTEXT = torch.no_grad()(lambda: None).__code__  # of what ``@torch.no_grad
 _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torch.Size)
 
 
-def _of_object(value: Any) -> HookValue:
+def _classify_object(value: Any) -> HookValue:
     """Return the origin of the existing object ``value``, such as a closure variable of a hook, for the analysis of
     the hook's source. Its kind is "none" for ``None``, "fresh" (as for new values) for a number, text or the like,
     which a hook cannot change, and otherwise "known", with the object itself."""
@@ -132,15 +132,15 @@ def _of_object(value: Any) -> HookValue:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 # Functions that neither write to what they are given nor hand it on.
-_ASKING = {
+_READING_METHODS = {
     print, len, float, int, str, repr, format, isinstance, issubclass, abs, any, all, bool, round, id, type, hash,
     hasattr, callable, range, divmod, ord, chr, open, complex, bytes, slice,
 }  # fmt: skip
-_HANDING_ON = {
+_FORWARDING_FUNCTIONS = {
     list, tuple, dict, set, frozenset, zip, enumerate, reversed, iter, next, sorted, getattr, map, filter, min, max,
     sum, super,
 }  # fmt: skip
-_HIDING = {"globals", "locals", "vars", "exec", "eval", "compile", "exit", "_exit", "abort", "kill", "quit"}
+_OPAQUE_FUNCTIONS = {"globals", "locals", "vars", "exec", "eval", "compile", "exit", "_exit", "abort", "kill", "quit"}
 _CONTAINERS = (list, dict, set, collections.deque)
 _FILLING = {"append", "appendleft", "add", "update", "extend", "insert", "clear", "remove", "discard", "write"}
 # Methods of tensors and functions of torch that give new numbers.
@@ -160,8 +160,15 @@ _MODEL_READS = {
     "named_parameters", "parameters", "named_modules", "modules", "named_children", "children", "named_buffers",
     "buffers", "extra_repr", "get_parameter", "get_submodule", "get_buffer", "state_dict", "_get_name",
 }  # fmt: skip
-_TORCHS_LOOKING = ("torch.utils.tensorboard", "torch.cuda.memory", "torch.autograd.grad_mode")
-_TORCHS_ACTING = ("torch.distributed", "torch.optim", "torch.amp", "torch.autograd", "torch.nn.init", "torch.random")
+_TORCH_MODULES_WITHOUT_EFFECTS = ("torch.utils.tensorboard", "torch.cuda.memory", "torch.autograd.grad_mode")
+_TORCH_MODULES_WITH_EFFECTS = (
+    "torch.distributed",
+    "torch.optim",
+    "torch.amp",
+    "torch.autograd",
+    "torch.nn.init",
+    "torch.random",
+)
 
 
 def _is_state(value: Any) -> bool:
@@ -171,7 +178,7 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, nn.Module | Tensor | torch.Generator | torch.optim.Optimizer) or acting
 
 
-def _in_place(name: str) -> bool:
+def _is_inplace_name(name: str) -> bool:
     """Return whether a method or function with the name ``name`` writes to its tensor in place or takes part in
     training, such as ``add_`` or ``backward``."""
     return name in _WRITING or name in _TRAINING or (name.endswith("_") and not name.endswith("__"))
@@ -191,30 +198,36 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
     function, first, more = _unwrap_callable(called)
     args, named = [*first, *args], {**more, **named}
     values = [*args, *named.values()]
-    touched = [v for v in values if v.kind in ("given", "model", "unknown") or any(map(_is_state, v.objects))]
-    name, home = getattr(function, "__name__", type(function).__name__), _find_home_module(function)
-    if _set_contains_hashable(function, _ASKING):
+    protected = [v for v in values if v.kind in ("given", "model", "unknown") or any(map(_is_state, v.objects))]
+    name, module_name = getattr(function, "__name__", type(function).__name__), _find_home_module(function)
+    if _set_contains_hashable(function, _READING_METHODS):
         return NONE if function is print else FRESH
-    if name in _HIDING:
+    if name in _OPAQUE_FUNCTIONS:
         raise _SideEffect(f"calls {name}, so that what it does cannot be read")
-    if _set_contains_hashable(function, _HANDING_ON):
-        if any(v.kind == "unknown" or any(callable(o) and o not in _ASKING for o in v.objects) for v in values):
+    if _set_contains_hashable(function, _FORWARDING_FUNCTIONS):
+        if any(
+            v.kind == "unknown" or any(callable(o) and o not in _READING_METHODS for o in v.objects) for v in values
+        ):
             raise _SideEffect(f"calls {name} with what cannot be read")
-        return functools.reduce(HookValue.joined, map(_join_value_elements, values), FRESH)
+        return functools.reduce(HookValue.join, map(_join_value_elements, values), FRESH)
     owner = getattr(function, "__self__", None)
     if isinstance(owner, _CONTAINERS):
         return NONE if name in _FILLING else _join_object_elements(owner)
-    if isinstance(owner, Tensor | nn.Module) or home == "torch" or home.startswith("torch."):
-        return _call_torch(name, home, owner, values, touched)
-    if home in ("logging", "warnings", "_warnings"):
+    if isinstance(owner, Tensor | nn.Module) or module_name == "torch" or module_name.startswith("torch."):
+        return _call_torch(name, module_name, owner, values, protected)
+    if module_name in ("logging", "warnings", "_warnings"):
         return NONE
-    if home.startswith("numpy") and not _in_place(name) and len(args) <= getattr(function, "nin", len(args)):
-        return GIVEN if touched else FRESH
-    if isinstance(function, types.FunctionType) and _is_own(function):
+    if (
+        module_name.startswith("numpy")
+        and not _is_inplace_name(name)
+        and len(args) <= getattr(function, "nin", len(args))
+    ):
+        return GIVEN if protected else FRESH
+    if isinstance(function, types.FunctionType) and _is_user_code(function):
         if depth == _MOST_DEPTH:
             raise _SideEffect(f"calls {name}, which is too deep to be read")
         return _HookReader(function, depth).find_returned_value(args, named)
-    if not touched and not _is_state(owner):
+    if not protected and not _is_state(owner):
         return FRESH
     if isinstance(function, type) and issubclass(function, tuple | BaseException):
         return GIVEN
@@ -233,11 +246,11 @@ def _find_home_module(function: Any) -> str:
     """Return the name of the Python module in which ``function`` is defined, or, for a method without one, the module
     of its object's class."""
     owner = getattr(function, "__self__", None)
-    home = getattr(function, "__module__", None) or type(owner if owner is not None else function).__module__
-    return str(home)
+    module_name = getattr(function, "__module__", None) or type(owner if owner is not None else function).__module__
+    return str(module_name)
 
 
-def _is_own(function: types.FunctionType) -> bool:
+def _is_user_code(function: types.FunctionType) -> bool:
     """Return whether ``function`` is the user's own code, whose source can be analysed, and not from an installed
     package or from Python."""
     file = function.__code__.co_filename
@@ -247,24 +260,29 @@ def _is_own(function: types.FunctionType) -> bool:
 _PYTHON = str(Path(logging.__file__).parent.parent)
 
 
-def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touched: list[HookValue]) -> HookValue:
+def _call_torch(
+    name: str, module_name: str, owner: Any, values: list[HookValue], protected: list[HookValue]
+) -> HookValue:
     """Return the origin of the result of a call of a torch function, or of a method of a tensor or module, in a hook's
     source. Raise :class:`_SideEffect` if the call may change something. The origin of a value says whether it is an
     argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown.
 
-    ``name``: the function's name. ``home``: the name of its Python module. ``owner``: the object of a method, else
-    ``None``. ``values``: the origin of each argument. ``touched``: those of ``values`` that the call must not
-    change.
-    """
-    if home.startswith(_TORCHS_LOOKING):
+    ``name``: the function's name. ``module_name``: the name of its Python module. ``owner``: the object of a method,
+    else ``None``. ``values``: the origin of each argument. ``protected``: those of ``values`` that the call must not
+    change."""
+    if module_name.startswith(_TORCH_MODULES_WITHOUT_EFFECTS):
         return FRESH
     if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
         if name not in _MODEL_READS:
             raise _SideEffect(f"calls {name} of a module")
         return MODEL
-    if _in_place(name) or home.startswith(_TORCHS_ACTING) or (_is_state(owner) and not isinstance(owner, Tensor)):
+    if (
+        _is_inplace_name(name)
+        or module_name.startswith(_TORCH_MODULES_WITH_EFFECTS)
+        or (_is_state(owner) and not isinstance(owner, Tensor))
+    ):
         raise _SideEffect(f"calls {name}, which may change what it is given")
-    return FRESH if name in _MEASURING or not touched else GIVEN
+    return FRESH if name in _MEASURING or not protected else GIVEN
 
 
 def _join_value_elements(value: HookValue) -> HookValue:
@@ -273,7 +291,7 @@ def _join_value_elements(value: HookValue) -> HookValue:
     value, ``None``, or unknown."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
-    return functools.reduce(HookValue.joined, map(_join_object_elements, value.objects))
+    return functools.reduce(HookValue.join, map(_join_object_elements, value.objects))
 
 
 def _join_object_elements(owner: Any) -> HookValue:
@@ -291,7 +309,7 @@ def _join_object_elements(owner: Any) -> HookValue:
         held.append(owner.default_factory())
     if not held or len(held) > _MOST_OBJECTS:
         return UNKNOWN
-    return functools.reduce(HookValue.joined, map(_of_object, held))
+    return functools.reduce(HookValue.join, map(_classify_object, held))
 
 
 # --- one function -----------------------------------------------------------------------------------------------------
@@ -335,17 +353,21 @@ class _HookReader:
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
         defaults |= self.function.__kwdefaults__ or {}
-        bound = {**{n: _of_object(v) for n, v in defaults.items()}, **dict(zip(names, args, strict=False)), **named}
+        bound = {
+            **{n: _classify_object(v) for n, v in defaults.items()},
+            **dict(zip(names, args, strict=False)),
+            **named,
+        }
         for name in (*names, *(a.arg for a in parameters.kwonlyargs)):
             self.names[name] = bound.get(name, UNKNOWN)
         for extra, rest in ((parameters.vararg, args[len(names) :]), (parameters.kwarg, list(named.values()))):
             if extra is not None:
-                self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
+                self.names[extra.arg] = functools.reduce(HookValue.join, rest, FRESH)
 
-    def create_side_effect(self, what: str, node: ast.AST) -> _SideEffect:
-        """Return the exception that says that the analysed function may change something. ``what``: words for what it
+    def create_side_effect(self, effect: str, node: ast.AST) -> _SideEffect:
+        """Return the exception that says that the analysed function may change something. ``effect``: words for what it
         may do. ``node``: the part of the syntax tree that does it, for its line."""
-        return _SideEffect(f"{what} (line {getattr(node, 'lineno', '?')})")
+        return _SideEffect(f"{effect} (line {getattr(node, 'lineno', '?')})")
 
     # statements
 
@@ -363,7 +385,7 @@ class _HookReader:
         match node:
             case ast.Return():
                 found = NONE if node.value is None else self.evaluate_node(node.value)
-                self.result = found if self.result is None else self.result.joined(found)
+                self.result = found if self.result is None else self.result.join(found)
             case ast.Assign():
                 found = self.evaluate_node(node.value)
                 for target in node.targets:
@@ -373,9 +395,9 @@ class _HookReader:
                     self.store_value(node.target, self.evaluate_node(node.value))
             case ast.AugAssign():
                 held, added = self.evaluate_node(node.target), self.evaluate_node(node.value)
-                if held.kind not in ("fresh", "none") and not _all_containers(held):
+                if held.kind not in ("fresh", "none") and not _is_existing_container(held):
                     raise self.create_side_effect(f"changes {ast.unparse(node.target)} in place", node)
-                self.store_value(node.target, held.joined(added))
+                self.store_value(node.target, held.join(added))
             case ast.For():
                 self.store_value(node.target, _join_value_elements(self.evaluate_node(node.iter)))
                 self.read_statements([*node.body, *node.orelse])
@@ -430,7 +452,7 @@ class _HookReader:
         match target:
             case ast.Name():
                 held = self.names.get(target.id)
-                self.names[target.id] = found if held is None or held == found else held.joined(found)
+                self.names[target.id] = found if held is None or held == found else held.join(found)
             case ast.Tuple() | ast.List():
                 for part in target.elts:
                     self.store_value(part, _join_value_elements(found))
@@ -493,7 +515,7 @@ class _HookReader:
         found = [self.evaluate_node(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE
-        return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
+        return functools.reduce(HookValue.join, [FRESH if f.kind == "none" else f for f in found])
 
     def evaluate_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
         """Return the origin of the value of the comprehension ``node`` in a hook's source, and record the origin of
@@ -515,12 +537,12 @@ class _HookReader:
         cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
         try:
             if name in cells:
-                return _of_object(cells[name].cell_contents)
+                return _classify_object(cells[name].cell_contents)
         except ValueError:  # not set yet
             return UNKNOWN
         for place in (self.function.__globals__, vars(builtins)):
             if name in place:
-                return _of_object(place[name])
+                return _classify_object(place[name])
         return UNKNOWN
 
     def evaluate_attribute(self, base: HookValue, name: str) -> HookValue:
@@ -536,8 +558,8 @@ class _HookReader:
             elif isinstance(getattr_static(owner, name, property()), property):
                 one = UNKNOWN
             else:
-                one = _of_object(getattr(owner, name))
-            found = one if n == 0 else found.joined(one)
+                one = _classify_object(getattr(owner, name))
+            found = one if n == 0 else found.join(one)
         return found
 
     def evaluate_call(self, node: ast.Call) -> HookValue:
@@ -563,7 +585,7 @@ class _HookReader:
             found = [_evaluate_call(c, list(args), dict(named), self.depth + 1) for c in called.objects]
             if all(f.kind == "none" for f in found):
                 return NONE
-            return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
+            return functools.reduce(HookValue.join, [FRESH if f.kind == "none" else f for f in found])
         except _SideEffect as found_out:
             raise found_out if "(line " in str(found_out) else self.create_side_effect(str(found_out), node) from None
 
@@ -585,7 +607,7 @@ class _HookReader:
             if name in _MODEL_READS or name in _MEASURING:
                 return MODEL
             raise _SideEffect(f"calls {name} of a module")
-        if name in _TRAINING or (base.kind == "given" and _in_place(name)):
+        if name in _TRAINING or (base.kind == "given" and _is_inplace_name(name)):
             raise _SideEffect(f"changes what it is given, or the model ({name})")
         held = _join_held_values([base, *values])
         if base.kind == "fresh" and name in _FILLING:
@@ -609,10 +631,10 @@ def _join_held_values(values: Sequence[HookValue]) -> HookValue:
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
     ]
-    return functools.reduce(HookValue.joined, plain, FRESH)
+    return functools.reduce(HookValue.join, plain, FRESH)
 
 
-def _all_containers(value: HookValue) -> bool:
+def _is_existing_container(value: HookValue) -> bool:
     """Return whether ``value``, a value in a hook's source, is known to be a list, dict, set or deque that exists
     before the hook runs."""
     return value.kind == "known" and all(isinstance(o, _CONTAINERS) for o in value.objects)

@@ -1,7 +1,7 @@
 """Trace gradients that forward itself computes (``torch.autograd.grad``, ``torch.func``) as ordinary operators.
 
 A trace records the operators that forward calls, but none that the autograd engine calls. A force that is the gradient
-of an energy would become a constant without numbers in the graph. Inside :func:`inner_gradients_traced` such a call
+of an energy would become a constant without numbers in the graph. Inside :func:`trace_inner_gradients` such a call
 takes the operators between its inputs and its outputs out of the trace so far, differentiates them, and calls the
 derivative, which is traced like everything else. The derivative consists of operators that can be differentiated again,
 as the backward of the whole model needs.
@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from partitioner.passes.errors import UnsupportedError
-from partitioner.passes.ir.inplace import functional_kin, is_view
+from partitioner.passes.ir.inplace import find_functional_operator, is_view
 from partitioner.passes.ir.rewrite import drop_unused
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ _plain_requires_grad_ = Tensor.requires_grad_
 _PLAIN_FLAG: Any = torch._C.TensorBase.requires_grad
 
 
-def _of_reals(function: Callable[..., Any]) -> Callable[..., Any]:
+def _restrict_to_real(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the decomposition ``function`` of an operator, restricted to real tensors: it returns ``NotImplemented``
     for complex ones, because some operators in it have no derivative for them."""
 
@@ -56,8 +56,8 @@ def _of_reals(function: Callable[..., Any]) -> Callable[..., Any]:
 # Derivatives as the simpler operators that they are made of: those have derivatives, and rules to be sharded by. So are
 # norms, whose derivatives read a mean and a deviation that torch takes for constants where they are results of one.
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm")
-_SIMPLER: dict[Any, Callable[..., Any]] = {
-    target: _of_reals(function)
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    target: _restrict_to_real(function)
     for target, function in decomposition_table.items()
     if isinstance(target, torch._ops.OpOverload)
     and ("backward" in target._schema.name or target._schema.name.removeprefix("aten::") in _NORMS)
@@ -73,7 +73,7 @@ _UNUSED = (
 
 
 @contextlib.contextmanager
-def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
+def trace_inner_gradients(line: Callable[[], str]) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward itself can compute gradients by
     ``torch.autograd.grad``, ``torch.func`` and ``torch.autograd.functional``. It raises :class:`UnsupportedError` for
     gradients that cannot be traced, such as those inside of ``torch.vmap``.
@@ -89,7 +89,9 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
         mock.patch.object(
             Tensor, "requires_grad", property(_PLAIN_FLAG.__get__, gradients.assign_requires_grad), create=True
         ),
-        mock.patch.object(eager_transforms, "grad_and_value_impl", gradients.refuse_inside_vmap(_grad_and_value)),
+        mock.patch.object(
+            eager_transforms, "grad_and_value_impl", gradients.refuse_inside_vmap(_compute_grad_and_value)
+        ),
         mock.patch.object(eager_transforms, "_vjp_with_argnums", gradients.refuse_inside_vmap(_compute_output_and_vjp)),
         mock.patch.object(eager_transforms, "_jvp_with_argnums", gradients.refuse_inside_vmap(_compute_output_and_jvp)),
         mock.patch.object(eager_transforms, "vmap", gradients.refuse_inside_vmap(_unroll_vmap_rows)),
@@ -101,28 +103,27 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
 class _InnerGradients:
     """Replacements of torch's gradient functions during one trace of a model's forward.
 
-    ``line``: returns the line of forward that is running, as text for error messages. ``begun``: for each node whose
-    tensor forward has set to require a gradient, the number of nodes that the graph had at that time. Operators before
-    this point that read the tensor pass no gradient to it, as in autograd.
-    """
+    ``line``: returns the line of forward that is running, as text for error messages. ``node_counts``: for each node
+    whose tensor forward has set to require a gradient, the number of nodes that the graph had at that time. Operators
+    before this point that read the tensor pass no gradient to it, as in autograd."""
 
     line: Callable[[], str]
-    begun: dict[fx.Node, int] = field(default_factory=dict)
+    node_counts: dict[fx.Node, int] = field(default_factory=dict)
 
     def request_gradient(self, tensor: Tensor, flag: bool = True) -> Tensor:
         """Set whether ``tensor`` requires a gradient to ``flag``, in place of ``tensor.requires_grad_(flag)``, and
         return ``tensor``. If it begins to require one, the present number of nodes of the traced graph is stored in
-        :attr:`begun`, because earlier operators that read the tensor must pass no gradient to it."""
+        :attr:`node_counts`, because earlier operators that read the tensor must pass no gradient to it."""
         tracer = _find_active_tracer()
-        node = _node_of(tensor, tracer) if tracer is not None else None
+        node = _get_node(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
-            self.begun[node] = len(node.graph.nodes)
+            self.node_counts[node] = len(node.graph.nodes)
         return _plain_requires_grad_(tensor, flag)
 
     def assign_requires_grad(self, tensor: Tensor, flag: bool) -> None:
         """Set whether ``tensor`` requires a gradient to ``flag``, in place of the assignment ``tensor.requires_grad =
-        flag``. If it begins to require one, the present number of nodes of the traced graph is stored in :attr:`begun`,
-        because earlier operators that read the tensor must pass no gradient to it."""
+        flag``. If it begins to require one, the present number of nodes of the traced graph is stored in
+        :attr:`node_counts`, because earlier operators that read the tensor must pass no gradient to it."""
         self.request_gradient(tensor, flag)
 
     def run_engine(
@@ -157,7 +158,7 @@ class _InnerGradients:
                 "create_graph=True), which returns them",
             )
         self.check_unmapped()
-        found = _GradientBody.of(tracer, self, [*outputs], [*inputs])
+        found = _GradientBody.extract(tracer, self, [*outputs], [*inputs])
         grads = found.differentiate(tracer, self, [*grad_outputs], create_graph)
         if not allow_unreachable and any(g is None for g in grads):
             raise RuntimeError(_UNUSED)
@@ -181,10 +182,10 @@ class _InnerGradients:
                 "is not supported there; expected one gradient of the sum over the samples, or a loop over them",
             )
 
-    def create_error(self, does: str, why: str) -> UnsupportedError:
-        """Return the error that says that the model's forward cannot be traced. ``does``: words for what forward does
-        at the line that is running. ``why``: words for the reason."""
-        return UnsupportedError(f"forward {does}{self.line()}, which {why}")
+    def create_error(self, action: str, reason: str) -> UnsupportedError:
+        """Return the error that says that the model's forward cannot be traced. ``action``: words for what forward does
+        at the line that is running. ``reason``: words for the reason."""
+        return UnsupportedError(f"forward {action}{self.line()}, which {reason}")
 
 
 @dataclass(frozen=True)
@@ -193,18 +194,18 @@ class _GradientBody:
 
     ``outputs``, ``inputs``: the nodes of the tensors whose gradient is taken, and of those with respect to which it is
     taken; ``None`` for a tensor that is not in the trace. ``body``: the operators between them, in graph order.
-    ``given``: the nodes that ``body`` reads from outside, and the inputs that do not depend on another input.
+    ``external_nodes``: the nodes that ``body`` reads from outside, and the inputs that do not depend on another input.
     ``tensors``: the outputs as tensors.
     """
 
     outputs: list[fx.Node | None]
     inputs: list[fx.Node | None]
     body: list[fx.Node]
-    given: list[fx.Node]
+    external_nodes: list[fx.Node]
     tensors: list[Tensor]  # the outputs themselves
 
     @classmethod
-    def of(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:
+    def extract(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:
         """Return the part of the traced graph between the tensors ``inputs`` and ``outputs``. Raise
         :class:`UnsupportedError` if it has an operator that cannot be computed a second time.
 
@@ -213,7 +214,7 @@ class _GradientBody:
         """
         if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
             raise gradients.create_error("takes the gradient of a GradientEdge", "is supported for tensors only")
-        ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))
+        ends, starts = ([_get_node(x, tracer) for x in tensors] for tensors in (outputs, inputs))
         nodes = list(tracer.graph.nodes)
         place = {node: index for index, node in enumerate(nodes)}
         reached: set[fx.Node] = {n for n in starts if n is not None}
@@ -223,7 +224,7 @@ class _GradientBody:
                 enabled = bool(node.args[0])
             if node in reached or not enabled or node.op != "call_function":
                 continue
-            before = [n for n in node.all_input_nodes if n in reached and gradients.begun.get(n, 0) <= index]
+            before = [n for n in node.all_input_nodes if n in reached and gradients.node_counts.get(n, 0) <= index]
             if before and not _is_gradient_stopped(node):
                 _check_recomputable(node, reached, gradients)
                 reached.add(node)
@@ -234,8 +235,8 @@ class _GradientBody:
         heads = {n for n in starts if n is not None and not any(m in wanted for m in n.all_input_nodes)}
         body = [n for n in nodes if n in wanted and n not in heads]
         read = {n for node in body for n in node.all_input_nodes} | {n for n in ends if n is not None}
-        given = sorted((read | heads) - set(body), key=place.__getitem__)
-        return cls(ends, starts, body, given, outputs)
+        external_nodes = sorted((read | heads) - set(body), key=place.__getitem__)
+        return cls(ends, starts, body, external_nodes, outputs)
 
     def differentiate(
         self, tracer: Any, gradients: _InnerGradients, grad_outputs: list[Any], create_graph: bool
@@ -249,7 +250,7 @@ class _GradientBody:
             grad_outputs: the gradient of each output.
             create_graph: whether the gradients can be differentiated again.
         """
-        values = [n.meta["val"] for n in self.given]
+        values = [n.meta["val"] for n in self.external_nodes]
         seeds = [g for g in grad_outputs if g is not None]
         reached: list[bool] = []
 
@@ -257,11 +258,11 @@ class _GradientBody:
             """Compute the operators between inputs and outputs again, and the gradients of the inputs. Return a list of
             the gradients of those inputs that have one, followed by the outputs. ``flat``: the values of the nodes that
             these operators read from outside, followed by the gradients of the outputs."""
-            env: dict[fx.Node, Any] = dict(zip(self.given, flat, strict=False))
+            env: dict[fx.Node, Any] = dict(zip(self.external_nodes, flat, strict=False))
             for node in self.inputs:
                 if node in env:
                     env[node] = env[node].detach().requires_grad_()
-            tangents = list(flat[len(self.given) :])
+            tangents = list(flat[len(self.external_nodes) :])
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 for node in self.body:
                     _replay_without_writes(node, env)
@@ -279,24 +280,27 @@ class _GradientBody:
 
         with disable_proxy_modes_tracing():
             examples = [*map(_make_empty_like, values), *map(_make_empty_like, seeds)]
-            traced = make_fx(derivative, decomposition_table=_SIMPLER, tracing_mode="real")(*examples)
+            traced = make_fx(derivative, decomposition_table=_DECOMPOSITIONS, tracing_mode="real")(*examples)
             if any(_is_mutating_node(node) for node in traced.graph.nodes):
                 traced = _functionalize_graph(traced, examples)
             _take_out_detached(traced)
             _check_derivable(traced, examples, gradients)
             operands = [
-                _make_tracked_tensor(tracer, node, value) for node, value in zip(self.given, values, strict=True)
+                _make_tracked_tensor(tracer, node, value)
+                for node, value in zip(self.external_nodes, values, strict=True)
             ]
         results = iter(traced(*operands, *seeds))
         found = iter(reached)
-        grads = [next(results) if n in (*self.given, *self.body) and next(found) else None for n in self.inputs]
+        grads = [
+            next(results) if n in (*self.external_nodes, *self.body) and next(found) else None for n in self.inputs
+        ]
         for tensor, node in zip(self.tensors, self.outputs, strict=True):
             if node in self.body:
-                self._read_again(tracer, tensor, next(results))
+                self._redirect_reads(tracer, tensor, next(results))
         return grads
 
     @staticmethod
-    def _read_again(tracer: Any, tensor: Tensor, again: Tensor) -> None:
+    def _redirect_reads(tracer: Any, tensor: Tensor, again: Tensor) -> None:
         """Change the trace so that operators that are recorded from now on and use ``tensor`` read the node of
         ``again`` instead. ``again``: a traced tensor with equal values. ``tracer``: torch's object that records the
         traced operators.
@@ -313,7 +317,7 @@ def _find_active_tracer() -> Any:
     return None if mode is None else mode.tracer
 
 
-def _node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
+def _get_node(tensor: Tensor, tracer: Any) -> fx.Node | None:
     """Return the graph node of ``tensor`` in the trace that ``tracer`` records; ``None`` if the tensor is not in the
     trace."""
     slot: Any = get_proxy_slot(tensor, tracer, None)
@@ -356,26 +360,26 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
     """
     if node.target is operator.getitem:
         return
-    does = "takes a gradient"
+    action = "takes a gradient"
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         raise gradients.create_error(
-            does, f"leads through {node.target}, which is not a differentiable operator of torch"
+            action, f"leads through {node.target}, which is not a differentiable operator of torch"
         )
     if _is_random_operator(node):
         raise gradients.create_error(
-            does,
+            action,
             f"leads through {node.target}, which draws random numbers: draw them outside of the gradient, or "
             "switch it off (eval())",
         )
     if node.target is aten.rms_norm.default and len(node.args) <= _EPS_OF_RMS:
         raise gradients.create_error(
-            does, "leads through an RMS norm whose eps depends on the dtype: set it, for example eps=1e-6"
+            action, "leads through an RMS norm whose eps depends on the dtype: set it, for example eps=1e-6"
         )
     if node.target._schema.is_mutable:
         *_, base = _find_written_values(node)
-        if functional_kin(node.target) is None or base not in reached or is_view(base):
+        if find_functional_operator(node.target) is None or base not in reached or is_view(base):
             raise gradients.create_error(
-                does, f"leads through {node.target}, which writes in place: write to a copy instead"
+                action, f"leads through {node.target}, which writes in place: write to a copy instead"
             )
 
 
@@ -411,7 +415,7 @@ def _replay_without_writes(node: fx.Node, env: dict[fx.Node, Any]) -> None:
     if target in _UPDATING and len(args) > _UPDATING[target][-1] and args[_UPDATING[target][-1]]:
         first, last, _ = _UPDATING[target]
         args = tuple(None if first <= i <= last else a for i, a in enumerate(args))
-    kin = functional_kin(target)
+    kin = find_functional_operator(target)
     env[node] = (kin or target)(*args, **kwargs)
     env.update(dict.fromkeys(_find_written_values(node), env[node]))
 
@@ -470,17 +474,16 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
                 )
 
 
-def _gradient_of_input(
-    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *how: Any
+def _decompose_convolution_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *options: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | Any:
     """Decompose ``convolution_backward`` into a transposed convolution if only the gradient of the input is wanted.
     Return (gradient of the input, ``None``, ``None``), or ``NotImplemented`` if other gradients are wanted too.
 
     ``grad``: the gradient of the convolution's result. ``input``, ``weight``: its operands. ``bias_sizes``: the shape
-    of its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
-    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted.
-    """
-    stride, padding, dilation, transposed, _, groups, wanted = how
+    of its bias, or ``None``. ``options``: stride, padding, dilation, whether the convolution is transposed, output
+    padding, number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
+    stride, padding, dilation, transposed, _, groups, wanted = options
     if list(wanted) != [True, False, False]:
         return NotImplemented
     kernel, dims = weight.shape[2:], range(weight.dim() - 2)
@@ -495,11 +498,11 @@ def _gradient_of_input(
     return made, None, None
 
 
-_SIMPLER[aten.convolution_backward.default] = _gradient_of_input
+_DECOMPOSITIONS[aten.convolution_backward.default] = _decompose_convolution_backward
 
 
 # --- torch.func -------------------------------------------------------------------------------------------------------
-def _grad_and_value(
+def _compute_grad_and_value(
     func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Compute ``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)`` by ``torch.autograd.grad``, which
@@ -514,7 +517,9 @@ def _grad_and_value(
         if not isinstance(output, Tensor) or output.dim():
             raise RuntimeError("grad(f)(*args): expected f(*args) to return a scalar tensor")
         leaves, spec = pytree.tree_flatten(chosen)
-        grads = _zeros_for_none(torch.autograd.grad(output, leaves, create_graph=True, allow_unused=True), leaves)
+        grads = _replace_none_by_zeros(
+            torch.autograd.grad(output, leaves, create_graph=True, allow_unused=True), leaves
+        )
     return pytree.tree_unflatten(grads, spec), (output, aux) if has_aux else output
 
 
@@ -538,7 +543,7 @@ def _compute_output_and_vjp(
         given = pytree.tree_leaves(cotangents)
         with torch.enable_grad():
             grads = torch.autograd.grad(ends, leaves, given, create_graph=True, allow_unused=True)
-        return pytree.tree_unflatten(_zeros_for_none(grads, leaves), spec)
+        return pytree.tree_unflatten(_replace_none_by_zeros(grads, leaves), spec)
 
     return (output, pull_back, aux) if has_aux else (output, pull_back)
 
@@ -559,7 +564,7 @@ def _compute_output_and_jvp(
         seeds = [torch.zeros_like(end).requires_grad_() for end in ends]
         grads = pytree.tree_leaves(pull_back(pytree.tree_unflatten(seeds, spec)))
         moved = torch.autograd.grad(grads, seeds, pytree.tree_leaves(tangents), create_graph=True, allow_unused=True)
-    return (output, pytree.tree_unflatten(_zeros_for_none(moved, seeds), spec), *aux)
+    return (output, pytree.tree_unflatten(_replace_none_by_zeros(moved, seeds), spec), *aux)
 
 
 def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
@@ -567,7 +572,7 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
     along dim 0 of its arguments, and stacks the results along ``out_dims``. ``torch.func`` computes Jacobians with it.
     ``in_dims`` is not used; ``torch.func`` passes 0."""
 
-    def mapped(*args: Any) -> Any:
+    def call_per_row(*args: Any) -> Any:
         """Call the function that was given to ``torch.vmap`` once for each index along dim 0 of the tensors in
         ``args``, and return its results, stacked."""
         leaves, spec = pytree.tree_flatten(args)
@@ -577,7 +582,7 @@ def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int 
             [torch.stack(same, out_dims) for same in zip(*(found for found, _ in parts), strict=True)], parts[0][1]
         )
 
-    return mapped
+    return call_per_row
 
 
 def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
@@ -602,7 +607,7 @@ def _make_separate_tensor(value: Any) -> Any:
     return aten.alias.default(value) if value.requires_grad else value.detach().requires_grad_()
 
 
-def _zeros_for_none(grads: Sequence[Tensor | None], of: Sequence[Tensor]) -> list[Tensor]:
+def _replace_none_by_zeros(grads: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return ``grads`` with each ``None`` replaced by zeros in the shape of the tensor at the same position of
-    ``of``."""
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, of, strict=True)]
+    ``tensors``."""
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, tensors, strict=True)]

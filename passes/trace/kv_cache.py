@@ -4,12 +4,11 @@ A configuration's ``use_cache`` makes forward keep keys and values for a next ca
 such call, so the cache is redundant unless something else depends on it: some models mask padding only if they make no
 cache.
 
-:func:`caches_matter` runs forward once without caches and once with them. It gives every tensor an integer identifier
-that stands for the operations it was computed by. If the results have different identifiers, the caches matter, and the
-model is traced with them. Inputs and weights are fake tensors. Tensors that depend on neither have real values (up to a
-size), so that forward can read them, and are identified by their values. Of equal layers only one is run; the results
-of the others are identified by their operands.
-"""
+:func:`do_caches_matter` runs forward once without caches and once with them. It gives every tensor an integer
+identifier that stands for the operations it was computed by. If the results have different identifiers, the caches
+matter, and the model is traced with them. Inputs and weights are fake tensors. Tensors that depend on neither have real
+values (up to a size), so that forward can read them, and are identified by their values. Of equal layers only one is
+run; the results of the others are identified by their operands."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ from torch.utils import _pytree as pytree
 
 from partitioner.passes.trace.layer_equality import ModuleGroup, build_value_key, find_equal_layers, tensor_spec
 
-_LEAST = 2  # members of a group of which one stands for the others
+_MIN_GROUP_SIZE = 2  # members of a group of which one stands for the others
 # Functions whose result has the numbers of their first operand.
 _SAME = frozenset({Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach})
-_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
+_CONCATENATIONS = frozenset({torch.cat, torch.concat, torch.concatenate})
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"})
 _MOST_NUMBERS = 1 << 22  # of a value that has them
-_MOST_TOLD = 1 << 16  # of a value that is told by them
+_MAX_IDENTIFIED_ELEMENTS = 1 << 16  # of a value that is told by them
 
 
 def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
@@ -49,7 +48,7 @@ def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any], run: Callable[[], Any]) -> bool:
+def do_caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any], run: Callable[[], Any]) -> bool:
     """Return whether ``model`` computes something else if its forward fills caches of keys and values for generation
     than if it does not. Forward is run both ways on fake tensors, and the results are compared by the operations that
     they come from.
@@ -62,20 +61,20 @@ def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any]
             type, their last calls of torch functions are compared instead of results.
     """
     names: dict[Any, int] = {}
-    for groups in (find_equal_layers(model, _LEAST), []):
+    for groups in (find_equal_layers(model, _MIN_GROUP_SIZE), []):
         without, last = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
-        with _switched_on(configs):
-            made, also = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
-        if isinstance(without, dict) and isinstance(made, dict):
-            return any(made.get(path) != name for path, name in without.items())
-        if isinstance(without, Exception) and isinstance(made, Exception):
-            return type(without) is type(made) and last != also
+        with _enable_caches(configs):
+            result, also = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
+        if isinstance(without, dict) and isinstance(result, dict):
+            return any(result.get(path) != name for path, name in without.items())
+        if isinstance(without, Exception) and isinstance(result, Exception):
+            return type(without) is type(result) and last != also
         # one alone: who reads what another layer keeps does not find it where that one is not run
     return isinstance(without, Exception)
 
 
 @contextmanager
-def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
+def _enable_caches(configs: Sequence[Any]) -> Iterator[None]:
     """Return a context in which ``use_cache`` is True in all the configuration objects ``configs``; it is False
     afterwards."""
     for config in configs:
@@ -102,18 +101,18 @@ def _name_output_tensors(
         run: calls forward, and returns its result or the exception that it raises.
     """
     for place, tensor in enumerate([*model.parameters(), *model.buffers()]):
-        named.give(tensor, ("state", place))
-    with _standing_in(groups, named), named:
+        named.assign_id(tensor, ("state", place))
+    with _reuse_equal_calls(groups, named), named:
         output = run()
     if isinstance(output, Exception):
         return output, named.last
     with torch._C.DisableTorchFunction():
         leaves, _ = pytree.tree_flatten_with_path(output)
-        return {path: named.of(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}, named.last
+        return {path: named.get_id(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}, named.last
 
 
 @contextmanager
-def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Iterator[None]:
+def _reuse_equal_calls(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Iterator[None]:
     """Return a context that makes a run of a model faster. Of the calls of equal modules with arguments of the same
     shapes and types, only the first is run. Other calls return new tensors of the same shapes, whose identifiers depend
     on the call's operands.
@@ -155,12 +154,12 @@ def _run_once_per_kind(
         first[kind] = forward(*args, **kwargs)
         return first[kind]
     with torch._C.DisableTorchFunction():
-        operands = tuple(named.of(tensor) for tensor in given)
+        operands = tuple(named.get_id(tensor) for tensor in given)
 
         def like(place: int, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return named.give(torch.empty_like(leaf), ("layer", id(module), operands, place))
+            return named.assign_id(torch.empty_like(leaf), ("layer", id(module), operands, place))
 
         values, tree = pytree.tree_flatten(first[kind])
         return pytree.tree_unflatten([like(place, leaf) for place, leaf in enumerate(values)], tree)
@@ -186,7 +185,7 @@ class _TensorNamingMode(TorchFunctionMode):
         self._written: dict[int, int] = {}  # memory -> the name of what has been written to it
         self._instead: dict[int, Tensor] = {}  # a tensor that had numbers -> that which stands for it without
 
-    def give(self, tensor: Tensor, key: Any) -> Tensor:
+    def assign_id(self, tensor: Tensor, key: Any) -> Tensor:
         """Give ``tensor`` an integer identifier if it has none, and return the tensor. If the tensor is small and has
         real values, its identifier stands for these values, otherwise for ``key``, a key of how it was computed."""
         if id(tensor) not in self._by_id:
@@ -194,11 +193,11 @@ class _TensorNamingMode(TorchFunctionMode):
             self._by_id[id(tensor)] = self._assign_key_number(_read_small_tensor(tensor) or key)
         return tensor
 
-    def of(self, tensor: Tensor) -> int:
+    def get_id(self, tensor: Tensor) -> int:
         """Return the integer identifier of ``tensor``, which stands for how its present values were computed. If a call
         has written in place to its memory, the identifier depends on that call, too. A tensor of unknown origin gets an
         identifier of its own."""
-        self.give(tensor, ("other", id(tensor)))
+        self.assign_id(tensor, ("other", id(tensor)))
         name, written = self._by_id[id(tensor)], self._written.get(_identify_storage(tensor))
         return name if written is None else self._assign_key_number((name, written))
 
@@ -220,10 +219,10 @@ class _TensorNamingMode(TorchFunctionMode):
             versions = [tensor._version for tensor in operands]
             self.last = asked = func, self._build_argument_key(args), self._build_argument_key(kwargs)
             if not any(isinstance(tensor, FakeTensor) for tensor in operands):
-                result = self._with_numbers(func, args, kwargs)
+                result = self._call_with_values(func, args, kwargs)
             else:
                 if _is_in_place_function(func) and not isinstance(operands[0], FakeTensor):
-                    args = (self._without_numbers(operands[0], asked), *args[1:])
+                    args = (self._replace_by_fake(operands[0], asked), *args[1:])
                 with self.mode:  # what the function makes on its way is not of use
                     result = func(*args, **kwargs)
             changed = [t for t, version in zip(operands, versions, strict=True) if t._version != version]
@@ -232,10 +231,10 @@ class _TensorNamingMode(TorchFunctionMode):
             source = _find_value_source(func, args, result)
             for place, made in enumerate(pytree.tree_leaves(result)):
                 if isinstance(made, Tensor):
-                    self.give(made, (asked, place)) if source is None else self._record_same_numbers(made, source)
+                    self.assign_id(made, (asked, place)) if source is None else self._record_same_numbers(made, source)
         return result
 
-    def _with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_with_values(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``func`` with ``args`` and ``kwargs``, whose tensors have real values, and return the result. If a
         result would be too large, return fake tensors, which have no values."""
         if getattr(func, "__name__", "") == "__get__":
@@ -252,29 +251,29 @@ class _TensorNamingMode(TorchFunctionMode):
     def _make_fake_tensor(self, tensor: Tensor) -> Tensor:
         return self.mode.from_tensor(tensor, static_shapes=True)
 
-    def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
+    def _replace_by_fake(self, tensor: Tensor, asked: Any) -> Tensor:
         """Return a fake copy (without values) of ``tensor``, which takes its place in all later calls. It is needed
         before a call of a torch function writes unknown values into ``tensor``. ``asked``: a key of this call, which
         enters the new identifiers of the copy and of other views of the memory."""
         fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
-        self._by_id[id(fake)] = self.of(tensor)
+        self._by_id[id(fake)] = self.get_id(tensor)
         self._instead[id(tensor)] = fake
         for memory in (_identify_storage(fake), _identify_storage(tensor)):  # views of it have been written to as well
             self._written[memory] = self._assign_key_number((self._written.get(memory), asked))
         return fake
 
-    def _record_same_numbers(self, made: Tensor, source: Tensor) -> None:
-        """Give the tensor ``made`` the integer identifier of the tensor ``source``, because the two have equal
+    def _record_same_numbers(self, result: Tensor, source: Tensor) -> None:
+        """Give the tensor ``result`` the integer identifier of the tensor ``source``, because the two have equal
         values."""
-        if id(made) not in self._by_id:
-            self._held.append(made)
-            self._by_id[id(made)] = self.of(source)
+        if id(result) not in self._by_id:
+            self._held.append(result)
+            self._by_id[id(result)] = self.get_id(source)
 
     def _build_argument_key(self, value: Any) -> Any:
         """Return a hashable key of ``value``, an argument of a torch function, that is equal for equal arguments in
         two runs of a model."""
-        return build_value_key(value, lambda tensor: ("tensor", self.of(tensor)))
+        return build_value_key(value, lambda tensor: ("tensor", self.get_id(tensor)))
 
 
 def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
@@ -284,7 +283,7 @@ def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: 
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):
         return first
-    if func in _JOINS and isinstance(first, tuple | list):
+    if func in _CONCATENATIONS and isinstance(first, tuple | list):
         filled: list[Tensor] = [part for part in first if part.numel()]
         if len(filled) == 1 and filled[0].shape == result.shape and filled[0].dtype == result.dtype:
             return filled[0]
@@ -293,7 +292,12 @@ def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: 
 
 def _read_small_tensor(tensor: Tensor) -> Any:
     """Return (dtype, shape, values as bytes) of a small tensor; ``None`` if ``tensor`` is large or has no values."""
-    if isinstance(tensor, FakeTensor) or type(tensor) is not Tensor or tensor.numel() > _MOST_TOLD or tensor.is_meta:
+    if (
+        isinstance(tensor, FakeTensor)
+        or type(tensor) is not Tensor
+        or tensor.numel() > _MAX_IDENTIFIED_ELEMENTS
+        or tensor.is_meta
+    ):
         return None
     numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return tensor.dtype, tuple(tensor.shape), numbers

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_OWN = ("_parameters", "_buffers", "_modules", "forward")  # compared as what they are, not as attributes
+_SPECIAL_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "forward")  # compared as what they are, not as attributes
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format})
 _EXACT = frozenset({type(None), bool, int, str, bytes})  # that are equal, among those of a type, if their repr is
@@ -32,23 +32,23 @@ _EXACT = frozenset({type(None), bool, int, str, bytes})  # that are equal, among
 _Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, numbers and texts
 
 
-class Unlike(Exception):
+class NotEquivalent(Exception):
     """Raised if two modules of a model that should compute the same, or two calls of such modules, differ or cannot be
     compared."""
 
 
-class Unread:
+class UnreadableAttribute:
     """Placeholder for the value of a module's attribute that forward must not read, because it differs between modules
-    that should compute the same. Every use except an ``is`` test raises :class:`Unlike`. ``kept``: the attribute's real
-    value."""
+    that should compute the same. Every use except an ``is`` test raises :class:`NotEquivalent`. ``kept``: the
+    attribute's real value."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept  # the value
 
     def _refuse_attribute_use(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise :class:`Unlike`, in place of any use of this placeholder, which stands for an attribute that differs
-        between modules that should compute the same. The arguments are not used."""
-        raise Unlike("forward reads an attribute that each layer has for itself")
+        """Raise :class:`NotEquivalent`, in place of any use of this placeholder, which stands for an attribute that
+        differs between modules that should compute the same. The arguments are not used."""
+        raise NotEquivalent("forward reads an attribute that each layer has for itself")
 
     __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = (
         _refuse_attribute_use
@@ -71,18 +71,18 @@ class Unread:
 class ModuleGroup:
     """Modules of a model that compute the same with different weights, such as the decoder layers.
 
-    ``members``: the modules. ``names``: the path of each of them in the model. ``own``: the attributes whose values
-    differ between the members, such as a layer's index, as (path of a submodule in the member, attribute name).
+    ``members``: the modules. ``names``: the path of each of them in the model. ``own_attributes``: the attributes whose
+    values differ between the members, such as a layer's index, as (path of a submodule in the member, attribute name).
     """
 
     members: tuple[nn.Module, ...]
     names: tuple[str, ...]
-    own: tuple[tuple[str, str], ...] = ()
+    own_attributes: tuple[tuple[str, str], ...] = ()
 
 
-def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
-    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``. ``least``:
-    the smallest number of modules of a group.
+def find_equal_layers(model: nn.Module, minimum: int) -> list[ModuleGroup]:
+    """Return groups of equal modules that are in lists (``nn.ModuleList``, ``nn.Sequential``) of ``model``.
+    ``minimum``: the smallest number of modules of a group.
 
     Modules are equal if they have the same class, submodules, attributes, and shapes of parameters and buffers. An
     integer or text attribute, such as an index, may differ between all modules of a group.
@@ -99,23 +99,23 @@ def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
             continue  # a part of it is also a part of another
         try:
             described = describe_layer_module(module)
-        except Unlike:
+        except NotEquivalent:
             continue
         found.setdefault(described.key, []).append((name, module, described.texts))
     groups: list[ModuleGroup] = []
     for members in found.values():
-        groups += _with_own(members, least)
+        groups += _split_by_own_attributes(members, minimum)
     return groups
 
 
-def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
+def _split_by_own_attributes(members: Sequence[_Member], minimum: int) -> Iterable[ModuleGroup]:
     """Split ``members``, modules that are equal except for integer and text attributes, into groups, and yield each
-    group of at least ``least`` modules. An attribute whose value is different in each member, such as a layer's index,
-    may differ within a group. All other attributes are equal in a group.
+    group of at least ``minimum`` modules. An attribute whose value is different in each member, such as a layer's
+    index, may differ within a group. All other attributes are equal in a group.
 
     ``members``: each as (name, module, values of its integer and text attributes by (submodule path, attribute name)).
     """
-    if len(members) < least:
+    if len(members) < minimum:
         return
     own = []
     for place in members[0][2]:
@@ -127,7 +127,7 @@ def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
         key = tuple((type(v), v) for place, v in texts.items() if place not in own)
         rest.setdefault(key, []).append((name, module))
     for found in rest.values():
-        if len(found) >= least:
+        if len(found) >= minimum:
             yield ModuleGroup(tuple([m for _, m in found]), tuple([n for n, _ in found]), tuple(own))
 
 
@@ -158,14 +158,14 @@ class Description:
 
 def describe_layer_module(module: nn.Module) -> Description:
     """Return a description of what ``module`` computes, which can be compared with those of other modules. Raise
-    :class:`Unlike` if the module has hooks, or a ``forward`` that is set on the instance."""
+    :class:`NotEquivalent` if the module has hooks, or a ``forward`` that is set on the instance."""
     if has_call_hooks(module) or any("forward" in vars(m) for m in module.modules()):
-        raise Unlike("hooked")
+        raise NotEquivalent("hooked")
     texts: dict[tuple[str, str], Any] = {}
-    return Description(state_of(module, texts), texts)
+    return Description(describe_module_state(module, texts), texts)
 
 
-def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None) -> Any:
+def describe_module_state(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None) -> Any:
     """Return a hashable value that describes ``module``: its submodules, attributes, and shapes and flags of its
     parameters and buffers.
 
@@ -175,19 +175,19 @@ def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None)
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
     tensors: dict[int, int] = {}
-    frozen = _Frozen(inside)
+    frozen = _AttributeKeys(inside)
     rows = []
     for path, part in parts:
         attributes = []
         for name, value in sorted(vars(part).items()):
-            if name in _OWN:
+            if name in _SPECIAL_ATTRIBUTES:
                 continue
-            value = value.kept if type(value) is Unread else value
+            value = value.kept if type(value) is UnreadableAttribute else value
             if texts is not None and type(value) in (int, str):
                 texts[path, name] = value
                 attributes.append((name, type(value)))
             else:
-                attributes.append((name, frozen.of(value)))
+                attributes.append((name, frozen.build_key(value)))
         held = [*part._parameters.items(), *part._buffers.items()]
         states = [
             (name, None if t is None else (*tensor_spec(t), tensors.setdefault(id(t), len(tensors))))
@@ -218,23 +218,23 @@ def is_simple(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+def build_value_key(value: Any, key_of_tensor: Callable[[Tensor], Any]) -> Any:
     """Return a hashable key of ``value``, an argument of a function, that is equal for equal arguments in two runs. An
-    object that cannot be compared is identified by its ``id``. ``of_tensor``: returns the key of a tensor."""
+    object that cannot be compared is identified by its ``id``. ``key_of_tensor``: returns the key of a tensor."""
     if isinstance(value, Tensor):
-        return of_tensor(value)
+        return key_of_tensor(value)
     if is_simple(value):
         return type(value), repr(value)
     if isinstance(value, tuple | list):
-        return type(value), tuple([build_value_key(item, of_tensor) for item in value])
+        return type(value), tuple([build_value_key(item, key_of_tensor) for item in value])
     if isinstance(value, dict):
-        return dict, tuple([(key, build_value_key(item, of_tensor)) for key, item in value.items()])
+        return dict, tuple([(key, build_value_key(item, key_of_tensor)) for key, item in value.items()])
     if isinstance(value, slice):
-        return slice, build_value_key((value.start, value.stop, value.step), of_tensor)
+        return slice, build_value_key((value.start, value.stop, value.step), key_of_tensor)
     return type(value), id(value)
 
 
-class _Frozen:
+class _AttributeKeys:
     """Builds hashable keys of the attribute values of one module, equal for equal values, so that modules can be
     compared.
 
@@ -247,7 +247,7 @@ class _Frozen:
         self._inside = inside
         self._known: dict[int, tuple[Any, Any]] = {}  # by identity, which the value keeps: all parts have one config
 
-    def of(self, value: Any) -> Any:
+    def build_key(self, value: Any) -> Any:
         """Return a hashable key of ``value``, an attribute value of a module, that is equal for equal values.
         Containers and dataclasses are described by their contents, an unknown object by its ``id``."""
         kind = type(value)
@@ -258,18 +258,18 @@ class _Frozen:
         if isinstance(value, nn.Module):
             return ("part", self._inside[id(value)]) if id(value) in self._inside else ("other", id(value))
         if kind in (tuple, list, torch.Size):
-            return kind, tuple([self.of(v) for v in value])
+            return kind, tuple([self.build_key(v) for v in value])
         if kind in (set, frozenset):
-            return kind, frozenset([self.of(v) for v in value])
+            return kind, frozenset([self.build_key(v) for v in value])
         if isinstance(value, types.MethodType):
-            return "method", value.__func__, self.of(value.__self__)
+            return "method", value.__func__, self.build_key(value.__self__)
         if kind is functools.partial:
-            return "partial", *(self.of(v) for v in (value.func, value.args, value.keywords))
+            return "partial", *(self.build_key(v) for v in (value.func, value.args, value.keywords))
         if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
             if id(value) not in self._known:
                 self._known[id(value)] = (
                     value,
-                    self._build_dict_key(value) if isinstance(value, dict) else self._fields(value),
+                    self._build_dict_key(value) if isinstance(value, dict) else self._build_dataclass_key(value),
                 )
             return self._known[id(value)][1]
         held = getattr(value, "__dict__", None)
@@ -283,12 +283,14 @@ class _Frozen:
         columns = tuple(value), tuple(value.values())
         if all(_EXACT.issuperset(map(type, column)) for column in columns):  # labels may be tens of thousands
             return type(value), columns, tuple([tuple(map(type, column)) for column in columns])
-        return type(value), tuple([(self.of(k), self.of(v)) for k, v in value.items()])
+        return type(value), tuple([(self.build_key(k), self.build_key(v)) for k, v in value.items()])
 
-    def _fields(self, value: Any) -> Any:
+    def _build_dataclass_key(self, value: Any) -> Any:
         """Return a hashable key of the dataclass instance ``value``, for comparison with others: its type, and keys of
         its field values in order."""
-        return type(value), self.of(tuple([_read_stored_field(value, f.name) for f in dataclasses.fields(value)]))
+        return type(value), self.build_key(
+            tuple([_read_stored_field(value, f.name) for f in dataclasses.fields(value)])
+        )
 
 
 def _read_stored_field(value: Any, name: str) -> Any:
@@ -298,7 +300,7 @@ def _read_stored_field(value: Any, name: str) -> Any:
     return held[name] if name in held else getattr(value, name)
 
 
-class ParkedParameterError(Unlike):
+class ParkedParameterError(NotEquivalent):
     """Raised if traced code reads a parameter that was removed from its module for the time of the trace."""
 
 
@@ -358,7 +360,7 @@ class ParkedParameters:
     _held: dict[int, list[tuple[nn.Module, nn.Module, Any]]] = field(default_factory=dict)
     _running: bool = False
 
-    def put(self, module: nn.Module, name: str, like: nn.Module) -> None:
+    def select(self, module: nn.Module, name: str, like: nn.Module) -> None:
         """Select the parameters of ``module`` to be removed during the trace. If another module shares one of them,
         select none.
 
@@ -384,21 +386,21 @@ class ParkedParameters:
     def __post_init__(self) -> None:
         self._uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
 
-    def by_number(self) -> dict[int, tuple[str | None, ...]]:
+    def list_names_by_number(self) -> dict[int, tuple[str | None, ...]]:
         """Return a dict from the number of each module whose parameters are removed to the names of its parameters and
         buffers in order, with ``None`` for a buffer, because buffers are not removed."""
         return {self.numbers[module]: names for module, names in self.names.items()}
 
-    def close(self) -> None:
-        """Remove the parameters that were selected by :meth:`put` from their modules, until :meth:`open` puts them
-        back."""
+    def remove_selected(self) -> None:
+        """Remove the parameters that were selected by :meth:`select` from their modules, until :meth:`restore` puts
+        them back."""
         for held in self._held.values():
             for part, _, own in held:
                 names = [n for n, p in own.items() if p is not None]
                 part.__dict__["_parameters"] = _ParkedParameterDict(names, lambda: self._running)
 
-    def open(self) -> None:
-        """Put all parameters that :meth:`close` removed back into their modules."""
+    def restore(self) -> None:
+        """Put all parameters that :meth:`remove_selected` removed back into their modules."""
         for held in self._held.values():
             for part, _, own in held:
                 part.__dict__["_parameters"] = own
@@ -415,10 +417,10 @@ class ParkedParameters:
     def take_back(self, lent: list[tuple[nn.Module, Any]]) -> None:
         """Undo :meth:`lend`: take the lent parameters out of the module again. ``lent``: what :meth:`lend` returned, a
         list of (submodule, its parameter table before)."""
-        for part, away in lent:
-            part.__dict__["_parameters"] = away
+        for part, parked in lent:
+            part.__dict__["_parameters"] = parked
 
-    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def guard_reads(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward``, the model's forward, wrapped so that reading removed parameters while it runs raises
         :class:`ParkedParameterError`."""
 

@@ -2,7 +2,7 @@
 
 ``passes/trace/layer_reuse.py`` traces one of several equal layers, and leaves one such operator for each call of the
 others. Requires: a captured graph with ``partition::layer`` operators. Provides: the graph that a full trace would have
-given. Raises :class:`Unrepeated` if it cannot be shown that the calls are equal.
+given. Raises :class:`NotRepeatable` if it cannot be shown that the calls are equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.trace.layer_reuse import LAYER
 
 
-class Unrepeated(Exception):
+class NotRepeatable(Exception):
     """Raised if calls of equal layers, of which only one was traced, cannot be shown to run the same operators.
     ``number``: the number of this group of calls."""
 
@@ -50,18 +50,18 @@ class _Body:
 
 
 def expand_layer_operators(
-    captured: Captured, away: Mapping[int, Sequence[ModelState | None]] | None = None
+    captured: Captured, parked: Mapping[int, Sequence[ModelState | None]] | None = None
 ) -> Captured:
     """Replace each ``partition::layer`` operator in the graph of ``captured``, a model as one graph, by copies of the
     operators of an equal layer, in place. Such an operator stands for a call of a layer that was not traced. Return
     ``captured`` with the node names, states (parameters and buffers) and placeholders of the new graph. Raise
-    :class:`Unrepeated` if it cannot be shown that the calls are equal.
+    :class:`NotRepeatable` if it cannot be shown that the calls are equal.
 
-    ``away``: number of each module whose parameters were removed during the trace -> its parameters and buffers in
+    ``parked``: number of each module whose parameters were removed during the trace -> its parameters and buffers in
     order, with ``None`` for those that were not removed, such as buffers.
     """
     graph = captured.graph
-    restored = _Restored(captured, away or {})
+    restored = _PlaceholderRestorer(captured, parked or {})
     found = [n for n in graph.nodes if n.target is LAYER]
     if not found:
         return captured
@@ -76,16 +76,16 @@ def expand_layer_operators(
         operands, results, number, member = _parse_layer_call(node)
         stack = node.meta["stack"]
         if not stack or "@" in stack[-1]:
-            raise Unrepeated(number)
+            raise NotRepeatable(number)
         if results:
             body = _collect_layer_body(node)
             if changing.intersection(body.nodes):
-                raise Unrepeated(number)  # each call changes a buffer of its own
+                raise NotRepeatable(number)  # each call changes a buffer of its own
             if bodies.setdefault(number, body).key != body.key:
-                raise Unrepeated(number)
+                raise NotRepeatable(number)
             made = body.results
         else:
-            made = _copy_layer_body(graph, node, restored.operands(member, operands), bodies[number], classes)
+            made = _copy_layer_body(graph, node, restored.list_operands(member, operands), bodies[number], classes)
         for user in list(node.users):
             assert user.target is operator.getitem, user
             result = made[_read_result_index(user)]
@@ -100,12 +100,12 @@ def expand_layer_operators(
             del placeholders[node.name]
             graph.erase_node(node)
 
-    def name_of(name: str | None) -> str | None:
+    def get_name(name: str | None) -> str | None:
         return moved.get(name, name) if name is not None else None
 
     return captured.with_(
-        outputs=[replace(o, value=name_of(o.value)) for o in captured.outputs],
-        loss=name_of(captured.loss),
+        outputs=[replace(o, value=get_name(o.value)) for o in captured.outputs],
+        loss=get_name(captured.loss),
         updates={state: moved.get(node, node) for state, node in captured.updates.items()},
         states=states,
         placeholders=placeholders,
@@ -113,7 +113,7 @@ def expand_layer_operators(
     )
 
 
-def in_order(captured: Captured, names: Iterable[str]) -> Captured:
+def sort_states(captured: Captured, names: Iterable[str]) -> Captured:
     """Return ``captured``, a model as one graph, with its states (parameters, buffers, constants) and their
     placeholders in the order in which the states are named in ``names``; others come last. The graph is changed in
     place."""
@@ -129,7 +129,7 @@ def in_order(captured: Captured, names: Iterable[str]) -> Captured:
     return captured.with_(states=states, placeholders={n.name: captured.placeholders[n.name] for n in nodes})
 
 
-class _Restored:
+class _PlaceholderRestorer:
     """Creates placeholders in a traced graph for the parameters of modules that were removed while the model was
     traced.
 
@@ -138,18 +138,18 @@ class _Restored:
     -> name of its parameter. ``nodes``: the new placeholders.
     """
 
-    def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
-        """Start without placeholders. ``captured``: the model whose graph gets them. ``away``: number of each module
+    def __init__(self, captured: Captured, parked: Mapping[int, Sequence[ModelState | None]]) -> None:
+        """Start without placeholders. ``captured``: the model whose graph gets them. ``parked``: number of each module
         whose parameters were removed during the trace -> its parameters and buffers in order, with ``None`` for those
         that were not removed, such as buffers."""
-        self.graph, self.away = captured.graph, away
-        self.states = {state.name: state for of_module in away.values() for state in of_module if state is not None}
+        self.graph, self.away = captured.graph, parked
+        self.states = {state.name: state for of_module in parked.values() for state in of_module if state is not None}
         self.placeholders: dict[str, str] = {}
         self.nodes: list[fx.Node] = []
         self._nodes: dict[str, fx.Node] = {}
         self._first = next(iter(captured.graph.nodes))
 
-    def operands(self, member: int, seen: Sequence[fx.Node]) -> list[fx.Node]:
+    def list_operands(self, member: int, seen: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the nodes of all operands of a layer's call in order: those that the trace saw, and placeholders of
         the parameters that were removed.
 
@@ -190,7 +190,7 @@ def _read_result_index(item: fx.Node) -> int:
 
 def _collect_layer_body(call: fx.Node) -> _Body:
     """Return the operators between the operands and the results of a layer's call that was traced. ``call``: the
-    ``partition::layer`` node that marks it. Raise :class:`Unrepeated` if one of the operators belongs to a module
+    ``partition::layer`` node that marks it. Raise :class:`NotRepeatable` if one of the operators belongs to a module
     outside of the layer."""
     operands, results, number, _ = _parse_layer_call(call)
     stack = call.meta["stack"]
@@ -203,13 +203,13 @@ def _collect_layer_body(call: fx.Node) -> _Body:
             continue
         own = node.meta.get("stack", ())[: len(stack)] == stack or node.target is operator.getitem
         if node.op != "call_function" or not own:
-            raise Unrepeated(number)
+            raise NotRepeatable(number)
         inside.add(node)
         waiting += [n for n in node.all_input_nodes if n not in ends]
     nodes = sorted(inside)
     key = _build_body_key(nodes, operands, results, stack)
     if key is None:
-        raise Unrepeated(number)
+        raise NotRepeatable(number)
     return _Body(nodes, operands, results, stack, key)
 
 
@@ -228,15 +228,15 @@ def _build_body_key(
     for i, node in enumerate(nodes):
         place[node] = ("node", i)
 
-    def encoded(argument: Any) -> Any:
+    def encode(argument: Any) -> Any:
         """Return a hashable key of ``argument``, an argument of an operator in a layer's call. A node is described by
         its position among the call's operands or operators."""
         if isinstance(argument, fx.Node):
             return place[argument]
         if isinstance(argument, tuple | list):
-            return tuple([encoded(a) for a in argument])
+            return tuple([encode(a) for a in argument])
         if isinstance(argument, slice):
-            return "slice", encoded(argument.start), encoded(argument.stop), encoded(argument.step)
+            return "slice", encode(argument.start), encode(argument.stop), encode(argument.step)
         return type(argument), repr(argument)
 
     rows = []
@@ -244,9 +244,9 @@ def _build_body_key(
         inner = _rename_path_and_stack(node.meta, stack, ("",))
         if inner is None:
             return None
-        kwargs = tuple([(k, encoded(v)) for k, v in node.kwargs.items()])
+        kwargs = tuple([(k, encode(v)) for k, v in node.kwargs.items()])
         rows.append(
-            (node.target, encoded(node.args), kwargs, _build_value_spec(node.meta["val"]), *inner, node.meta["source"])
+            (node.target, encode(node.args), kwargs, _build_value_spec(node.meta["val"]), *inner, node.meta["source"])
         )
     return tuple(rows), tuple([place[n] for n in results]), len(operands)
 

@@ -34,18 +34,18 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from partitioner.passes.trace.autocast import autocast_on
+from partitioner.passes.trace.autocast import get_autocast_region
 from partitioner.passes.trace.layer_equality import (
     ModuleGroup,
+    NotEquivalent,
     ParkedParameterError,
     ParkedParameters,
-    Unlike,
-    Unread,
+    UnreadableAttribute,
     build_value_key,
+    describe_module_state,
     find_equal_layers,
     has_call_hooks,
     is_simple,
-    state_of,
     tensor_spec,
 )
 
@@ -80,7 +80,7 @@ class Journal(TorchFunctionMode):
         result. ``types`` is not used."""
         kwargs = kwargs or {}
         asked = self._build_argument_key(args), self._build_argument_key(kwargs)
-        self.needs_trace |= autocast_on() is not None
+        self.needs_trace |= get_autocast_region() is not None
         result = func(*args, **kwargs)
         self.entries.append((func, *asked, self._record_result_places(result)))
         return result
@@ -180,9 +180,9 @@ def pause_trace_and_journal() -> Iterator[None]:
         yield
 
 
-_LEAST = 3  # members of a group that are worth it: one is traced, and one is run beside the trace
+_MIN_GROUP_SIZE = 3  # members of a group that are worth it: one is traced, and one is run beside the trace
 
-_SHOWN = 2  # calls that show what all do
+_NUM_CALLS_RUN = 2  # calls that show what all do
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -220,34 +220,33 @@ class _CallMemo:
     """What is known of a group of equal calls: calls of modules of equal structure, with arguments of the same shapes
     and types.
 
-    ``number``: the number of the group. ``shown``: how many of the calls were run in full. ``journal``: the record of
-    the torch functions that the first call used. ``alone``: whether every call must be traced, because the first has an
-    effect or a result, such as a write to an argument or a view of one, that one operator cannot represent. ``leaves``:
-    for each value in the result, ("made", index of a new tensor), ("operand", index of an operand that is returned
-    unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result. ``journal`` and ``tree`` are
-    ``None`` before the first call.
-    """
+    ``number``: the number of the group. ``num_run``: how many of the calls were run in full. ``journal``: the record of
+    the torch functions that the first call used. ``must_trace``: whether every call must be traced, because the first
+    has an effect or a result, such as a write to an argument or a view of one, that one operator cannot represent.
+    ``leaves``: for each value in the result, ("made", index of a new tensor), ("operand", index of an operand that is
+    returned unchanged) or ("plain", (type, value)). ``tree``: the pytree structure of the result. ``journal`` and
+    ``tree`` are ``None`` before the first call."""
 
     number: int
-    shown: int = 0
+    num_run: int = 0
     journal: Journal | None = None  # of the first call
-    alone: bool = False  # each call is traced, since the first one could not stand for others
+    must_trace: bool = False  # each call is traced, since the first one could not stand for others
     leaves: tuple[tuple[str, Any], ...] = ()
     tree: pytree.TreeSpec | None = None
 
 
 @dataclass
-class Repeats:
+class LayerRepeats:
     """Groups of modules of equal structure, such as decoder layers, and what one trace found out about their calls.
     Only the first calls are traced; each other call becomes one operator ``partition::layer``.
 
     ``groups``: the groups. ``memos``: (index of the group, key of the call) -> what is known of calls equal to this
-    one. ``refused``: the groups in which every call must be traced. ``away``: the parameters that are removed from
+    one. ``refused``: the groups in which every call must be traced. ``parked``: the parameters that are removed from
     modules during the trace; ``None`` if none are.
     """
 
     groups: list[ModuleGroup]
-    away: ParkedParameters | None = None
+    parked: ParkedParameters | None = None
     memos: dict[Any, _CallMemo] = field(default_factory=dict)
     refused: list[ModuleGroup] = field(default_factory=list)
     _called: set[int] = field(default_factory=set)
@@ -255,31 +254,31 @@ class Repeats:
     _beside: bool = False  # whether one of them is not in the graph
 
     @classmethod
-    def of(cls, model: nn.Module) -> Repeats:
-        """Return a :class:`Repeats`, to be used for one trace of ``model``, with the groups of equal modules of the
-        model, such as its layers, of which only one needs to be traced."""
-        return cls(find_equal_layers(model, _LEAST))
+    def find(cls, model: nn.Module) -> LayerRepeats:
+        """Return a :class:`LayerRepeats`, to be used for one trace of ``model``, with the groups of equal modules of
+        the model, such as its layers, of which only one needs to be traced."""
+        return cls(find_equal_layers(model, _MIN_GROUP_SIZE))
 
-    def put_away(self, model: nn.Module) -> Repeats:
+    def select_parked_parameters(self, model: nn.Module) -> LayerRepeats:
         """Select the parameters of ``model`` that are removed during the trace, which makes it faster: the parameters
         of modules whose calls will not be run, because an equal module is called before. Return self.
 
         The first members of each group of equal modules keep their parameters, because their calls are run.
         """
-        self.away = ParkedParameters(model)
+        self.parked = ParkedParameters(model)
         outer = {name for group in self.groups for name in group.names}
         for group in self.groups:
             # the first call may be of another kind: its input needs no gradient
-            for module, name in list(zip(group.members, group.names, strict=True))[_SHOWN + 1 :]:
+            for module, name in list(zip(group.members, group.names, strict=True))[_NUM_CALLS_RUN + 1 :]:
                 if not any(name.startswith(other + ".") for other in outer):
-                    self.away.put(module, name, group.members[0])
+                    self.parked.select(module, name, group.members[0])
         return self
 
-    def without(self, refused: Sequence[ModuleGroup]) -> Repeats:
-        """Return a :class:`Repeats` for a new trace of the model, with the groups of equal modules of this one except
-        those in ``refused``, whose calls are then all traced. It knows nothing of calls yet."""
+    def exclude(self, refused: Sequence[ModuleGroup]) -> LayerRepeats:
+        """Return a :class:`LayerRepeats` for a new trace of the model, with the groups of equal modules of this one
+        except those in ``refused``, whose calls are then all traced. It knows nothing of calls yet."""
         names = {group.names for group in refused}
-        return Repeats([g for g in self.groups if g.names not in names])
+        return LayerRepeats([g for g in self.groups if g.names not in names])
 
     def refuse(self, number: int) -> None:
         """Add a group of equal modules to :attr:`refused`, so that every call of its modules is traced in the next
@@ -291,24 +290,24 @@ class Repeats:
                 self.refused.append(self.groups[group])
 
     @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
+    def trace(self) -> Iterator[None]:
         """Return a context for a trace of the model, in which the first call of a module in a group of equal modules is
         traced, and each later one becomes one operator ``partition::layer``. The second call is run as well, to compare
         it with the first."""
-        root = self.away.model if self.away is not None else None
+        root = self.parked.model if self.parked is not None else None
         before = root.__dict__.get("forward") if root is not None else None
         try:
             for index, group in enumerate(self.groups):
                 for module in group.members:
                     run = functools.partial(self._run_or_reuse_call, index, module, module.forward)
                     module.__dict__["forward"] = run
-            if self.away is not None and root is not None:
-                root.__dict__["forward"] = functools.wraps(root.forward)(self.away.watched(root.forward))
-                self.away.close()
+            if self.parked is not None and root is not None:
+                root.__dict__["forward"] = functools.wraps(root.forward)(self.parked.guard_reads(root.forward))
+                self.parked.remove_selected()
             yield
         finally:
-            if self.away is not None and root is not None:
-                self.away.open()
+            if self.parked is not None and root is not None:
+                self.parked.restore()
                 root.__dict__.pop("forward", None)
                 if before is not None:
                     root.__dict__["forward"] = before
@@ -328,61 +327,61 @@ class Repeats:
         ``partition::layer`` to the graph. Calls that cannot be compared, or that have an effect or a result which such
         an operator cannot represent, always run ``forward``.
         """
-        if self.away is not None and id(module) in self.away.names:
-            return self._stand_in(self.away, index, module, args, kwargs)
+        if self.parked is not None and id(module) in self.parked.names:
+            return self._append_layer_operator(self.parked, index, module, args, kwargs)
         again = id(module) in self._called
         self._called.add(id(module))
         with torch._C.DisableTorchFunction():  # the tracer's, which sees every look at a tensor
-            call = None if again else _RepeatedCall.of(module, self.groups[index].own, args, kwargs)
+            call = None if again else _RepeatedCall.describe(module, self.groups[index].own_attributes, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)
         memo = self.memos.setdefault((index, call.key), _CallMemo(next(_numbers)))
-        if memo.alone or (memo.shown == 0 and self._beside):
+        if memo.must_trace or (memo.num_run == 0 and self._beside):
             return forward(*args, **kwargs)
         outer = self._journals[-1] if self._journals else None
         mark = outer.mark() if outer is not None else (0, 0)
         traced: list[Tensor] = []
-        if memo.shown < _SHOWN:
+        if memo.num_run < _NUM_CALLS_RUN:
             group = self.groups[index]
             try:
                 output, found = self._trace_example_call(
-                    memo, call, module, group.own, functools.partial(forward, *args, **kwargs)
+                    memo, call, module, group.own_attributes, functools.partial(forward, *args, **kwargs)
                 )
             except Exception:
                 self.refused.append(group)
                 raise
             if found is None:
-                memo.alone = True
+                memo.must_trace = True
                 return output
             traced = found
-            memo.shown += 1
-        made = LAYER(call.operands, traced, memo.number, -1)
+            memo.num_run += 1
+        tensors = LAYER(call.operands, traced, memo.number, -1)
         if outer is not None:
-            outer.sum_up(mark, memo.number, call.operands, made)
-        return _rebuild_call_output(memo, call.operands, made)
+            outer.sum_up(mark, memo.number, call.operands, tensors)
+        return _rebuild_call_output(memo, call.operands, tensors)
 
     def _trace_example_call(
         self,
         memo: _CallMemo,
         call: _RepeatedCall,
         module: nn.Module,
-        own: tuple[tuple[str, str], ...],
+        own_attributes: tuple[tuple[str, str], ...],
         forward: Callable[[], Any],
     ) -> tuple[Any, list[Tensor] | None]:
         """Run one of the first two of several equal module calls; comparing them shows what the other calls compute.
         Return its output and a list of its result tensors that are in the graph (empty if the call was not traced). The
         list is ``None`` if this is the first call and all calls must be traced, because it has an effect or a result,
-        such as a write to an argument or a view of one, that one operator cannot represent. Raise :class:`Unlike` if
-        the second call differs from the first.
+        such as a write to an argument or a view of one, that one operator cannot represent. Raise
+        :class:`NotEquivalent` if the second call differs from the first.
 
         Args:
             memo: what is known of these equal calls; it is updated.
             call: the tensors that the call reads.
             module: the module that is called.
-            own: attributes in which the modules differ, as (path of a submodule, attribute name).
+            own_attributes: attributes in which the modules differ, as (path of a submodule, attribute name).
             forward: runs the module and returns its output.
         """
-        with _hide_own_attributes(module, own if memo.shown else ()):
+        with _hide_own_attributes(module, own_attributes if memo.num_run else ()):
             before, buffers = _read_module_state(module), _list_module_buffers(module)
             output, traced = self._run_once(memo, call, forward)
             after, set_anew = (
@@ -392,10 +391,10 @@ class Repeats:
         try:
             with torch._C.DisableTorchFunction():
                 results = _record_call_results(memo, call, output)
-            if before != after or set_anew or not call.unchanged():
-                raise Unlike("a call changes what it is given")
-        except Unlike:
-            if memo.shown:
+            if before != after or set_anew or not call.is_unchanged():
+                raise NotEquivalent("a call changes what it is given")
+        except NotEquivalent:
+            if memo.num_run:
                 raise
             return output, None
         return output, results if traced else []
@@ -405,8 +404,8 @@ class Repeats:
         the graph.
 
         The first call is traced. The second runs outside of the graph, only to compare the torch functions that it
-        calls with those of the first; :class:`Unlike` is raised if they differ. It is traced as well if these functions
-        do not show what it computes, because sizes depend on data or autocast is on.
+        calls with those of the first; :class:`NotEquivalent` is raised if they differ. It is traced as well if these
+        functions do not show what it computes, because sizes depend on data or autocast is on.
 
         Args:
             memo: what is known of these equal calls.
@@ -414,7 +413,7 @@ class Repeats:
             forward: runs the module and returns its output.
         """
         journal = Journal(call.operands)
-        if memo.shown == 0:
+        if memo.num_run == 0:
             memo.journal = journal
             with self._record_torch_functions(journal):
                 return forward(), True
@@ -429,7 +428,7 @@ class Repeats:
         finally:
             self._beside = beside
         if journal.entries != first.entries:
-            raise Unlike("two calls ask different things of torch")
+            raise NotEquivalent("two calls ask different things of torch")
         return output, False
 
     @contextlib.contextmanager
@@ -444,40 +443,45 @@ class Repeats:
         finally:
             self._journals.pop()
 
-    def _stand_in(self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _append_layer_operator(
+        self, parked: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         """Append an operator ``partition::layer`` to the graph in place of a call of ``module``, whose parameters are
         removed, and return the output of the call. Raise :class:`ParkedParameterError` if no equal call was run before.
 
-        ``away``: the removed parameters. ``index``: the index of the module's group of equal modules. ``args``,
+        ``parked``: the removed parameters. ``index``: the index of the module's group of equal modules. ``args``,
         ``kwargs``: the arguments of the call.
         """
         again = id(module) in self._called
         self._called.add(id(module))
-        lent = away.lend(module)
+        lent = parked.lend(module)
         try:
             with torch._C.DisableTorchFunction():
-                call = None if again else _RepeatedCall.of(module, self.groups[index].own, args, kwargs)
+                call = (
+                    None if again else _RepeatedCall.describe(module, self.groups[index].own_attributes, args, kwargs)
+                )
         finally:
-            away.take_back(lent)
+            parked.take_back(lent)
         memo = self.memos.get((index, call.key)) if call is not None else None
-        if call is None or memo is None or memo.shown < _SHOWN:
+        if call is None or memo is None or memo.num_run < _NUM_CALLS_RUN:
             raise ParkedParameterError("a layer whose weights are put away is to be traced")
-        names = away.names[id(module)]
+        names = parked.names[id(module)]
         here = [i for i in range(len(call.operands)) if i >= len(names) or names[i] is None]
         if not here or any(kind == "operand" and what not in here for kind, what in memo.leaves):
             raise ParkedParameterError("a layer reads or gives nothing but its weights")
-        made = LAYER([call.operands[i] for i in here], [], memo.number, away.numbers[id(module)])
-        return _rebuild_call_output(memo, call.operands, made)
+        tensors = LAYER([call.operands[i] for i in here], [], memo.number, parked.numbers[id(module)])
+        return _rebuild_call_output(memo, call.operands, tensors)
 
 
 @contextlib.contextmanager
-def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
+def _hide_own_attributes(module: nn.Module, own_attributes: tuple[tuple[str, str], ...]) -> Iterator[None]:
     """Return a context in which reading an attribute of ``module`` that differs between equal modules raises
-    :class:`Unlike`. ``own``: these attributes as (path of a submodule of ``module``, attribute name)."""
-    kept = [(vars(module.get_submodule(path)), name) for path, name in own]
+    :class:`NotEquivalent`. ``own_attributes``: these attributes as (path of a submodule of ``module``, attribute
+    name)."""
+    kept = [(vars(module.get_submodule(path)), name) for path, name in own_attributes]
     values = [held[name] for held, name in kept]
     for held, name in kept:
-        held[name] = Unread(held[name])
+        held[name] = UnreadableAttribute(held[name])
     try:
         yield
     finally:
@@ -492,22 +496,24 @@ class _RepeatedCall:
 
     ``operands``: the module's parameters and buffers, then the tensors among the arguments. ``key``: the key, a
     hashable value. ``versions``: for each operand, torch's counter of in-place writes to it before the call.
-    ``leaves``: the values in the arguments, in order. ``given``: (positional arguments, keyword arguments).
+    ``leaves``: the values in the arguments, in order. ``arguments``: (positional arguments, keyword arguments).
     """
 
     operands: list[Tensor]
     key: Any
     versions: list[int]
     leaves: list[Any]
-    given: Any
+    arguments: Any
 
     @classmethod
-    def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _RepeatedCall | None:
+    def describe(
+        cls, module: nn.Module, own_attributes: tuple[tuple[str, str], ...], args: Any, kwargs: Any
+    ) -> _RepeatedCall | None:
         """Return the description of a call of ``module`` with ``args`` and ``kwargs``: the tensors that it reads and a
         key for comparison with other calls. Return ``None`` if the call may depend on more than the key contains, such
         as hooks or objects.
 
-        ``own``: attributes that are left out of the key, as (path of a submodule, attribute name).
+        ``own_attributes``: attributes that are left out of the key, as (path of a submodule, attribute name).
         """
         if not torch.is_grad_enabled() or has_call_hooks(module):
             return None
@@ -531,21 +537,21 @@ class _RepeatedCall:
         ]
         texts: dict[tuple[str, str], Any] = {}
         key = (
-            state_of(module, texts),
-            tuple([(place, type(text), text) for place, text in texts.items() if place not in own]),
+            describe_module_state(module, texts),
+            tuple([(place, type(text), text) for place, text in texts.items() if place not in own_attributes]),
             repr(tree),
             tuple([isinstance(leaf, Tensor) for leaf in leaves]),
             tuple([(type(p), repr(p)) for p in plain]),
             tuple(specs),
             torch.get_default_dtype(),
-            autocast_on(),
+            get_autocast_region(),
         )
         return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
 
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether this module call, which has been run, wrote to none of the tensors, lists and dictionaries
         that it read or was given."""
-        leaves = pytree.tree_leaves(self.given)
+        leaves = pytree.tree_leaves(self.arguments)
         same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
         return same and self.versions == [t._version for t in self.operands]
 
@@ -554,7 +560,7 @@ def _read_module_state(module: nn.Module) -> Any:
     """Return a hashable value that describes ``module``, to detect whether a call changes it: its submodules,
     attributes, and shapes and flags of its tensors."""
     with torch._C.DisableTorchFunction():
-        return state_of(module)
+        return describe_module_state(module)
 
 
 def _list_module_buffers(module: nn.Module) -> list[Tensor | None]:
@@ -573,9 +579,8 @@ def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> l
     """Store the structure of ``output``, the result of the module call ``call``, in ``memo``, which describes equal
     calls. Return a list of the tensors in the output that the call made.
 
-    Raise :class:`Unlike` if the output contains a view of an operand or an object that is not a plain value, or differs
-    from the output of the first equal call.
-    """
+    Raise :class:`NotEquivalent` if the output contains a view of an operand or an object that is not a plain value, or
+    differs from the output of the first equal call."""
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []
     leaves: list[tuple[str, Any]] = []
@@ -588,29 +593,30 @@ def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> l
         elif isinstance(value, Tensor):
             floating = value.dtype.is_floating_point or value.dtype.is_complex
             if _identify_storage(value) in stored or value.requires_grad != (trains and floating):
-                raise Unlike("a result is a view, or takes no gradient")
+                raise NotEquivalent("a result is a view, or takes no gradient")
             stored.add(_identify_storage(value))
             leaves.append(("made", len(results)))
             results.append(value)
         elif is_simple(value):
             leaves.append(("plain", (type(value), value)))
         else:
-            raise Unlike(f"a result is a {type(value).__name__}")
+            raise NotEquivalent(f"a result is a {type(value).__name__}")
     if not results:
-        raise Unlike("nothing is made")
+        raise NotEquivalent("nothing is made")
     specs: list[Spec] = [(tuple(r.shape), r.stride(), r.dtype) for r in results]
     known = (tuple(leaves), tree, specs)
-    if memo.shown and known != (memo.leaves, memo.tree, _made_by[memo.number]):
-        raise Unlike("calls differ in what they return")
+    if memo.num_run and known != (memo.leaves, memo.tree, _made_by[memo.number]):
+        raise NotEquivalent("calls differ in what they return")
     memo.leaves, memo.tree, _made_by[memo.number] = known
     return results
 
 
-def _rebuild_call_output(memo: _CallMemo, operands: list[Tensor], made: list[Tensor]) -> Any:
+def _rebuild_call_output(memo: _CallMemo, operands: list[Tensor], tensors: list[Tensor]) -> Any:
     """Return the output of a module call that was not run, in the structure that ``memo`` has from an equal call.
-    ``operands``: the tensors that the call reads. ``made``: the new tensors in the output."""
+    ``operands``: the tensors that the call reads. ``tensors``: the new tensors in the output."""
     assert memo.tree is not None
     leaves = [
-        made[what] if kind == "made" else operands[what] if kind == "operand" else what[1] for kind, what in memo.leaves
+        tensors[what] if kind == "made" else operands[what] if kind == "operand" else what[1]
+        for kind, what in memo.leaves
     ]
     return pytree.tree_unflatten(leaves, memo.tree)

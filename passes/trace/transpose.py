@@ -22,11 +22,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partitioner.passes.ir.linearity import NOT_LINEAR, AffinePart, NotAffine, parts_of, without_shape_reads
+from partitioner.passes.ir.linearity import NOT_LINEAR, AffinePart, NotAffine, find_affine_parts, replace_shape_reads
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.rules import has_rule
 
-__all__ = ["ASKS_NUMBERS", "NotAffine", "Transposed", "transpose_backward"]
+__all__ = ["ASKS_NUMBERS", "NotAffine", "TransposedBackward", "transpose_backward"]
 
 aten = torch.ops.aten
 
@@ -39,18 +39,18 @@ ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, Dynam
 
 
 @dataclass(frozen=True)
-class Transposed:
+class TransposedBackward:
     """The transpose of a ``backward`` function. ``backward(g) = B g + c`` maps gradients ``g`` of another function's
     results to gradients of its inputs; ``B`` is a matrix, and ``c`` does not depend on ``g``. The transpose multiplies
     changes (tangents) of the inputs by the transpose of ``B``, which gives changes of the results.
 
-    ``graph``: takes a change of each input, then the tensors ``held``, which ``backward`` reads. It returns
+    ``graph``: takes a change of each input, then the tensors ``captured_tensors``, which ``backward`` reads. It returns
     ``num_results`` changes of the results, then the parts ``c`` for the inputs with the indices ``constant`` (from
     0). ``complete``: whether every change of a result depends on the change of every input, and there is no ``c``.
     """
 
     graph: fx.GraphModule
-    held: Sequence[Tensor]
+    captured_tensors: Sequence[Tensor]
     num_results: int
     constant: tuple[int, ...]
     complete: bool
@@ -59,13 +59,13 @@ class Transposed:
         """Apply the transpose of ``backward(g) = B g + c`` to ``changes``, one tensor for each input of the function
         that ``backward`` belongs to. Return a sequence of the changes of the function's results, and a dict from the
         index of an input to its part ``c``, for the inputs that have one."""
-        found: Any = self.graph(*changes, *self.held)
+        found: Any = self.graph(*changes, *self.captured_tensors)
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
 
 
 def transpose_backward(
     backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
-) -> Transposed:
+) -> TransposedBackward:
     """Trace ``backward``, which maps gradients of ``results`` to gradients of ``inputs``, and return its transpose, a
     linear map from changes (tangents) of the inputs to changes of the results. Raise :class:`NotAffine` if ``backward``
     is not a linear function of the gradients plus a part that does not depend on them.
@@ -75,37 +75,36 @@ def transpose_backward(
     """
     seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
     changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-    traced = _Traced.of(backward, seeds)
+    traced = _TracedBackward.trace(backward, seeds)
     if some:
         _check_none_is_zero(backward, seeds, traced)
-    made, held = _trace_functional_graph(
+    graph_module, captured_tensors = _trace_functional_graph(
         lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes
     )
-    _drop_seeds(made, len(seeds))
-    output: Any = made.graph.output_node().args[0]
-    given = [n for n in made.graph.nodes if n.op == "placeholder"][: len(changes)]
-    complete = not traced.constant and all(_read_by(node).issuperset(given) for node in output)
-    return Transposed(made, held, len(seeds), traced.constant, complete)
+    _drop_seeds(graph_module, len(seeds))
+    output: Any = graph_module.graph.output_node().args[0]
+    given = [n for n in graph_module.graph.nodes if n.op == "placeholder"][: len(changes)]
+    complete = not traced.constant_results and all(_collect_read_nodes(node).issuperset(given) for node in output)
+    return TransposedBackward(graph_module, captured_tensors, len(seeds), traced.constant_results, complete)
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TracedBackward:
     """The graph, without in-place operators, of a ``backward`` function, which maps gradients of results to gradients
     of inputs.
 
-    ``seeds``: the placeholders of the incoming gradients. ``held``: placeholder -> tensor, for the other tensors that
-    it reads. ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: for each node,
-    whether its value depends on the incoming gradients, and whether it is zero if they are.
-    """
+    ``seeds``: the placeholders of the incoming gradients. ``captured_tensors``: placeholder -> tensor, for the other
+    tensors that it reads. ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: for
+    each node, whether its value depends on the incoming gradients, and whether it is zero if they are."""
 
     graph: fx.Graph
     seeds: list[fx.Node]
-    held: Mapping[fx.Node, Tensor]
+    captured_tensors: Mapping[fx.Node, Tensor]
     results: Sequence[fx.Node | None]
     parts: Mapping[fx.Node, AffinePart]
 
     @classmethod
-    def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
+    def trace(cls, backward: Backward, seeds: Sequence[Tensor]) -> _TracedBackward:
         """Return the graph of the function ``backward``. ``seeds``: tensors of the shapes and dtypes of the incoming
         gradients. Raise :class:`NotAffine` if ``backward`` reads values of tensors as numbers, has side effects, or is
         not a linear function of the gradients plus a part that does not depend on them."""
@@ -116,19 +115,19 @@ class _Traced:
         graph = module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         given, read = placeholders[: len(seeds)], placeholders[len(seeds) :]
-        held = dict(zip(read, tensors, strict=True))
+        captured_tensors = dict(zip(read, tensors, strict=True))
         _check_effects(graph, given)
         for node in graph.nodes:
             if node.target is aten.detach.default:  # a first derivative goes through it
                 node.replace_all_uses_with(node.args[0])
-        without_shape_reads(graph)
+        replace_shape_reads(graph)
         drop_unused(graph)
-        zeros = [n for n, tensor in held.items() if _is_zero(tensor)]
+        zeros = [n for n, tensor in captured_tensors.items() if _is_zero(tensor)]
         results: Any = graph.output_node().args[0]
-        return cls(graph, given, held, results, parts_of(graph, given, zeros))
+        return cls(graph, given, captured_tensors, results, find_affine_parts(graph, given, zeros))
 
     @property
-    def constant(self) -> tuple[int, ...]:
+    def constant_results(self) -> tuple[int, ...]:
         """Return the indices, among the gradients that the traced ``backward`` function returns, of those that have
         a part which does not depend on the incoming gradients."""
         return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
@@ -136,12 +135,12 @@ class _Traced:
     def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
         """Multiply ``changes``, one tensor for each input of a function, by the transpose of the matrix ``B`` of its
         ``backward``, which computes ``backward(g) = B g + c``. Return a list of the products, one for each result of
-        the function; then, for each index in :attr:`constant`, the part ``c`` of the gradient of this input.
+        the function; then, for each index in :attr:`constant_results`, the part ``c`` of the gradient of this input.
 
         ``seeds``: tensors of the shapes and dtypes of the incoming gradients ``g``.
         """
         grads = [g.detach().requires_grad_() for g in seeds]
-        env: dict[fx.Node, Any] = {**self.held, **dict(zip(self.seeds, grads, strict=True))}
+        env: dict[fx.Node, Any] = {**self.captured_tensors, **dict(zip(self.seeds, grads, strict=True))}
         for node in self.graph.nodes:
             if node.op == "call_function":
                 with torch.set_grad_enabled(self.parts[node].depends):
@@ -155,11 +154,11 @@ class _Traced:
             except (RuntimeError, NotImplementedError) as error:
                 raise NotAffine(f"cannot be transposed ({error})", "write it with plain operators") from error
         linear = [_make_zeros_like(g) if m is None else m for g, m in zip(grads, moved, strict=True)]
-        start = _AtZero(self.parts, env)
-        return [*linear, *(start.value(self.results[i]) for i in self.constant)]
+        start = _ZeroGradientValues(self.parts, env)
+        return [*linear, *(start.get_value(self.results[i]) for i in self.constant_results)]
 
 
-def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Traced) -> None:
+def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _TracedBackward) -> None:
     """Raise :class:`NotAffine` if ``backward`` computes something else for a gradient ``None`` than for a gradient of
     zero.
 
@@ -171,44 +170,44 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
         raise NotAffine("gets None for some of several gradients", _MATERIALIZE)
     for given in itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in numbers[1:]):
 
-        def partly(*grads: Tensor, given: Sequence[int] = given) -> Sequence[Tensor | None]:
+        def is_partly_none(*grads: Tensor, given: Sequence[int] = given) -> Sequence[Tensor | None]:
             by_place = dict(zip(given, grads, strict=True))
             return backward(*(by_place.get(k) for k in numbers))
 
         try:
-            part = _Traced.of(partly, [seeds[k] for k in given])
+            part = _TracedBackward.trace(is_partly_none, [seeds[k] for k in given])
         except NotAffine:
             raise
         except Exception:  # the model's own: no step has None there
             continue
-        names = _Expressions()
+        names = _ExpressionNumbers()
         zeros = [n for k, n in enumerate(whole.seeds) if k not in given]
-        if names.of(part, given, ()) != names.of(whole, numbers, zeros):
+        if names.number_results(part, given, ()) != names.number_results(whole, numbers, zeros):
             raise NotAffine("treats gradients that are None differently from zero", _MATERIALIZE)
 
 
-class _Expressions:
+class _ExpressionNumbers:
     """Gives the values of graph nodes integer identifiers, which are equal for values that equal operators compute from
     equal operands. ``numbers``: key of a computation -> its identifier."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
 
-    def of(self, traced: _Traced, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
+    def number_results(self, traced: _TracedBackward, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
         """Return a list with an identifier for each result of ``traced``, the graph of a ``backward`` function.
         Identifiers are equal for equal computations; ``None`` stands for a result of zero.
 
         ``names``: an integer for each incoming gradient, in order, that identifies it. ``zeros``: placeholders of
         incoming gradients that are assumed to be zero.
         """
-        held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
-        parts = parts_of(traced.graph, zeros, held_zero)
-        env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.held.items()}
+        held_zero = [n for n, tensor in traced.captured_tensors.items() if _is_zero(tensor)]
+        parts = find_affine_parts(traced.graph, zeros, held_zero)
+        env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.captured_tensors.items()}
         env |= {n: ("gradient", name) for n, name in zip(traced.seeds, names, strict=True)}
         for node in traced.graph.nodes:
             if node.op == "output":
                 continue
-            other = _other_addend(node, parts)
+            other = _find_other_addend(node, parts)
             if parts[node].zero:
                 env[node] = None
             elif other is not None:
@@ -221,7 +220,7 @@ class _Expressions:
         return [None if n is None else env[n] for n in traced.results]
 
 
-class _AtZero:
+class _ZeroGradientValues:
     """Computes the values that nodes in the graph of a ``backward`` function have if all incoming gradients are zero.
 
     ``parts``: for each node, whether its value depends on the incoming gradients, and whether it is zero if they are.
@@ -233,7 +232,7 @@ class _AtZero:
         self.parts = parts
         self.known = {n: value for n, value in env.items() if not parts[n].depends}
 
-    def value(self, node: fx.Node | None) -> Any:
+    def get_value(self, node: fx.Node | None) -> Any:
         """Return the value that ``node``, a node of the graph of a ``backward`` function, has if all incoming gradients
         are zero. ``node`` must not be ``None``."""
         assert node is not None
@@ -250,20 +249,20 @@ class _AtZero:
         """Run the operator ``node`` of the graph of a ``backward`` function on the values that its operands have if all
         incoming gradients are zero, and return its value. A sum whose other operand is then zero is not run; the value
         of its remaining operand is returned."""
-        other = _other_addend(node, self.parts)
+        other = _find_other_addend(node, self.parts)
         if other is not None:
-            return self.value(other)
+            return self.get_value(other)
         with torch.no_grad():
-            return _run_node_target(node, self.value)
+            return _run_node_target(node, self.get_value)
 
 
-def _is_known(tensor: Tensor) -> bool:
+def _has_values(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has real values: it is neither fake nor on the meta device."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def _is_number(tensor: Tensor) -> bool:
-    return _is_known(tensor) and tensor.dim() == 0
+    return _has_values(tensor) and tensor.dim() == 0
 
 
 def _read_tensor_numbers(tensor: Tensor) -> Any:
@@ -273,7 +272,7 @@ def _read_tensor_numbers(tensor: Tensor) -> Any:
 
 def _is_zero(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has real values and all of them are zero."""
-    if not _is_known(tensor):
+    if not _has_values(tensor):
         return False
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return not tensor.any()
@@ -283,7 +282,7 @@ def _make_zeros_like(value: Tensor) -> Tensor:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
-def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
+def _find_other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
     """Return the operand that is equal to the sum ``node`` if the incoming gradients of a ``backward`` function are
     zero, because the other operand is then zero. Return ``None`` if ``node`` is no such sum, or if the operand has
     another shape or dtype than the sum.
@@ -326,16 +325,18 @@ def _trace_functional_graph(
     tensors = {name: tensor for name, tensor in read.items() if name not in numbers}
 
     def run(*given: Tensor) -> Any:
-        held = dict(zip(tensors, given[len(arguments) :], strict=True))
-        held |= {name: torch.full((), value, dtype=dtype) for name, (value, dtype) in numbers.items()}
-        return _KeepingValues(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
+        captured_tensors = dict(zip(tensors, given[len(arguments) :], strict=True))
+        captured_tensors |= {name: torch.full((), value, dtype=dtype) for name, (value, dtype) in numbers.items()}
+        return _ConstantInterpreter(raw, captured_tensors).run(*given[: len(arguments)], enable_io_processing=False)
 
     functional = torch.func.functionalize(run, remove="mutations")
-    return make_fx(functional, _spelled_out(), tracing_mode="real")(*arguments, *tensors.values()), [*tensors.values()]
+    return make_fx(functional, _list_backward_decompositions(), tracing_mode="real")(*arguments, *tensors.values()), [
+        *tensors.values()
+    ]
 
 
 @cache
-def _spelled_out() -> dict[Any, Callable[..., Any]]:
+def _list_backward_decompositions() -> dict[Any, Callable[..., Any]]:
     """Return a dict: backward operator -> decomposition, a function that computes it with simpler operators. It has
     each backward operator that torch can decompose and that has no sharding rule, and ``convolution_backward``."""
     known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
@@ -356,16 +357,15 @@ class ConvolutionGeometry(NamedTuple):
     groups: int
 
 
-def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *how: Any) -> Any:
+def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *options: Any) -> Any:
     """Decompose ``convolution_backward`` into a convolution that does not read the input, if only the gradient of the
     input is wanted. Return (gradient of the input, ``None``, ``None``), or ``NotImplemented`` if other gradients are
     wanted too.
 
     ``grad``: the gradient of the convolution's result. ``x``, ``weight``: its operands. ``bias_sizes``: the shape of
-    its bias, or ``None``. ``how``: stride, padding, dilation, whether the convolution is transposed, output padding,
-    number of groups, and three booleans: whether the gradients of input, weight and bias are wanted.
-    """
-    *geometry, output_mask = how
+    its bias, or ``None``. ``options``: stride, padding, dilation, whether the convolution is transposed, output
+    padding, number of groups, and three booleans: whether the gradients of input, weight and bias are wanted."""
+    *geometry, output_mask = options
     if list(output_mask) != [True, False, False]:
         return NotImplemented
     stride, padding, dilation, transposed, _, groups = ConvolutionGeometry(*geometry)
@@ -377,13 +377,13 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
     return made, None, None
 
 
-class _KeepingValues(fx.Interpreter):
+class _ConstantInterpreter(fx.Interpreter):
     """Runs a graph, ``module``, in which constants (``get_attr`` nodes) are read from the dict ``held``, name ->
     tensor, instead of from the module."""
 
-    def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: fx.GraphModule, captured_tensors: Mapping[str, Tensor]) -> None:
         super().__init__(module)
-        self.held = held
+        self.held = captured_tensors
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.held[target]
@@ -422,12 +422,12 @@ _SHAPE_ALONE = frozenset(
 )
 
 
-def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
-    """Remove the first ``num_seeds`` placeholders from ``made``, in place; they are the incoming gradients of a
-    ``backward`` function whose transpose is ``made``. The transpose does not read their values if the function is
-    linear in them. Raise :class:`NotAffine` if it does. Operators that read only their shape are changed to read zeros.
-    """
-    graph = made.graph
+def _drop_seeds(graph_module: fx.GraphModule, num_seeds: int) -> None:
+    """Remove the first ``num_seeds`` placeholders from ``graph_module``, in place; they are the incoming gradients of a
+    ``backward`` function whose transpose is ``graph_module``. The transpose does not read their values if the function
+    is linear in them. Raise :class:`NotAffine` if it does. Operators that read only their shape are changed to read
+    zeros."""
+    graph = graph_module.graph
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SHAPE_ALONE:
             value = node.args[1].meta["val"]
@@ -440,10 +440,10 @@ def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
             raise NotAffine(NOT_LINEAR.format(f"the derivative of {user.target}"))
         graph.erase_node(seed)
     graph.set_codegen(fx.graph.CodeGen())
-    made.recompile()
+    graph_module.recompile()
 
 
-def _read_by(node: fx.Node) -> set[fx.Node]:
+def _collect_read_nodes(node: fx.Node) -> set[fx.Node]:
     """Return all nodes that ``node`` depends on, including itself."""
     seen = {node}
     waiting = [node]

@@ -30,7 +30,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _STARTED = 19  # of the fields behind the name in a process's stat
 
 
-def this_process() -> str:
+def identify_process() -> str:
     """Return a text that identifies this process among all processes of all hosts; empty if the system does not allow
     it.
 
@@ -43,7 +43,7 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Return whether ``process``, a text from :func:`this_process`, names a process of this host that has certainly
+    """Return whether ``process``, a text from :func:`identify_process`, names a process of this host that has certainly
     ended.
 
     Return ``False`` if it still runs, if it is on another host, or if its state cannot be determined.
@@ -59,8 +59,8 @@ def has_ended(process: str) -> bool:
         return False
 
 
-def is_here(process: str) -> bool:
-    """Return whether ``process``, a text from :func:`this_process`, names a process of this host, so that
+def is_on_this_host(process: str) -> bool:
+    """Return whether ``process``, a text from :func:`identify_process`, names a process of this host, so that
     :func:`has_ended` can detect its end.
     """
     try:
@@ -87,10 +87,12 @@ def _read_start_ticks(pid: int) -> int:
 MANIFEST = "manifest.json"
 
 OWN = r"manifest\.json|training\.pt|\.metadata|__\d+_\d+\.distcp"  # the files of a checkpoint
-_LEFT = re.compile(r"[0-9a-f]{15}\.(partial|failed)|old|(.*\.)?deleted")  # behind ``.name.``: not ``.name.v2.old``
+_LEFTOVER_NAMES = re.compile(
+    r"[0-9a-f]{15}\.(partial|failed)|old|(.*\.)?deleted"
+)  # behind ``.name.``: not ``.name.v2.old``
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.25
-_QUIET_S = 10.0  # after which nobody writes on, of whom nothing else is known
-_LOOK_S = 2.0  # between two looks at who writes
+_SILENCE_S = 10.0  # after which nobody writes on, of whom nothing else is known
+_POLL_S = 2.0  # between two looks at who writes
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,10 @@ class CheckpointTarget:
     def is_complete(self) -> bool:
         return read_manifest(self.final).get("token") == self.token
 
-    def record(self, rank: int) -> Path:
+    def get_record_path(self, rank: int) -> Path:
         return self.partial / f".record-{rank}"
 
-    def writer(self, rank: int) -> Path:
+    def get_writer_path(self, rank: int) -> Path:
         return self.partial / f".writer-{rank}"
 
     def begin(self, rank: int) -> None:
@@ -137,7 +139,7 @@ class CheckpointTarget:
         part of the checkpoint that belongs to ``rank``.
         """
         self.partial.mkdir(parents=True, exist_ok=True)
-        self.writer(rank).write_text(this_process())  # lost with the host, and of no use then
+        self.get_writer_path(rank).write_text(identify_process())  # lost with the host, and of no use then
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Write ``error``, with which ``rank`` has failed, to the file :attr:`failed`, which the other ranks look for.
@@ -154,7 +156,7 @@ class CheckpointTarget:
         if self.failed.exists():
             with contextlib.suppress(OSError):
                 told = self.failed.read_text()
-                raise CheckpointError.of_another(f"the checkpoint {self.final} was not written: {told}")
+                raise CheckpointError.from_other_rank(f"the checkpoint {self.final} was not written: {told}")
 
     def wait_for_records(self, world_size: int, timeout: float) -> list[Path]:
         """Wait until all ranks have written their parts of the checkpoint. Return the paths of the files in which they
@@ -163,14 +165,14 @@ class CheckpointTarget:
         Raise :class:`CheckpointError` if a rank reports a failure, if the process of a rank on this host ends before it
         has written its part, or after ``timeout`` seconds. ``world_size``: number of ranks.
         """
-        records = [self.record(rank) for rank in range(world_size)]
-        missing, next_look = list(records), time.monotonic() + _LOOK_S
+        records = [self.get_record_path(rank) for rank in range(world_size)]
+        missing, next_look = list(records), time.monotonic() + _POLL_S
         for _ in _poll_with_backoff(timeout):
             self.check()
             gone = list[Path]()
             if time.monotonic() >= next_look:  # less often than at the records: there may be thousands
                 gone = [r for r in missing if self._is_gone(r)]
-                next_look = time.monotonic() + _LOOK_S
+                next_look = time.monotonic() + _POLL_S
             missing = [r for r in missing if not r.exists()]
             if not missing:
                 return records
@@ -186,11 +188,10 @@ class CheckpointTarget:
         )
 
     def _is_gone(self, record: Path) -> bool:
-        """Return whether the process that has to write the file ``record`` has certainly ended. With this file a rank
-        confirms that its part of the checkpoint is written.
-        """
+        """Return whether the process that has to write the file ``get_record_path`` has certainly ended. With this file
+        a rank confirms that its part of the checkpoint is written."""
         with contextlib.suppress(OSError):
-            return has_ended(self.writer(int(record.name.removeprefix(".record-"))).read_text())
+            return has_ended(self.get_writer_path(int(record.name.removeprefix(".record-"))).read_text())
         return False
 
     def wait_until_complete(self, timeout: float) -> None:
@@ -215,11 +216,11 @@ class CheckpointTarget:
             remove_path_atomically(self.old)
             os.rename(self.final, self.old)
         os.rename(self.partial, self.final)
-        self._keep_others()
+        self._move_foreign_files()
         sync_folder(self.final.parent)
         remove_path_atomically(self.old)
 
-    def _keep_others(self) -> None:
+    def _move_foreign_files(self) -> None:
         """Move files that do not belong to a checkpoint, such as the user's notes, from the folder of the replaced
         checkpoint into that of the new one, before the former is removed. A file whose name exists in the new folder is
         not moved."""
@@ -247,10 +248,10 @@ class CheckpointTarget:
         self.check_place()
         self.final.parent.mkdir(parents=True, exist_ok=True)
         restore_replaced_checkpoint(self.final)
-        self._keep_others()
+        self._move_foreign_files()
         prefix = f".{self.final.name}."
         for path in self.final.parent.glob(f"{prefix}*"):
-            if _LEFT.fullmatch(path.name.removeprefix(prefix)) and self.token not in path.name:
+            if _LEFTOVER_NAMES.fullmatch(path.name.removeprefix(prefix)) and self.token not in path.name:
                 remove_path_atomically(path)
 
 
@@ -276,13 +277,13 @@ def wait_for_writers(directory: Path, timeout: float) -> None:
     writing: list[Path] = []
     for _ in _poll_with_backoff(timeout):
         found = [*directory.parent.glob(f".{directory.name}.*.partial"), *directory.glob(".*.partial")]
-        writing = [folder for folder in found if _is_written(folder, changed)]
+        writing = [folder for folder in found if _is_being_written(folder, changed)]
         if not writing:
             return
     raise CheckpointError(f"{directory} cannot be loaded: {writing[0]} has been written there for {timeout:g} s")
 
 
-def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
+def _is_being_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
     """Return whether some process is still writing the unfinished checkpoint ``folder``.
 
     Rank 0 completes a checkpoint, so its process decides. If that process is on another host, the folder counts as
@@ -302,7 +303,7 @@ def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
     now = time.monotonic()
     seen, since = changed.get(folder, (None, now))
     changed[folder] = looks, since if seen == looks else now
-    return is_here(writer) or now - changed[folder][1] < _QUIET_S
+    return is_on_this_host(writer) or now - changed[folder][1] < _SILENCE_S
 
 
 def remove_path_atomically(path: Path) -> None:

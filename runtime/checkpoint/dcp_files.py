@@ -67,7 +67,7 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Writt
     if not pieces:
         return Written()
     content = {MetadataIndex(p.key, p.offsets): p for p in pieces}
-    items = [_write_item(index, piece) for index, piece in content.items()]
+    items = [_make_write_item(index, piece) for index, piece in content.items()]
     writer, disk = FileSystemWriter(folder), _HashingFileSystem()
     if any(is_mapped(piece.tensor) for piece in pieces):
         writer.per_thread_copy_ahead = 0  # what is on disk comes one after another
@@ -189,9 +189,9 @@ _PLAIN_CLASSES = {
 }
 
 
-def load_plain_pickle(content: bytes, what: str) -> Any:
-    """Return the descriptions of tensors that are pickled in ``content``. ``what``: a name of ``content`` for the error
-    message.
+def load_plain_pickle(content: bytes, label: str) -> Any:
+    """Return the descriptions of tensors that are pickled in ``content``. ``label``: a name of ``content`` for the
+    error message.
 
     Raise :class:`DamagedCheckpointError` if ``content`` is damaged, or has a class or function that does not belong to
     descriptions of tensors; such a function is not called.
@@ -200,7 +200,7 @@ def load_plain_pickle(content: bytes, what: str) -> Any:
         return _PlainUnpickler(io.BytesIO(content)).load()
     except Exception as error:  # of damaged pickles any
         raise DamagedCheckpointError(
-            f"{what} cannot be read: {type(error).__name__}: {error}; load another checkpoint"
+            f"{label} cannot be read: {type(error).__name__}: {error}; load another checkpoint"
         ) from None
 
 
@@ -243,7 +243,7 @@ def _find_metadata_problem(metadata: Metadata) -> str:
     return ""
 
 
-def _write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
+def _make_write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
     """Return the write request for ``piece``, a rectangular part of a tensor, as ``torch.distributed.checkpoint`` needs
     it. ``index``: the tensor's name in the checkpoint and the offsets of the part.
     """

@@ -19,7 +19,7 @@ class FileSum:
     sha256: str
 
 
-def sum_of(path: Path) -> FileSum:
+def compute_file_sum(path: Path) -> FileSum:
     """Read the file ``path``, and return its length and SHA-256. Raise ``OSError`` if it cannot be read."""
     digest, nbytes = hashlib.sha256(), 0
     with path.open("rb") as file:

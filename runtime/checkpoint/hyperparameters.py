@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.runtime.checkpoint.training_state import Optimizers, is_equal_data, optimizers_of
+from partitioner.runtime.checkpoint.training_state import Optimizers, is_equal_data, list_optimizers
 from partitioner.runtime.errors import CheckpointError
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.state.parameters import model_names
+from partitioner.runtime.state.parameters import list_model_names
 
 _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 
@@ -31,7 +31,7 @@ def describe_optimizers(
     ``parameters``: name in the program -> parameter of this rank. An item is ``None`` if this rank has no such
     optimizer. The result is ``None`` if there is no optimizer at all.
     """
-    optimizers = optimizers_of(given)
+    optimizers = list_optimizers(given)
     return (
         [None if o is None else _describe_optimizer(o, parameters, program) for o in optimizers] if optimizers else None
     )
@@ -58,16 +58,15 @@ def _describe_optimizer(
     }
 
 
-def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
+def merge_rank_descriptions(rank_descriptions: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
     """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`, and return the
     combined description.
 
     A description of an optimizer is a dict with its class name, the names of its hyperparameters, and its parameter
-    groups with their hyperparameters. ``of_ranks``: for each rank, its list of descriptions (one for each optimizer) or
-    ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list of them
-    for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers.
-    """
-    found = [d for d in of_ranks if d is not None]
+    groups with their hyperparameters. ``rank_descriptions``: for each rank, its list of descriptions (one for each
+    optimizer) or ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a
+    list of them for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers."""
+    found = [d for d in rank_descriptions if d is not None]
     if len({len(d) for d in found}) > 1:
         raise CheckpointError(
             f"ranks have {' and '.join(sorted({str(len(d)) for d in found}))} optimizers: expected the same number on "
@@ -77,19 +76,19 @@ def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None
     return several if len(several) > 1 else (several or [None])[0]
 
 
-def _merge_descriptions(described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return one description of an optimizer, a dict like those in ``described`` but with the parameter groups of all
-    ranks; ``None`` if no rank has the optimizer.
+def _merge_descriptions(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return one description of an optimizer, a dict like those in ``descriptions`` but with the parameter groups of
+    all ranks; ``None`` if no rank has the optimizer.
 
-    ``described``: for each rank that has it, a dict with its class name, defaults and parameter groups.
+    ``descriptions``: for each rank that has it, a dict with its class name, defaults and parameter groups.
     """
-    if not described:
+    if not descriptions:
         return None
-    groups = {tuple(g["names"]): g for d in reversed(described) for g in reversed(d["groups"])}
-    return {**described[0], "groups": list(reversed(groups.values()))}
+    groups = {tuple(g["names"]): g for d in reversed(descriptions) for g in reversed(d["groups"])}
+    return {**descriptions[0], "groups": list(reversed(groups.values()))}
 
 
-def values_of(
+def match_by_names(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program, saved: Any
 ) -> list[list[Mapping[str, Any]]]:
     """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by parameter
@@ -101,7 +100,7 @@ def values_of(
     optimizer, a list of optimizers, or ``None``. ``parameters``: name in ``program`` -> parameter of this rank.
     ``program``: the program, which knows the model's names of its parameters.
     """
-    optimizers, kept = optimizers_of(given), [saved] if isinstance(saved, Mapping) else list(saved)
+    optimizers, kept = list_optimizers(given), [saved] if isinstance(saved, Mapping) else list(saved)
     if len(optimizers) != len(kept):
         raise CheckpointError(
             f"the checkpoint has the state of {len(kept)} optimizers ({', '.join(_get_saved_kind(k) for k in kept)}), "
@@ -131,7 +130,7 @@ def values_of(
             found[-1] = [{}] * len(optimizer.param_groups)
             continue
         check_kind(optimizer, held)
-        found[-1] = given_back(optimizer, parameters, program, held)
+        found[-1] = match_saved_groups(optimizer, parameters, program, held)
     return found
 
 
@@ -154,7 +153,7 @@ def check_kind(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
         )
 
 
-def given_back(
+def match_saved_groups(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     program: Program,
@@ -194,14 +193,14 @@ def given_back(
     return result
 
 
-def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mapping[str, Any]]]:
+def match_by_position(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mapping[str, Any]]]:
     """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by position.
 
     This is for checkpoints without parameter names. ``groups``: for each optimizer, the saved dicts of its groups; if
     ``None``, each group gets an empty dict. Raise :class:`CheckpointError` if the numbers of optimizers or groups
     differ. ``given``: one optimizer, a list of optimizers, or ``None``.
     """
-    optimizers = optimizers_of(given)
+    optimizers = list_optimizers(given)
     if groups is None:
         return [[{}] * (0 if o is None else len(o.param_groups)) for o in optimizers]
     of_each = [(len(o.param_groups) if o is not None else 0, kept) for o, kept in zip(optimizers, groups, strict=False)]
@@ -215,11 +214,10 @@ def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mappi
     return [list(kept or ()) for kept in groups]
 
 
-def set_hyperparameters(given: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Set the hyperparameters of the optimizers ``given`` (one, a list, or ``None``): ``values[i][k]`` (name -> value)
-    is for group ``k`` of optimizer ``i``.
-    """
-    for optimizer, of_groups in zip(optimizers_of(given), values, strict=True):
+def set_hyperparameters(optimizers: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Set the hyperparameters of the optimizers ``optimizers`` (one, a list, or ``None``): ``values[i][k]`` (name ->
+    value) is for group ``k`` of optimizer ``i``."""
+    for optimizer, of_groups in zip(list_optimizers(optimizers), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
             for key, value in saved.items():
                 if isinstance(group.get(key), Tensor):
@@ -236,5 +234,5 @@ def _name_group_parameters(
     ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's
     names of its parameters.
     """
-    names = {id(p): model_names(name, program.states[name]) for name, p in parameters.items()}
+    names = {id(p): list_model_names(name, program.states[name]) for name, p in parameters.items()}
     return [[n for p in group["params"] for n in names.get(id(p), ())] for group in optimizer.param_groups]

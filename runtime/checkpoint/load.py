@@ -17,9 +17,15 @@ from partitioner.passes.capture.wrappers import match_state_names
 from partitioner.passes.errors import PartitionError
 from partitioner.runtime.checkpoint import hyperparameters
 from partitioner.runtime.checkpoint.atomic_folder import MANIFEST, read_manifest
-from partitioner.runtime.checkpoint.file_sums import FileSum, sum_of
-from partitioner.runtime.checkpoint.save import FORMAT, MODEL, TRAINING, saved_states
-from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, make_scalar_piece, whole_piece
+from partitioner.runtime.checkpoint.file_sums import FileSum, compute_file_sum
+from partitioner.runtime.checkpoint.save import FORMAT, MODEL, TRAINING, list_saved_states
+from partitioner.runtime.checkpoint.shards import (
+    ShardPiece,
+    find_rank_shard,
+    list_shard_pieces,
+    make_scalar_piece,
+    make_whole_piece,
+)
 from partitioner.runtime.checkpoint.training_state import (
     STATE,
     OptimizerState,
@@ -27,11 +33,11 @@ from partitioner.runtime.checkpoint.training_state import (
     find_wrong_state,
     unpack_plain_data,
 )
-from partitioner.runtime.comm.group import Communicator, all_ranks
+from partitioner.runtime.comm.group import Communicator, get_world_group
 from partitioner.runtime.errors import CheckpointError, DamagedCheckpointError
 from partitioner.runtime.files import is_file_name
 from partitioner.runtime.program.program import RankProgram
-from partitioner.runtime.state.parameters import names_read
+from partitioner.runtime.state.parameters import list_names_read
 
 if TYPE_CHECKING:
     from partitioner.runtime.checkpoint.dcp_files import ShardReader
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 LATEST = "latest"
 
 STEP = "step-"
-_SHOWN = 5
+_MAX_LISTED = 5
 _LONGEST = 60  # characters of a value in a message
 _TOKEN = re.compile("[0-9a-f]{1,15}", re.ASCII)
 _FAILURES = (CheckpointError, DamagedCheckpointError)  # by what a rank tells the others, from 1 on; 0: it is well
@@ -98,12 +104,16 @@ def find_checkpoint(directory: Path) -> CheckpointMatch:
             if manifest.get("format") != FORMAT:
                 raise CheckpointError(f"{folder} has format {manifest.get('format')}; this version reads {FORMAT}")
             if wrong := _find_wrong_field(manifest):
-                raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: {wrong}{_other_than(folder)}")
+                raise DamagedCheckpointError(
+                    f"{folder / MANIFEST} is damaged: {wrong}{_suggest_other_checkpoint(folder)}"
+                )
             return CheckpointMatch(folder, manifest)
         if (folder / MANIFEST).exists():
-            raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: it is not JSON{_other_than(folder)}")
+            raise DamagedCheckpointError(
+                f"{folder / MANIFEST} is damaged: it is not JSON{_suggest_other_checkpoint(folder)}"
+            )
     what = "is incomplete" if directory.exists() else "does not exist"
-    raise CheckpointError(f"{directory} {what}: it has no {MANIFEST}{_other_than(directory)}")
+    raise CheckpointError(f"{directory} {what}: it has no {MANIFEST}{_suggest_other_checkpoint(directory)}")
 
 
 def _find_wrong_field(manifest: Mapping[str, Any]) -> str:
@@ -119,20 +129,20 @@ def _find_wrong_field(manifest: Mapping[str, Any]) -> str:
     return ""
 
 
-def complete_in(root: Path) -> list[CheckpointMatch]:
+def list_complete_checkpoints(root: Path) -> list[CheckpointMatch]:
     """Return the complete checkpoints in the folder ``root``, in ascending order of training steps."""
     found = [CheckpointMatch(p, m) for p in root.glob(f"{STEP}*") if not _find_wrong_field(m := read_manifest(p))]
     return sorted(found, key=lambda f: (f.steps, f.folder.name))
 
 
-def to_go_on_from(root: Path) -> list[CheckpointMatch]:
+def list_resumable_checkpoints(root: Path) -> list[CheckpointMatch]:
     """Return the complete checkpoints in the folder ``root``, in the order in which they should be tried for resuming.
 
     Checkpoints with more steps come first. Exception: if training was resumed from an earlier checkpoint, those that it
     had written after that one come last. Such a checkpoint has more steps than the checkpoint that the file ``latest``
     names, and is older than the file ``latest``.
     """
-    found = complete_in(root)[::-1]
+    found = list_complete_checkpoints(root)[::-1]
     named = root / LATEST
     try:
         latest = next(f for f in found if f.folder.name == named.read_text().strip())
@@ -143,16 +153,18 @@ def to_go_on_from(root: Path) -> list[CheckpointMatch]:
     return [f for f in found if f not in left] + left
 
 
-def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
+def find_on_all_ranks(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
     """Return the checkpoint at ``directory``, or the latest one in it. All ranks call this.
 
     Raise :class:`CheckpointError` on all ranks if any rank finds none. ``rank``: the program of this rank.
     ``communicator``: connects this rank with the others.
     """
-    return _run_collectively(communicator, rank, lambda: find_checkpoint(directory))
+    return _run_on_all_ranks(communicator, rank, lambda: find_checkpoint(directory))
 
 
-def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator) -> None:
+def check_equal_on_ranks(
+    root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator
+) -> None:
     """Raise :class:`CheckpointError` on all ranks if ranks see different checkpoints in the folder ``root``. All ranks
     call this.
 
@@ -193,30 +205,30 @@ def load_checkpoint(
     """
     _require_same_checkpoint(found, rank, communicator)
     if verify:
-        _run_collectively(communicator, rank, lambda: _check_files(found, rank))
-    reader = _run_collectively(communicator, rank, lambda: _open_shard_reader(found.folder), found)
+        _run_on_all_ranks(communicator, rank, lambda: _check_files(found, rank))
+    reader = _run_on_all_ranks(communicator, rank, lambda: _open_shard_reader(found.folder), found)
     if rank.rank == 0:
-        _warn_of_others(found.folder, reader, rank)
-    training = _run_collectively(communicator, rank, lambda: _read_training(found), found)
-    extras = _run_collectively(communicator, rank, lambda: _select_extra_states(found, training, rank, extra), found)
-    groups = _run_collectively(
+        _warn_of_other_tensors(found.folder, reader, rank)
+    training = _run_on_all_ranks(communicator, rank, lambda: _read_training(found), found)
+    extras = _run_on_all_ranks(communicator, rank, lambda: _select_extra_states(found, training, rank, extra), found)
+    groups = _run_on_all_ranks(
         communicator, rank, lambda: _read_group_hyperparameters(training, rank, optimizer), found
     )
-    names, moments = _run_collectively(
+    names, moments = _run_on_all_ranks(
         communicator, rank, lambda: _match_saved_states(found, reader, rank, states, optimizer), found
     )
     held = [p for n, name in names.items() for p in _list_state_pieces(MODEL, rank, n, name, states[n])]
     for n, name in names.items():
         for key, tensor in moments.get(n, {}).items():
-            if optimizer is not None and optimizer.of_own_shape(n, tensor):
-                held.append(whole_piece(STATE, name, tensor, f".{key}"))
+            if optimizer is not None and optimizer.has_other_shape(n, tensor):
+                held.append(make_whole_piece(STATE, name, tensor, f".{key}"))
             else:
                 held += _list_state_pieces(STATE, rank, n, name, tensor, f".{key}")
     with torch.no_grad():
-        _run_collectively(communicator, rank, lambda: reader.read(held), found)
+        _run_on_all_ranks(communicator, rank, lambda: reader.read(held), found)
     if optimizer is not None:
         for n in optimizer.parameters:
-            optimizer.take(n, moments.get(n, {}))
+            optimizer.replace(n, moments.get(n, {}))
         hyperparameters.set_hyperparameters(optimizer.optimizers, groups)
     return {**training, "extra": extras}
 
@@ -228,7 +240,9 @@ def _read_training(found: CheckpointMatch) -> dict[str, Any]:
     """
     training = unpack_plain_data((found.folder / TRAINING).read_bytes())
     if wrong := find_wrong_state(training):
-        raise DamagedCheckpointError(f"{found.folder / TRAINING} is damaged: {wrong}{_other_than(found.folder)}")
+        raise DamagedCheckpointError(
+            f"{found.folder / TRAINING} is damaged: {wrong}{_suggest_other_checkpoint(found.folder)}"
+        )
     return training
 
 
@@ -238,34 +252,35 @@ def _open_shard_reader(folder: Path) -> ShardReader:
     return ShardReader(folder)
 
 
-def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
+def _warn_of_other_tensors(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
     """Warn if the checkpoint in ``folder`` has tensors that the model of this rank's program, ``rank``, does not have,
     so that it may be of another model. ``reader``: reads tensors of the checkpoint.
     """
-    known = names_read(rank.program)
+    known = list_names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
     known |= match_state_names(saved, known).keys()
     if others := [name for name in saved if name not in known]:
-        more = ", ..." if len(others) > _SHOWN else ""
+        more = ", ..." if len(others) > _MAX_LISTED else ""
         warnings.warn(
             f"{folder} has {len(others)} tensors that the plan's model does not have "
-            f"({', '.join(others[:_SHOWN])}{more}); they are ignored. If the model should have them, load a checkpoint "
+            f"({', '.join(others[:_MAX_LISTED])}{more}); they are ignored. If the model should have them, "
+            "load a checkpoint "
             "of the same model",
             stacklevel=2,
         )
 
 
 def _select_extra_states(
-    found: CheckpointMatch, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]
+    found: CheckpointMatch, training: Mapping[str, Any], rank: RankProgram, requested: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the saved state of each object named in ``asked``, such as a data loader, for this rank.
+    """Return the saved state of each object named in ``requested``, such as a data loader, for this rank.
 
     ``training``: the saved data other than tensors. If the ranks had different states, this rank gets its own. Raise
     :class:`CheckpointError` if a state is missing, or if states differ between ranks and the mesh is not the one of the
     checkpoint. ``found``: the checkpoint. ``rank``: the program of this rank, with its mesh.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
-    for name in asked:
+    for name in requested:
         if name not in held:
             have = ", ".join(held) or "nothing"
             raise CheckpointError(f"{found.folder} holds no state of {name!r}; beside the weights it has {have}")
@@ -274,7 +289,7 @@ def _select_extra_states(
                 f"the state of {name!r} in {found.folder} differed between ranks, so it cannot be restored under "
                 f"another mesh; resume under {found.manifest['mesh']}, or leave it out of extra="
             )
-    return {name: of_ranks[name][rank.rank] if name in of_ranks else held[name] for name in asked}
+    return {name: of_ranks[name][rank.rank] if name in of_ranks else held[name] for name in requested}
 
 
 def _read_group_hyperparameters(
@@ -291,8 +306,8 @@ def _read_group_hyperparameters(
     saved = training.get("optimizer")
     if saved is None:  # none at all; or of a version that kept those of the first rank alone, by their place
         groups = training.get("groups")
-        return hyperparameters.by_place(optimizer.optimizers, None if groups is None else [groups])
-    return hyperparameters.values_of(optimizer.optimizers, optimizer.parameters, rank.program, saved)
+        return hyperparameters.match_by_position(optimizer.optimizers, None if groups is None else [groups])
+    return hyperparameters.match_by_names(optimizer.optimizers, optimizer.parameters, rank.program, saved)
 
 
 def _match_saved_states(
@@ -313,7 +328,7 @@ def _match_saved_states(
     names: dict[str, str] = {}
     wrong: list[str] = []
     spelt = _find_other_spellings(reader, rank)
-    for n in saved_states(rank.program):
+    for n in list_saved_states(rank.program):
         if n not in states:
             continue
         data = rank.program.states[n]
@@ -333,10 +348,10 @@ def _match_saved_states(
         if got != {shape}:
             wrong.append(f"{n}: expected shape {list(shape)}, got {list(got.pop())}")
     if wrong:
-        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        more = f"\n  and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
         raise CheckpointError(
             f"{found.folder} does not have the weights for which the plan was made:\n  "
-            + "\n  ".join(wrong[:_SHOWN])
+            + "\n  ".join(wrong[:_MAX_LISTED])
             + f"{more}\nLoad a checkpoint of the same model, or plan again for this one."
         )
     return names, {} if optimizer is None else _allocate_optimizer_state(found, reader, rank, names, optimizer)
@@ -349,7 +364,7 @@ def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, l
     """
     saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
     found: dict[str, list[str]] = {}
-    for other, name in match_state_names(saved, names_read(rank.program)).items():
+    for other, name in match_state_names(saved, list_names_read(rank.program)).items():
         found.setdefault(name, []).append(other)
     return found
 
@@ -379,8 +394,8 @@ def _allocate_optimizer_state(
             shape, device = (parameter.shape, parameter.device) if spec.size else ((), "cpu")
             if spec.size and spec.size != reader.tensors[f"{MODEL}{owner}"].size:
                 shape = spec.size
-            tensor = optimizer.room(n, key, shape, spec.properties.dtype, device)
-            if optimizer.of_own_shape(n, tensor):
+            tensor = optimizer.allocate(n, key, shape, spec.properties.dtype, device)
+            if optimizer.has_other_shape(n, tensor):
                 check_whole(rank, n, key, tensor)
             room.setdefault(n, {})[key] = tensor
     return room
@@ -398,7 +413,7 @@ def _list_state_pieces(
     data = rank.program.states[state]
     if data.shape and not tensor.dim():
         return [make_scalar_piece(prefix, saved_as, data, tensor, suffix)]
-    return list_shard_pieces(prefix, saved_as, data, held_by(rank.program, state, rank.rank), tensor, suffix)
+    return list_shard_pieces(prefix, saved_as, data, find_rank_shard(rank.program, state, rank.rank), tensor, suffix)
 
 
 def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
@@ -411,16 +426,18 @@ def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
     for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
         path = found.folder / name
         if not path.exists():
-            raise DamagedCheckpointError(f"{path} is missing: the checkpoint is incomplete{_other_than(found.folder)}")
-        got = sum_of(path)
+            raise DamagedCheckpointError(
+                f"{path} is missing: the checkpoint is incomplete{_suggest_other_checkpoint(found.folder)}"
+            )
+        got = compute_file_sum(path)
         if got != expected:
             told = "its SHA-256 is not the one in the manifest"
             if got.nbytes != expected.nbytes:
                 told = f"it has {got.nbytes} bytes, {expected.nbytes} were written"
-            raise DamagedCheckpointError(f"{path} is damaged: {told}{_other_than(found.folder)}")
+            raise DamagedCheckpointError(f"{path} is damaged: {told}{_suggest_other_checkpoint(found.folder)}")
 
 
-def _run_collectively(
+def _run_on_all_ranks(
     communicator: Communicator, rank: RankProgram, work: Callable[[], _T], reading: CheckpointMatch | None = None
 ) -> _T:
     """Call ``work`` on every rank, and return this rank's result once it has succeeded on all ranks. All ranks call
@@ -441,15 +458,17 @@ def _run_collectively(
         if reading is None or isinstance(caught, PartitionError):
             raise
         told = f"{type(caught).__name__}: {caught}"
-        error = DamagedCheckpointError(f"{reading.folder} cannot be read: {told}{_other_than(reading.folder)}")
+        error = DamagedCheckpointError(
+            f"{reading.folder} cannot be read: {told}{_suggest_other_checkpoint(reading.folder)}"
+        )
         error.__cause__ = caught
     failed = torch.zeros(rank.program.world_size, dtype=torch.int32, device=communicator.device)
     failed[rank.rank] = 0 if error is None else 1 + _FAILURES.index(type(error))
-    failures = all_ranks(communicator, rank.program.world_size).all_reduce(failed).wait().tolist()
+    failures = get_world_group(communicator, rank.program.world_size).all_reduce(failed).wait().tolist()
     if error is not None:
         raise error
     if worst := max(failures):
-        raise _FAILURES[worst - 1].of_another(
+        raise _FAILURES[worst - 1].from_other_rank(
             f"the checkpoint was not loaded: rank {failures.index(worst)} could not read it; its own error says why"
         )
     return result  # type: ignore[return-value]
@@ -474,7 +493,7 @@ def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communi
     with the others.
     """
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
-    high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
+    high, low = get_world_group(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
     return bool(high == -low)
 
 
@@ -490,15 +509,15 @@ def _list_candidate_folders(directory: Path) -> Sequence[Path]:
     latest = named.read_text(errors="replace").strip() if named.is_file() else ""
     if is_file_name(latest) and (directory / latest / MANIFEST).exists():
         return [directory / latest]
-    return [found.folder for found in complete_in(directory)[-1:]]
+    return [found.folder for found in list_complete_checkpoints(directory)[-1:]]
 
 
-def _other_than(folder: Path) -> str:
+def _suggest_other_checkpoint(folder: Path) -> str:
     """Return the end of an error message about the damaged checkpoint ``folder``: which other checkpoint in the same
     parent folder can be loaded instead, or that there is none.
     """
     folder = folder.absolute()
-    others = [f for f in complete_in(folder.parent) if f.folder.absolute() != folder]
+    others = [f for f in list_complete_checkpoints(folder.parent) if f.folder.absolute() != folder]
     before = [f for f in others if f.folder.name < folder.name] or others
     if not before:
         return "; there is no other checkpoint beside it"

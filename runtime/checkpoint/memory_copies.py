@@ -37,21 +37,21 @@ from torch import Tensor
 from partitioner.passes.ir.serialize import dtype_of
 from partitioner.runtime.checkpoint import hyperparameters
 from partitioner.runtime.checkpoint.atomic_folder import MANIFEST
-from partitioner.runtime.checkpoint.load import to_go_on_from
-from partitioner.runtime.checkpoint.ranks import Peers, assign_keepers, node_of
+from partitioner.runtime.checkpoint.load import list_resumable_checkpoints
+from partitioner.runtime.checkpoint.ranks import Peers, assign_backup_ranks, identify_node
 from partitioner.runtime.checkpoint.run_state import (
     CheckpointedEngine,
-    common_state,
-    go_on,
-    own_state,
-    own_tensors,
+    collect_common_state,
+    collect_rank_state,
+    list_rank_tensors,
+    restore_run,
     take_tensors,
 )
 from partitioner.runtime.checkpoint.training_state import (
     Optimizers,
     Stateful,
+    collect_random_state,
     pack_plain_data,
-    random_state,
     unpack_plain_data,
 )
 from partitioner.runtime.errors import CheckpointError
@@ -78,7 +78,7 @@ class SlotName(NamedTuple):
     step: int | None
 
     @classmethod
-    def of(cls, path: Path) -> Self | None:
+    def parse(cls, path: Path) -> Self | None:
         """Return the rank, the step and the identity in the name of the file ``path``; ``None`` if it is no file with
         an in-memory copy of a training state.
         """
@@ -88,12 +88,12 @@ class SlotName(NamedTuple):
         return cls(found[1], int(found[2]), None) if found else None
 
 
-def slots_in(folder: Path) -> Iterator[tuple[SlotName, Path]]:
+def iterate_slots(folder: Path) -> Iterator[tuple[SlotName, Path]]:
     """Yield (parsed name, path) of each file in ``folder`` with an in-memory copy of a training state, sorted by file
     name.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if name := SlotName.of(path):
+        if name := SlotName.parse(path):
             yield name, path
 
 
@@ -108,7 +108,7 @@ class SlotState(NamedTuple):
     tensors: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
+    def build(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
         """Return the contents of an in-memory copy. ``tensors``: this rank's tensors by name. ``run``: other state,
         such as counters, by name.
 
@@ -201,7 +201,7 @@ class CheckpointSlot:
             self.bytes = torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
 
 
-def content_of(path: Path) -> Tensor:
+def map_slot_file(path: Path) -> Tensor:
     """Map the file ``path``, which has an in-memory copy of a training state, into memory, and return its bytes as a
     uint8 tensor.
     """
@@ -263,12 +263,12 @@ class MemoryCopies:
         self.checkpoints = checkpoints
         self.engine = engine
         self.rank = engine.rank_program.rank
-        self.folder = folder_of(checkpoints, memory or SHARED_MEMORY)
+        self.folder = get_copies_folder(checkpoints, memory or SHARED_MEMORY)
         self._way = hashlib.sha256(engine.program.model_dump_json().encode()).hexdigest()
         self._peers = Peers(self.rank, engine.program.world_size)
-        self._peers.together(f"copies cannot be kept in {memory or SHARED_MEMORY}", self._make_folder)
-        self._nodes = self._peers.each(node_of(self.folder))
-        self._keepers = assign_keepers(self._nodes)
+        self._peers.run_on_all_ranks(f"copies cannot be kept in {memory or SHARED_MEMORY}", self._make_folder)
+        self._nodes = self._peers.gather_number(identify_node(self.folder))
+        self._keepers = assign_backup_ranks(self._nodes)
         self._sending: threading.Thread | None = None
         self._error: Exception | None = None
         self._reset_copies()
@@ -291,7 +291,7 @@ class MemoryCopies:
         """Return the bytes of memory that the copies of training states take on this rank's node; 0 before the first
         copy.
         """
-        return 2 * sum(self._room[1][r] for r in self._ranks_here()) if self._room[1] else 0
+        return 2 * sum(self._room[1][r] for r in self._list_stored_ranks()) if self._room[1] else 0
 
     def save(self, optimizer: Optimizers, extra: _Extra) -> None:
         """Copy the current training state into memory, and start to send it to a rank on another node, which keeps a
@@ -301,21 +301,21 @@ class MemoryCopies:
         another object whose state is copied, such as a data loader. Raise :class:`CheckpointError` on all ranks if this
         copy, or sending the previous one, has failed on a rank.
         """
-        state = self._peers.together(
+        state = self._peers.run_on_all_ranks(
             "the copy in memory was not made", lambda: self._collect_slot_state(optimizer, extra)
         )
         self._mark_copy_complete()
-        sizes = self._peers.each(state.nbytes)
+        sizes = self._peers.gather_number(state.nbytes)
         if self.step is not None and self.engine.steps <= self.step:
             self._reset_copies()  # the run was rewound: the existing copies are of steps that are repeated
         if not self._identity:
             self._begin_line()
         if not self._slots:
-            self._peers.together("copies cannot be kept", self._open_slots)
+            self._peers.run_on_all_ranks("copies cannot be kept", self._open_slots)
         if self._room != [sizes, sizes]:
             self._make_room(sizes)
         slot, self._written = self._find_free_slot(self.rank), self.engine.steps
-        self._peers.together("the copy in memory was not made", lambda: self._write_slot(slot, state))
+        self._peers.run_on_all_ranks("the copy in memory was not made", lambda: self._write_slot(slot, state))
         self._sending = threading.Thread(
             target=self._send_copies, args=(slot, self._written), name="copies", daemon=True
         )
@@ -327,7 +327,7 @@ class MemoryCopies:
 
         Raise :class:`CheckpointError` on all ranks if it failed on any.
         """
-        self._peers.together("the copy in memory was not made", self._join_sending_thread)
+        self._peers.run_on_all_ranks("the copy in memory was not made", self._join_sending_thread)
         self._mark_copy_complete()
 
     def restore(self, optimizer: Optimizers, extra: _Extra) -> int | None:
@@ -338,15 +338,15 @@ class MemoryCopies:
         warning) if the copies cannot be read. ``optimizer``: the optimizer of the engine's parameters, a list of
         several, or ``None``. ``extra``: name -> another object whose state is restored, such as a data loader.
         """
-        self._peers.together("the copy in memory was not made", self._join_sending_thread)
+        self._peers.run_on_all_ranks("the copy in memory was not made", self._join_sending_thread)
         self._reset_copies()
-        token, disk = self._peers.total(_read_current_line(self.checkpoints) if self.rank == 0 else [0, 0])
+        token, disk = self._peers.sum_numbers(_read_current_line(self.checkpoints) if self.rank == 0 else [0, 0])
         if not token:
             return None
-        identity = self._identity_of(token)
-        here = [n for n, _ in slots_in(self.folder) if n.identity == identity and n.step is not None]
+        identity = self._get_identity(token)
+        here = [n for n, _ in iterate_slots(self.folder) if n.identity == identity and n.step is not None]
         sizes = {n: (self.folder / f"{identity}.{n.rank}.{n.step}").stat().st_size for n in here}
-        told = self._peers.lists([number for n in here for number in (n.rank, n.step or 0, sizes[n])])
+        told = self._peers.gather_lists([number for n in here for number in (n.rank, n.step or 0, sizes[n])])
         holders: dict[int, dict[int, dict[int, int]]] = {}  # step -> rank -> process that has it -> bytes
         for process, numbers in enumerate(told):
             for rank, step, size in zip(*(iter(numbers),) * 3, strict=True):
@@ -357,7 +357,7 @@ class MemoryCopies:
         step = max(whole)
         try:
             content = self._fetch_own_content(identity, step, holders[step])
-            tensors, run = self._peers.together(
+            tensors, run = self._peers.run_on_all_ranks(
                 f"the copies in memory of step {step} cannot be taken",
                 lambda: self._parse_checked_content(content, optimizer),
             )
@@ -367,14 +367,14 @@ class MemoryCopies:
         take_tensors(self.engine, tensors, optimizer)
         if optimizer is not None:
             groups = [each and [group["values"] for group in each["groups"]] for each in run["optimizer"]]
-            hyperparameters.set_hyperparameters(optimizer, hyperparameters.by_place(optimizer, groups))
-        go_on(self.engine, run, run["random"], extra, f"the copy in memory of step {step}")
+            hyperparameters.set_hyperparameters(optimizer, hyperparameters.match_by_position(optimizer, groups))
+        restore_run(self.engine, run, run["random"], extra, f"the copy in memory of step {step}")
         if self._is_node_leader():
-            for name, path in slots_in(self.folder):
+            for name, path in iterate_slots(self.folder):
                 if name.identity != identity or name.step != step:  # copies of steps that are repeated now
                     remove_slot_file(path)
         self._identity, self.step, self._restored = identity, step, True
-        self._peers.total([0])  # a barrier: nobody opens a file that another rank removes
+        self._peers.sum_numbers([0])  # a barrier: nobody opens a file that another rank removes
         return step
 
     def remove(self) -> None:
@@ -412,7 +412,7 @@ class MemoryCopies:
                 f"copies in memory: {self.folder} exists, and {foreign}; remove it, or name another with copies_in="
             )
 
-    def _identity_of(self, token: int) -> str:
+    def _get_identity(self, token: int) -> str:
         return hashlib.sha256(f"{token} {self._way}".encode()).hexdigest()[:16]
 
     def _begin_line(self) -> None:
@@ -422,10 +422,10 @@ class MemoryCopies:
         Copies that were made before have another token, and are not restored any more. All ranks call this.
         """
         token = secrets.randbits(60) if self.rank == 0 else 0
-        [token] = self._peers.total([token])
+        [token] = self._peers.sum_numbers([token])
         if self.rank == 0:
             write_text(self.checkpoints / LINE, f"{token:x}")
-        self._identity = self._identity_of(token)
+        self._identity = self._get_identity(token)
 
     def _open_slots(self) -> None:
         """Open the files for in-memory copies that this rank writes: two for its own state, and two for each other rank
@@ -436,12 +436,12 @@ class MemoryCopies:
         of the plan and of a token that changes when training resumes from a checkpoint on disk.
         """
         if self._is_node_leader():
-            for name, path in slots_in(self.folder):
+            for name, path in iterate_slots(self.folder):
                 if name.identity != self._identity:
                     remove_slot_file(path)
         kept = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
         for rank in (self.rank, *kept):
-            found = [(n, p) for n, p in slots_in(self.folder) if n == (self._identity, rank, self.step)]
+            found = [(n, p) for n, p in iterate_slots(self.folder) if n == (self._identity, rank, self.step)]
             slots = [CheckpointSlot(p, n) for n, p in found if self.step is not None]
             while len(slots) < 2:
                 name = SlotName(self._identity, rank, None)
@@ -460,10 +460,10 @@ class MemoryCopies:
             for slot in (slots if self.step is None else [self._find_free_slot(r)])
         }
         missing = sum(max(0, size - slot.size) for slot, size in wanted.items())
-        each = self._peers.each(missing)
+        each = self._peers.gather_number(missing)
         here = sum(n for n, node in zip(each, self._nodes, strict=True) if node == self._nodes[self.rank])
-        self._peers.together("the node has no room for copies", lambda: self._check_room(here))
-        self._peers.together("the node has no room for copies", lambda: _resize_slots(wanted))
+        self._peers.run_on_all_ranks("the node has no room for copies", lambda: self._check_room(here))
+        self._peers.run_on_all_ranks("the node has no room for copies", lambda: _resize_slots(wanted))
         self._room = [sizes if self.step is None else self._room[1], sizes]
 
     def _check_room(self, missing: int) -> None:
@@ -491,8 +491,10 @@ class MemoryCopies:
 
     def _collect_slot_state(self, optimizer: Optimizers, extra: _Extra) -> SlotState:
         self._join_sending_thread()
-        run = common_state(self.engine) | own_state(self.engine, optimizer, extra)
-        return SlotState.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
+        run = collect_common_state(self.engine) | collect_rank_state(self.engine, optimizer, extra)
+        return SlotState.build(
+            list_rank_tensors(self.engine, optimizer), run | {"random": collect_random_state(self.engine.device)}
+        )
 
     def _join_sending_thread(self) -> None:
         """Wait until the thread that sends the last in-memory copy to the rank on another node has ended. Raise the
@@ -511,12 +513,12 @@ class MemoryCopies:
             return
         self.step = self._written
         if self._restored and self._is_node_leader():
-            for name, path in slots_in(self.folder):
-                if name.rank not in self._ranks_here():  # its copy was kept here before the restart
+            for name, path in iterate_slots(self.folder):
+                if name.rank not in self._list_stored_ranks():  # its copy was kept here before the restart
                     remove_slot_file(path)
         self._restored = False
 
-    def _ranks_here(self) -> list[int]:
+    def _list_stored_ranks(self) -> list[int]:
         """Return the ranks whose training state has a copy in the memory of this node: the ranks that run on this node,
         and the ranks of other nodes whose second copy is kept by a rank of this node.
         """
@@ -558,8 +560,8 @@ class MemoryCopies:
         give = [rank for rank, source in sources.items() if source == self.rank]
         names = [*give, *([] if self.rank in sources else [self.rank])]
         what = f"the copies in memory of step {step} cannot be read"
-        contents = self._peers.together(
-            what, lambda: {r: content_of(self.folder / f"{identity}.{r}.{step}") for r in names}
+        contents = self._peers.run_on_all_ranks(
+            what, lambda: {r: map_slot_file(self.folder / f"{identity}.{r}.{step}") for r in names}
         )
         works = [work for rank in give for work in self._peers.send(contents[rank], rank)]
         if self.rank in sources:
@@ -580,7 +582,7 @@ class MemoryCopies:
         be.
         """
         tensors, run = parse_slot_content(content)
-        for name, held in own_tensors(self.engine, None).items():
+        for name, held in list_rank_tensors(self.engine, None).items():
             got = list(tensors[name].shape) if name in tensors else "nothing"
             if got != list(held.shape):
                 raise CheckpointError(f"the copy in memory has {got} for {name}; expected {list(held.shape)}")
@@ -591,7 +593,7 @@ class MemoryCopies:
         return tensors, run
 
 
-def folder_of(checkpoints: Path, memory: Path) -> Path:
+def get_copies_folder(checkpoints: Path, memory: Path) -> Path:
     """Return the folder inside ``memory`` for the copies of the training whose checkpoints are in ``checkpoints``.
 
     It has the same path on every node.
@@ -626,5 +628,7 @@ def _read_current_line(checkpoints: Path) -> list[int]:
         begun = (checkpoints / LINE).stat().st_mtime_ns
     except (OSError, ValueError):
         return [0, 0]
-    written = (f.steps for f in to_go_on_from(checkpoints) if (f.folder / MANIFEST).stat().st_mtime_ns > begun)
+    written = (
+        f.steps for f in list_resumable_checkpoints(checkpoints) if (f.folder / MANIFEST).stat().st_mtime_ns > begun
+    )
     return [token, max(written, default=0)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from partitioner.runtime.comm.rendezvous import timeout_of_all
+from partitioner.runtime.comm.rendezvous import get_default_timeout
 from partitioner.runtime.comm.wait_clock import wait_for
 from partitioner.runtime.errors import CheckpointError
 
@@ -45,10 +45,10 @@ class Peers:
                 "or leave copies_every out"
             )
         store = c10d.PrefixStore(f"partition copies {len(_opened)}", c10d._get_default_store())
-        self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout_of_all(torch.device("cpu")))
+        self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout=get_default_timeout(torch.device("cpu")))
         _opened.append(self._backend)
 
-    def total(self, numbers: Sequence[int]) -> list[int]:
+    def sum_numbers(self, numbers: Sequence[int]) -> list[int]:
         """Return the element-wise sums of ``numbers`` over all ranks. The lists have equal lengths. All ranks call
         this.
         """
@@ -57,26 +57,26 @@ class Peers:
             wait_for(self._backend.allreduce([found]))
         return [int(n) for n in found.tolist()]
 
-    def each(self, number: int) -> list[int]:
+    def gather_number(self, number: int) -> list[int]:
         """Return the ``number`` of each rank, in the order of the ranks. All ranks call this."""
-        return self.total([number if rank == self.rank else 0 for rank in range(self.world_size)])
+        return self.sum_numbers([number if rank == self.rank else 0 for rank in range(self.world_size)])
 
-    def lists(self, numbers: Sequence[int]) -> list[list[int]]:
+    def gather_lists(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the list ``numbers`` of each rank, in the order of the ranks. All ranks call this; the lists may
         differ in length.
         """
-        lengths = self.each(len(numbers))
+        lengths = self.gather_number(len(numbers))
         starts = [sum(lengths[:rank]) for rank in range(self.world_size)]
         padded = [0] * sum(lengths)
         padded[starts[self.rank] : starts[self.rank] + len(numbers)] = numbers
-        found = self.total(padded)
+        found = self.sum_numbers(padded)
         return [found[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
-    def together(self, what: str, work: Callable[[], _T]) -> _T:
+    def run_on_all_ranks(self, action: str, work: Callable[[], _T]) -> _T:
         """Call ``work`` on every rank, and return this rank's result once it has succeeded on all ranks. All ranks call
         this.
 
-        If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``what``: start of the message, such as
+        If it fails on any rank, raise :class:`CheckpointError` on all ranks. ``action``: start of the message, such as
         "the copy in memory was not made".
         """
         error: Exception | None = None
@@ -84,13 +84,13 @@ class Peers:
             result = work()
         except Exception as caught:
             error = caught
-        failed = self.each(int(error is not None))
+        failed = self.gather_number(int(error is not None))
         if isinstance(error, CheckpointError):
             raise error
         if error is not None:
-            raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{action}: {type(error).__name__}: {error}") from error
         if any(failed):
-            raise CheckpointError.of_another(f"{what}: rank {failed.index(1)} failed; its own error says why")
+            raise CheckpointError.from_other_rank(f"{action}: rank {failed.index(1)} failed; its own error says why")
         return result
 
     def send(self, content: Tensor, to: int) -> list[Any]:
@@ -104,7 +104,7 @@ class Peers:
             self._backend.recv([part], source, 0).wait()
 
 
-def node_of(folder: Path) -> int:
+def identify_node(folder: Path) -> int:
     """Return a number that identifies the node of this process. It is equal for processes that see the same ``folder``.
 
     ``folder``: a folder in the memory of the node, such as one in ``/dev/shm``.
@@ -115,14 +115,14 @@ def node_of(folder: Path) -> int:
     return int(hashlib.sha256(told.encode()).hexdigest()[:15], 16)
 
 
-def assign_keepers(nodes: Sequence[int]) -> list[int | None]:
+def assign_backup_ranks(nodes: Sequence[int]) -> list[int | None]:
     """Return, for each rank, the rank on another node that stores the second copy of its training state.
 
     ``nodes[rank]``: number of the node of each rank. The nodes form a ring, and the second copy is on the next node: on
     the rank with the same index within the node, modulo the number of ranks there. All entries are ``None`` if there is
     one node, because a second copy would be lost together with the first.
 
-        >>> assign_keepers([7, 7, 9, 9, 9])
+        >>> assign_backup_ranks([7, 7, 9, 9, 9])
         [2, 3, 0, 1, 0]
     """
     order = list(dict.fromkeys(nodes))

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from partitioner.runtime.checkpoint import load as loading
 from partitioner.runtime.checkpoint.hyperparameters import describe_optimizers
-from partitioner.runtime.checkpoint.save import MODEL, CheckpointContent, Saver, Saving, pieces_of, saved_states
+from partitioner.runtime.checkpoint.save import MODEL, CheckpointContent, Saver, Saving, list_pieces, list_saved_states
 from partitioner.runtime.checkpoint.training_state import (
     RESIDUAL,
     STATE,
     Optimizers,
     OptimizerState,
     Stateful,
+    collect_random_state,
+    hash_reduction,
+    list_residual_pieces,
     load_residuals,
-    random_state,
-    residual_pieces,
     set_random_state,
-    way_of,
 )
 from partitioner.runtime.comm.group import Communicator
 from partitioner.runtime.errors import CheckpointError
@@ -76,7 +76,7 @@ class CheckpointedEngine(Protocol):
     def doing(self, phase: Phase) -> AbstractContextManager[None]: ...
 
 
-def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
+def collect_common_state(engine: CheckpointedEngine) -> dict[str, Any]:
     """Return the part of the training state of ``engine`` that is equal on all ranks, as a dict of plain data.
 
     Its keys are ``steps`` and ``optimizer_steps`` (counters), ``seed``, ``scale`` (the state of the loss scale as a
@@ -88,11 +88,11 @@ def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
         "optimizer_steps": engine.optimizer_steps,
         "seed": engine.seed,
         "scale": None if engine._scale is None else engine._scale.state_dict(),
-        "residuals": way_of(engine.program),
+        "residuals": hash_reduction(engine.program),
     }
 
 
-def own_state(
+def collect_rank_state(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> dict[str, Any]:
     """Return the part of the training state of ``engine`` that belongs to this rank: a dict with the hyperparameters of
@@ -112,7 +112,7 @@ def own_state(
     }
 
 
-def content_of(
+def collect_content(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> CheckpointContent:
     """Return everything that this rank of ``engine`` has to save to a checkpoint. ``optimizer``: the optimizer of the
@@ -123,14 +123,14 @@ def content_of(
     """
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
-    moving, still = pieces_of(rank, engine._masters.held, held)
+    moving, still = list_pieces(rank, engine._masters.held, held)
     return CheckpointContent(
         rank,
-        moving + residual_pieces(rank, engine._gradients.residuals),
+        moving + list_residual_pieces(rank, engine._gradients.residuals),
         still,
-        training=common_state(engine),
-        random=random_state(engine.device),
-        own=own_state(engine, optimizer, extra),
+        training=collect_common_state(engine),
+        random=collect_random_state(engine.device),
+        own=collect_rank_state(engine, optimizer, extra),
         steps=engine.steps,
     )
 
@@ -151,17 +151,17 @@ def load_run_state(
     """
     rank, residuals = engine.rank_program, engine._gradients.residuals
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
-    found = loading.find_together(directory, rank, engine.communicator)
+    found = loading.find_on_all_ranks(directory, rank, engine.communicator)
     training = loading.load_checkpoint(
         found, rank, engine._masters.held, held, engine.communicator, verify, tuple(extra or ())
     )
     load_residuals(found.folder, rank, residuals, training)
     generators = training["random"]
     random = generators["states"][generators["of"][rank.rank % len(generators["of"])]]
-    go_on(engine, training, random, extra, str(found.folder))
+    restore_run(engine, training, random, extra, str(found.folder))
 
 
-def go_on(
+def restore_run(
     engine: CheckpointedEngine,
     run: Mapping[str, Any],
     random: Mapping[str, Any],
@@ -194,7 +194,7 @@ def go_on(
         target.load_state_dict(run["extra"][name])
 
 
-def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
+def list_rank_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
     """Return all tensors of ``engine`` that this rank must save, as name -> tensor, where the name has a prefix for the
     kind of tensor.
 
@@ -202,11 +202,11 @@ def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, 
     ``optimizer`` (one optimizer, a list of several, or ``None``).
     """
     held, parameters = engine._masters.held, engine._parameters
-    tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}
+    tensors = {f"{MODEL}{n}": held[n].detach() for n in list_saved_states(engine.program) if n in held}
     tensors |= {f"{RESIDUAL}{place}": tensor for place, tensor in engine._gradients.residuals.items()}
     if optimizer is not None:
         state = OptimizerState(optimizer, parameters)
-        tensors |= {f"{STATE}{n}.{key}": t.detach() for n in parameters for key, t in state.of(n).items()}
+        tensors |= {f"{STATE}{n}.{key}": t.detach() for n in parameters for key, t in state.get_tensors(n).items()}
     return tensors
 
 
@@ -216,7 +216,7 @@ def take_tensors(engine: CheckpointedEngine, tensors: Mapping[str, Tensor], opti
     same rank under the same plan.
     """
     with torch.no_grad():
-        for name, held in own_tensors(engine, None).items():
+        for name, held in list_rank_tensors(engine, None).items():
             held.copy_(tensors[name])
     if optimizer is None:
         return
@@ -227,4 +227,4 @@ def take_tensors(engine: CheckpointedEngine, tensors: Mapping[str, Tensor], opti
             moments.setdefault(name, {})[what] = tensor.clone()
     state = OptimizerState(optimizer, engine._parameters)
     for name in state.parameters:
-        state.take(name, moments.get(name, {}))
+        state.replace(name, moments.get(name, {}))

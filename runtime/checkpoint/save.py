@@ -32,20 +32,20 @@ from partitioner.runtime.checkpoint.atomic_folder import (
     remove_path_atomically,
     wait_for_writers,
 )
-from partitioner.runtime.checkpoint.file_sums import METADATA, FileSum, sum_of
-from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, written_by
+from partitioner.runtime.checkpoint.file_sums import METADATA, FileSum, compute_file_sum
+from partitioner.runtime.checkpoint.shards import ShardPiece, find_rank_shard, list_shard_pieces, list_written_states
 from partitioner.runtime.checkpoint.training_state import (
     Optimizers,
     OptimizerState,
     is_equal_data,
-    optimizers_of,
+    list_optimizers,
     pack_plain_data,
     unpack_plain_data,
 )
-from partitioner.runtime.comm.group import Communicator, all_ranks
+from partitioner.runtime.comm.group import Communicator, get_world_group
 from partitioner.runtime.errors import CheckpointError
 from partitioner.runtime.files import write_bytes, write_text
-from partitioner.runtime.program.program import Program, RankProgram, updated_states
+from partitioner.runtime.program.program import Program, RankProgram, list_updated_states
 from partitioner.runtime.state.disk_offload import is_mapped
 
 
@@ -66,35 +66,35 @@ class Staging:
 
     def start_copies(
         self,
-        moving: Sequence[ShardPiece],
-        still: Sequence[ShardPiece],
+        changing: Sequence[ShardPiece],
+        unchanging: Sequence[ShardPiece],
         optimizers: Sequence[torch.optim.Optimizer | None],
     ) -> list[ShardPiece]:
         """Start to copy the state for a save, and return pieces (rectangular parts of tensors) that refer to the
         copies.
 
         Args:
-            moving: pieces that may change at any time; they are copied now.
-            still: pieces that change only in an optimizer step; :meth:`finish_copies` copies them later.
+            changing: pieces that may change at any time; they are copied now.
+            unchanging: pieces that change only in an optimizer step; :meth:`finish_copies` copies them later.
             optimizers: the optimizers whose next step waits until the copies are made.
 
         Pieces on disk are not copied and are returned as they are. Call this only after the previous save has ended.
         """
         self._remove_hooks()
-        everything = [*moving, *still]
+        everything = [*changing, *unchanging]
         self._as_it_is = [(p, p.tensor._version) for p in everything if is_mapped(p.tensor)]
-        moving, still = ([p for p in given if not is_mapped(p.tensor)] for given in (moving, still))
+        changing, unchanging = ([p for p in given if not is_mapped(p.tensor)] for given in (changing, unchanging))
         used: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        for piece in (*moving, *still):
+        for piece in (*changing, *unchanging):
             key = piece.key, piece.offsets
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != piece.tensor.shape or buffer.dtype != piece.tensor.dtype:
                 buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
             used[key] = buffer
         self._buffers = used
-        for piece in moving:
+        for piece in changing:
             used[piece.key, piece.offsets].copy_(piece.tensor)
-        self._later = [(p, used[p.key, p.offsets], p.tensor._version) for p in still]
+        self._later = [(p, used[p.key, p.offsets], p.tensor._version) for p in unchanging]
         self.copied.clear()
         if self.device.type == "cuda":
             self._ready = torch.cuda.current_stream(self.device).record_event()
@@ -120,7 +120,7 @@ class Staging:
                 self.copied.set()
         self._require_unchanged(changed)
 
-    def written(self) -> None:
+    def release(self) -> None:
         """Let the optimizer step again, after the copied state was written or writing has failed.
 
         Raise :class:`CheckpointError` if a tensor on disk, which is written without a copy, was changed before it was
@@ -178,7 +178,7 @@ class CheckpointContent:
     """Everything that one rank has to save to a checkpoint.
 
     Args:
-        rank: the program of this rank. ``moving``: rectangular parts of tensors that may change before the optimizer
+        rank: the program of this rank. ``changing``: rectangular parts of tensors that may change before the optimizer
             steps.
         still: rectangular parts of tensors that change only when the optimizer steps.
         training: state that is equal on all ranks, such as step counters.
@@ -188,8 +188,8 @@ class CheckpointContent:
     """
 
     rank: RankProgram
-    moving: Sequence[ShardPiece]
-    still: Sequence[ShardPiece]
+    changing: Sequence[ShardPiece]
+    unchanging: Sequence[ShardPiece]
     training: Mapping[str, Any]
     random: Mapping[str, Any]
     own: Mapping[str, Any]
@@ -207,8 +207,8 @@ class Saving:
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, work: Callable[[], None], behind: bool) -> None:
-        """Call ``work``, which writes the checkpoint: in a new thread if ``behind`` is true, so that training
+    def run(self, work: Callable[[], None], in_background: bool) -> None:
+        """Call ``work``, which writes the checkpoint: in a new thread if ``in_background`` is true, so that training
         continues, else before this method returns. An exception of ``work`` is stored in :attr:`error`.
         """
 
@@ -223,7 +223,7 @@ class Saving:
                 if not threading.main_thread().is_alive():
                     raise  # nobody asks any more
 
-        if behind:
+        if in_background:
             thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
             thread.start()
             self._thread = thread
@@ -250,14 +250,14 @@ class Saving:
         self.join()
         error, self.error = self.error, None
         if error is not None:
-            raise _as_told(error, self.directory)
+            raise _choose_reported_error(error, self.directory)
 
     def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
 
 
-_SAVINGS: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this process
+_OPEN_SAVES: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this process
 
 
 @dataclass
@@ -281,7 +281,7 @@ class Saver:
     def save(
         self,
         directory: Path,
-        made: Callable[[], CheckpointContent],
+        build_content: Callable[[], CheckpointContent],
         optimizer: Optimizers,
         *,
         wait: bool,
@@ -290,27 +290,26 @@ class Saver:
         """Save a checkpoint to ``directory``, and return its handle. All ranks call this.
 
         Args:
-            made: returns the content to save; called after the previous save has ended.
+            build_content: returns the content to save; called after the previous save has ended.
             optimizer: the optimizers whose step waits until their state is copied.
             wait: return only after the checkpoint is complete and ``then`` has returned, on all ranks.
             then: called with the folder on rank 0 once the checkpoint is complete.
 
-        Raise :class:`CheckpointError` on all ranks, before anything is written, if the previous save, or ``made``,
-        failed on any rank.
-        """
+        Raise :class:`CheckpointError` on all ranks, before anything is written, if the previous save, or
+        ``build_content``, failed on any rank."""
         contents: list[CheckpointContent] = []
 
         def ready() -> None:
             self.wait()
-            contents.append(made())
+            contents.append(build_content())
 
-        target = agreed_target(directory.resolve(), self.communicator, self.world_size, before=ready)
+        target = agree_on_target(directory.resolve(), self.communicator, self.world_size, before=ready)
         [content] = contents
         self.saved_at = content.steps
         first = content.rank.rank == 0
-        held = [*content.moving, *content.still]
+        held = [*content.changing, *content.unchanging]
         if not wait:
-            held = self._staging.start_copies(content.moving, content.still, optimizers_of(optimizer))
+            held = self._staging.start_copies(content.changing, content.unchanging, list_optimizers(optimizer))
             content = replace(content, training=dict(content.training), own=copy.deepcopy(content.own))
         self.last = Saving(target.final, self._staging.copied)
 
@@ -319,8 +318,8 @@ class Saver:
             if first and then is not None:
                 then(target.final)
 
-        self.last.run(work, behind=not wait)
-        _SAVINGS.add(self.last)
+        self.last.run(work, in_background=not wait)
+        _OPEN_SAVES.add(self.last)
         if wait:
             self.settle()
         return self.last
@@ -336,7 +335,7 @@ class Saver:
 
         Raise :class:`CheckpointError` on all ranks if it failed on any.
         """
-        _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
+        _run_on_all_ranks(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
         """Warn on rank 0 if the last checkpoint lacks gradients that training needs: it was saved after ``steps``
@@ -354,7 +353,7 @@ class Saver:
             )
         self.saved_at = None
 
-    def rest(self, directory: Path | None = None) -> None:
+    def wait_until_idle(self, directory: Path | None = None) -> None:
         """Wait until no save of this engine is in progress on any rank, whether it succeeds or fails. All ranks call
         this.
 
@@ -369,25 +368,24 @@ class Saver:
             if self.last is not None:
                 self.last.join()
             if directory is not None:
-                for saving in list(_SAVINGS):
+                for saving in list(_OPEN_SAVES):
                     if directory in (saving.directory, saving.directory.parent):
                         saving.join()
                 if self.communicator.rank == 0:
                     wait_for_writers(directory, self.timeout)
 
-        _all_well(wait, self.communicator, self.world_size, "the checkpoint was not loaded")
+        _run_on_all_ranks(wait, self.communicator, self.world_size, "the checkpoint was not loaded")
 
     def wait_until_copied(self) -> None:
         self._staging.copied.wait()
 
 
-def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
+def _run_on_all_ranks(work: Callable[[], None], communicator: Communicator, world_size: int, action: str) -> None:
     """Call ``work`` on every rank. If it fails on any rank, raise an error on all of them: the error of ``work`` where
     it failed, a :class:`CheckpointError` elsewhere. All ranks call this.
 
-    ``what``: start of the message of the :class:`CheckpointError`, such as what was not written. ``world_size``: number
-    of ranks. ``communicator``: connects this rank with the others.
-    """
+    ``action``: start of the message of the :class:`CheckpointError`, such as what was not written. ``world_size``:
+    number of ranks. ``communicator``: connects this rank with the others."""
     error: Exception | None = None
     try:
         work()
@@ -395,14 +393,14 @@ def _all_well(work: Callable[[], None], communicator: Communicator, world_size: 
         error = caught
     failed = torch.zeros(world_size, dtype=torch.int32, device=communicator.device)
     failed[communicator.rank] = int(error is not None)
-    failures = all_ranks(communicator, world_size).all_reduce(failed).wait().tolist()
+    failures = get_world_group(communicator, world_size).all_reduce(failed).wait().tolist()
     if error is not None:
         raise error
     if any(failures):
-        raise CheckpointError.of_another(f"{what}: rank {failures.index(1)} failed; its own error says why")
+        raise CheckpointError.from_other_rank(f"{action}: rank {failures.index(1)} failed; its own error says why")
 
 
-def agreed_target(
+def agree_on_target(
     final: Path,
     communicator: Communicator,
     world_size: int,
@@ -431,18 +429,18 @@ def agreed_target(
     except Exception as caught:
         error = caught
     numbers = torch.tensor([token, int(error is not None)], dtype=torch.int64, device=communicator.device)
-    token, failed = all_ranks(communicator, world_size).all_reduce(numbers).wait().tolist()
+    token, failed = get_world_group(communicator, world_size).all_reduce(numbers).wait().tolist()
     if error is not None:
         raise error
     if failed:
-        raise CheckpointError.of_another(
+        raise CheckpointError.from_other_rank(
             f"{final} was not started: on {failed} other ranks the previous save or the start of this one failed; "
             "their own errors say why"
         )
     return CheckpointTarget(final, f"{token:015x}", own)
 
 
-def pieces_of(
+def list_pieces(
     rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
 ) -> tuple[list[ShardPiece], list[ShardPiece]]:
     """Return the rectangular parts of weights and optimizer state that this rank writes to a checkpoint, in two lists.
@@ -451,29 +449,29 @@ def pieces_of(
     ``rank``: the program of this rank. ``states``: name -> this rank's shard. ``optimizer``: the states of the
     optimizers; ``None``: there are none to write.
     """
-    saved = saved_states(rank.program)
-    mine = written_by(rank, saved)
-    moving: list[ShardPiece] = []
-    still: list[ShardPiece] = []
+    saved = list_saved_states(rank.program)
+    mine = list_written_states(rank, saved)
+    changing: list[ShardPiece] = []
+    unchanging: list[ShardPiece] = []
     for name in saved:
         if name in mine:
-            to = still if optimizer is not None and optimizer.steps(name) else moving
-            own = held_by(rank.program, name, rank.rank)
+            to = unchanging if optimizer is not None and optimizer.updates_parameter(name) else changing
+            own = find_rank_shard(rank.program, name, rank.rank)
             to += list_shard_pieces(MODEL, name, rank.program.states[name], own, states[name].detach())
             if optimizer is not None and name in optimizer.parameters:
                 to += optimizer.pieces(rank, name)
-    return moving, still
+    return changing, unchanging
 
 
-def saved_states(program: Program) -> list[str]:
+def list_saved_states(program: Program) -> list[str]:
     """Return the names of the parameters and buffers of ``program`` that a checkpoint has: weights, and buffers that a
     step updates.
     """
-    kept = set(weight_states(program)) | set(updated_states(program))
+    kept = set(list_weight_states(program)) | set(list_updated_states(program))
     return [n for n in program.states if n in kept]
 
 
-def weight_states(program: Program) -> list[str]:
+def list_weight_states(program: Program) -> list[str]:
     """Return the names of the parameters and buffers of ``program`` that some pipeline stage reads, without those whose
     values are stored in the plan itself.
     """
@@ -483,16 +481,16 @@ def weight_states(program: Program) -> list[str]:
 def _write_rank_part(
     target: CheckpointTarget,
     content: CheckpointContent,
-    held: Sequence[ShardPiece],
+    pieces: Sequence[ShardPiece],
     timeout: float,
     staging: Staging | None,
 ) -> None:
     """Write this rank's part of a checkpoint; on rank 0, also complete the checkpoint. Other ranks wait until it is
     complete. On an error, report it to the other ranks and raise it.
 
-    ``target``: the paths of the checkpoint. ``content``: everything that this rank saves. ``held``: the rectangular
+    ``target``: the paths of the checkpoint. ``content``: everything that this rank saves. ``pieces``: the rectangular
     parts of tensors to write. ``timeout``: seconds to wait for other ranks. ``staging``: copies the tensors to host
-    memory; the copies, to which ``held`` refers, are finished first. ``None``: ``held`` refers to the tensors
+    memory; the copies, to which ``pieces`` refers, are finished first. ``None``: ``pieces`` refers to the tensors
     themselves.
     """
     from partitioner.runtime.checkpoint.dcp_files import pack_record, write_shards
@@ -503,12 +501,12 @@ def _write_rank_part(
             target.begin(rank)
             if staging is not None:
                 staging.finish_copies()
-            written = write_shards(target.partial, rank, held)
+            written = write_shards(target.partial, rank, pieces)
         finally:
             if staging is not None:
-                staging.written()
+                staging.release()
         own = pack_plain_data(content.own, "the run")
-        write_bytes(target.record(rank), pack_record(written, content.random, own))
+        write_bytes(target.get_record_path(rank), pack_record(written, content.random, own))
         if rank == 0:
             _complete_checkpoint(target, content, timeout)
     except BaseException as error:
@@ -545,14 +543,14 @@ def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, t
         "random": _deduplicate_random_states([random for _, random, _ in loaded]),
         "optimizer": hyperparameters.merge_rank_descriptions([own["optimizer"] for own in owns]),
         "extra": owns[0]["extra"],
-        "extra_of_ranks": _of_ranks([own["extra"] for own in owns]),
+        "extra_of_ranks": _collect_differing_states([own["extra"] for own in owns]),
     }
     write_bytes(target.partial / TRAINING, pack_plain_data(training, "the run"))
     for rank, record in enumerate(records):
         record.unlink()
-        target.writer(rank).unlink()
+        target.get_writer_path(rank).unlink()
     files: dict[str, FileSum] = {name: total for w in written for name, total in w.files.items()}
-    files |= {name: sum_of(target.partial / name) for name in (METADATA, TRAINING)}
+    files |= {name: compute_file_sum(target.partial / name) for name in (METADATA, TRAINING)}
     manifest = {
         "format": FORMAT,
         "token": target.token,
@@ -579,7 +577,7 @@ def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str,
     return {"of": of, "states": [states[of.index(i)] for i in range(len(places))]}
 
 
-def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _collect_differing_states(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the states of further objects, such as data loaders, that differ between ranks, as object name -> list of
     the state of each rank. States that are equal on all ranks are left out.
 
@@ -590,7 +588,7 @@ def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [extra.get(name) for extra in extras] for name in differ}
 
 
-def _as_told(error: BaseException, directory: Path) -> BaseException:
+def _choose_reported_error(error: BaseException, directory: Path) -> BaseException:
     """Return the error to report for a failed save: ``error`` itself if it is a :class:`CheckpointError` or no ordinary
     ``Exception`` (such as ``KeyboardInterrupt``), otherwise a :class:`CheckpointError` that names the checkpoint
     ``directory`` and quotes ``error``.

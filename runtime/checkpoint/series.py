@@ -25,7 +25,13 @@ from types import FrameType
 from typing import Any
 
 from partitioner.runtime.checkpoint.atomic_folder import remove_path_atomically
-from partitioner.runtime.checkpoint.load import LATEST, STEP, check_alike, complete_in, to_go_on_from
+from partitioner.runtime.checkpoint.load import (
+    LATEST,
+    STEP,
+    check_equal_on_ranks,
+    list_complete_checkpoints,
+    list_resumable_checkpoints,
+)
 from partitioner.runtime.checkpoint.memory_copies import MemoryCopies, remove_line_token
 from partitioner.runtime.checkpoint.ranks import Peers
 from partitioner.runtime.checkpoint.run_state import CheckpointedEngine
@@ -57,9 +63,9 @@ class Interrupts:
                 ", or leave signals= out"
             ) from None
 
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Return whether any rank has received one of the signals that ask to end training. All ranks call this."""
-        return bool(self._peers.total([int(self._asked)])[0])
+        return bool(self._peers.sum_numbers([int(self._asked)])[0])
 
     def close(self) -> None:
         """Restore the signal handlers that were installed before."""
@@ -147,7 +153,7 @@ class Checkpoints:
         self.engine.count_optimizer_step()
         steps = self.engine.optimizer_steps
         if self._interrupts is not None and not self.interrupted:
-            self.interrupted = self._interrupts.asked()
+            self.interrupted = self._interrupts.is_requested()
         if self.copies is not None and steps % self.copies_every == 0:
             with self.engine.doing("saving"):
                 self.copies.save(self.optimizer, self.extra)
@@ -161,7 +167,7 @@ class Checkpoints:
         """
         directory = self.folder / f"{STEP}{self.engine.steps:010}"
         saving = self.engine.save(
-            directory, self.optimizer, extra=self.extra, wait=not self.behind, then=self._took_its_place
+            directory, self.optimizer, extra=self.extra, wait=not self.behind, then=self._publish_checkpoint
         )
         self._last = self.engine.steps
         return saving
@@ -192,15 +198,15 @@ class Checkpoints:
         in the folder and are not used. If a checkpoint is damaged, a warning names it and the one before it is loaded.
         Raise :class:`CheckpointError` if all are damaged, or if ranks see different ones.
         """
-        self.engine._saver.rest()
+        self.engine._saver.wait_until_idle()
         if self.copies is not None:
             with self.engine.doing("loading"):
                 step = self.copies.restore(self.optimizer, self.extra)
             if step is not None:
                 return step
         remove_line_token(self.folder, self.engine.rank_program.rank)
-        found = to_go_on_from(self.folder)
-        check_alike(self.folder, found, self.engine.rank_program, self.engine.communicator)
+        found = list_resumable_checkpoints(self.folder)
+        check_equal_on_ranks(self.folder, found, self.engine.rank_program, self.engine.communicator)
         for number, checkpoint in enumerate(found, 1):
             try:
                 self.engine.load(checkpoint.folder, self.optimizer, extra=self.extra)
@@ -213,7 +219,7 @@ class Checkpoints:
                 return self._last
         return None
 
-    def _took_its_place(self, directory: Path) -> None:
+    def _publish_checkpoint(self, directory: Path) -> None:
         """Write the file ``latest``, which names the complete checkpoint ``directory``, and remove old checkpoints.
         Only rank 0 calls this.
         """
@@ -221,7 +227,7 @@ class Checkpoints:
         if self.keep_last is None:
             return
         # what has more steps is of a run that was gone back in: it goes when its step is reached again
-        here = [c for c in complete_in(self.folder) if c.folder.name <= directory.name]
+        here = [c for c in list_complete_checkpoints(self.folder) if c.folder.name <= directory.name]
         for checkpoint in here[: -self.keep_last]:
             kept = self.keep_every is not None and checkpoint.optimizer_steps % self.keep_every == 0
             if not kept and checkpoint.folder != directory:

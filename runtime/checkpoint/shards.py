@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from partitioner.passes.ir.layouts import Shard, local_shape, shard_slices
-from partitioner.runtime.program.program import Program, RankProgram, StateData, shard_shape, shards_of
+from partitioner.runtime.program.program import Program, RankProgram, StateData, list_shards, shard_shape
 from partitioner.runtime.program.sharded_buckets import FlatShard as FlatPiece
 
 Range = tuple[int, int]  # start, length
@@ -50,9 +50,9 @@ class RankShard(NamedTuple):
     first: bool = True
 
 
-def held_by(program: Program, state: str, rank: int) -> RankShard:
+def find_rank_shard(program: Program, state: str, rank: int) -> RankShard:
     """Return which part of the parameter or buffer named ``state`` of ``program`` the global rank ``rank`` holds."""
-    shards = shards_of(program, state, rank)
+    shards = list_shards(program, state, rank)
     if not program.states[state].zero_axes:
         return RankShard(shards)
     group = program.rank(rank).zero_group(state)
@@ -75,23 +75,23 @@ class ShardPiece:
 
 
 def compute_shard_boxes(
-    shape: Sequence[int], shards: Sequence[Shard], within: ShardBox | None = None
+    shape: Sequence[int], shards: Sequence[Shard], limits: ShardBox | None = None
 ) -> list[ShardBox]:
     """Return the rectangular parts of a tensor of global ``shape`` that make up a rank's shard, in the shard's order.
 
     ``shards``: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
-    ranks, and which of them this rank is. They are applied one after the other. ``within``: return only the parts
+    ranks, and which of them this rank is. They are applied one after the other. ``limits``: return only the parts
     inside this box of the shard; ``None``: all.
     """
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for layout, num_ranks, index in shards:
         if layout.is_shard:
-            held = ranges[layout.dim]
-            pieces = shard_slices(layout, sum(length for _, length in held), num_ranks, index)
-            ranges[layout.dim] = _merge_ranges(r for piece in pieces for r in _map_local_range(held, piece))
-    if within is not None:
+            rank_shard = ranges[layout.dim]
+            pieces = shard_slices(layout, sum(length for _, length in rank_shard), num_ranks, index)
+            ranges[layout.dim] = _merge_ranges(r for piece in pieces for r in _map_local_range(rank_shard, piece))
+    if limits is not None:
         ranges = [
-            list(_map_local_range(held, part)) for held, part in zip(ranges, zip(*within[:2], strict=True), strict=True)
+            list(_map_local_range(held, part)) for held, part in zip(ranges, zip(*limits[:2], strict=True), strict=True)
         ]
     starts = [_compute_starts(held) for held in ranges]
     return [
@@ -100,12 +100,12 @@ def compute_shard_boxes(
     ]
 
 
-def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
+def _map_local_range(ranges: Sequence[Range], piece: Range) -> Iterator[Range]:
     """Yield the ranges of a whole dim that correspond to ``piece``, a range of a rank's shard of this dim. Ranges are
-    pairs (start, length). ``held``: the ranges of the whole dim whose concatenation is the rank's shard.
+    pairs (start, length). ``ranges``: the ranges of the whole dim whose concatenation is the rank's shard.
     """
     start, stop = piece[0], piece[0] + piece[1]
-    for (first, length), at in zip(held, _compute_starts(held), strict=True):
+    for (first, length), at in zip(ranges, _compute_starts(ranges), strict=True):
         low, high = max(start, at), min(stop, at + length)
         if low < high:
             yield first + low - at, high - low
@@ -124,12 +124,12 @@ def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     return merged
 
 
-def _compute_starts(held: Sequence[Range]) -> list[int]:
-    """Return, for each of the ranges ``held``, pairs (start, length), the position at which it begins in their
+def _compute_starts(ranges: Sequence[Range]) -> list[int]:
+    """Return, for each of the ranges ``ranges``, pairs (start, length), the position at which it begins in their
     concatenation.
     """
     starts, at = [], 0
-    for _, length in held:
+    for _, length in ranges:
         starts.append(at)
         at += length
     return starts
@@ -159,25 +159,27 @@ def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Itera
         done += part
 
 
-def _view_boxes(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
+def _view_boxes(state: StateData, rank_shard: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
     """Yield the rectangular parts that a rank holds of the parameter or buffer ``state``, each with a view of its data.
 
-    ``tensor``: the rank's shard or, under ZeRO, its piece of the flattened shard. ``held``: which part the rank holds.
-    """
-    if held.piece is None or not tensor.dim():
-        yield from ((box, _slice_box(tensor, box)) for box in compute_shard_boxes(state.shape, held.shards))
+    ``tensor``: the rank's shard or, under ZeRO, its piece of the flattened shard. ``rank_shard``: which part the rank
+    holds."""
+    if rank_shard.piece is None or not tensor.dim():
+        yield from ((box, _slice_box(tensor, box)) for box in compute_shard_boxes(state.shape, rank_shard.shards))
         return
     shape = state.shape
-    for layout, num_ranks, _ in held.shards:
+    for layout, num_ranks, _ in rank_shard.shards:
         shape = local_shape(layout, shape, num_ranks)
     if not math.prod(shape):  # an empty shard has no pieces: the first rank of the group holds its boxes
         yield from (
-            (box, tensor.view(box.sizes)) for box in compute_shard_boxes(state.shape, held.shards) if held.first
+            (box, tensor.view(box.sizes))
+            for box in compute_shard_boxes(state.shape, rank_shard.shards)
+            if rank_shard.first
         )
         return
-    for run in split_range_into_boxes(shape, *held.piece):
+    for run in split_range_into_boxes(shape, *rank_shard.piece):
         flat = tensor[run.local[0] : run.local[0] + math.prod(run.sizes)].view(run.sizes)
-        for box in compute_shard_boxes(state.shape, held.shards, run):
+        for box in compute_shard_boxes(state.shape, rank_shard.shards, run):
             yield box, _slice_box(flat, box)
 
 
@@ -192,20 +194,20 @@ def _slice_box(tensor: Tensor, box: ShardBox) -> Tensor:
 
 
 def list_shard_pieces(
-    prefix: str, name: str, state: StateData, held: RankShard, tensor: Tensor, suffix: str = ""
+    prefix: str, name: str, state: StateData, rank_shard: RankShard, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
     """Return a rank's part of a parameter or buffer, or of an optimizer state for it, as named rectangular parts for a
     checkpoint.
 
     The keys are ``prefix``, the model's ``name`` of the parameter, and ``suffix``. ``state``: the description of the
     parameter. If it is a stack of several parameters of the model, each of the stacked parameters gets keys and parts
-    of its own. ``held``: which part of the parameter the rank holds. ``tensor``: the rank's data. A number (a
+    of its own. ``rank_shard``: which part of the parameter the rank holds. ``tensor``: the rank's data. A number (a
     0-dimensional ``tensor`` for a parameter with dims) is written only by the rank that holds the first element.
     """
     found = []
-    if state.shape and not tensor.dim() and not held.first:
+    if state.shape and not tensor.dim() and not rank_shard.first:
         return []  # the first rank of the group that shares a state writes its numbers
-    for box, view in _view_boxes(state, held, tensor):
+    for box, view in _view_boxes(state, rank_shard, tensor):
         if not state.parts:
             named = [(name, box.offsets)]
         else:
@@ -218,7 +220,7 @@ def list_shard_pieces(
     return found
 
 
-def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPiece:
+def make_whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPiece:
     """Return all of ``tensor`` as one named part for a checkpoint. Its key is ``prefix``, ``name`` and ``suffix``.
 
     It is used for optimizer states whose shape differs from their parameter's.
@@ -236,7 +238,7 @@ def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, 
     return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 
 
-def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
+def list_written_states(rank: RankProgram, states: Iterable[str]) -> set[str]:
     """Return the names of those parameters and buffers in ``states`` whose part on this rank is written to a checkpoint
     by this rank. ``rank``: the program of this rank.
 
@@ -255,19 +257,19 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
     everyone = rank.group("dp", "cp", "tp")
     mine: set[str] = set()
     for names in alike.values():
-        own = held_by(rank.program, names[0], rank.rank)
+        own = find_rank_shard(rank.program, names[0], rank.rank)
         index = rank.zero_group(names[0]).index(rank.rank)
         holders = [
             r
             for r in everyone
-            if shards_of(rank.program, names[0], r) == own.shards
+            if list_shards(rank.program, names[0], r) == own.shards
             and rank.program.rank(r).zero_group(names[0]).index(r) == index
         ]
-        mine |= {n for n, place in _shared_out(names, len(holders), rank).items() if holders[place] == rank.rank}
+        mine |= {n for n, place in _assign_writers(names, len(holders), rank).items() if holders[place] == rank.rank}
     return mine
 
 
-def _shared_out(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
+def _assign_writers(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
     """Return which of several ranks writes each of the parameters and buffers ``names`` to a checkpoint: name -> index
     of the rank among the ``num_holders`` ranks that have equal parts.
 

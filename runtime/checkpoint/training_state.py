@@ -21,10 +21,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, whole_piece
+from partitioner.runtime.checkpoint.shards import ShardPiece, find_rank_shard, list_shard_pieces, make_whole_piece
 from partitioner.runtime.errors import CheckpointError
 from partitioner.runtime.program.program import Program, RankProgram
-from partitioner.runtime.state.disk_offload import keeper_of
+from partitioner.runtime.state.disk_offload import find_disk_states
 
 STATE = "optimizer.state."
 
@@ -45,14 +45,18 @@ class Stateful(Protocol):
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None
 
 
-def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]:
-    """Return the optimizers in ``given`` (one, a list, or ``None``) as a tuple, which is empty for ``None``.
+def list_optimizers(optimizers: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]:
+    """Return the optimizers in ``optimizers`` (one, a list, or ``None``) as a tuple, which is empty for ``None``.
 
     Raise :class:`CheckpointError` for other objects.
     """
-    if given is None:
+    if optimizers is None:
         return ()
-    found = (given,) if hasattr(given, "param_groups") or not isinstance(given, Sequence) else tuple(given)
+    found = (
+        (optimizers,)
+        if hasattr(optimizers, "param_groups") or not isinstance(optimizers, Sequence)
+        else tuple(optimizers)
+    )
     for optimizer in found:
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise CheckpointError(
@@ -61,7 +65,7 @@ def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]
     return found  # type: ignore[return-value]
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+def _list_parameters(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
     return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -77,13 +81,13 @@ class OptimizerState:
     have the same parameter, or if there are several and a trained parameter is in none.
     """
 
-    def __init__(self, given: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.optimizers = optimizers_of(given)
+    def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.optimizers = list_optimizers(optimizers)
         self.parameters = parameters
         own = {id(p): name for name, p in parameters.items()}
         owners: dict[int, int] = {}
         for number, optimizer in enumerate(self.optimizers):
-            held = _parameters_of(optimizer)
+            held = _list_parameters(optimizer)
             # one of no elements is what an engine gives where a rank has nothing to train
             other = [p for p in held if id(p) not in own and p.numel()]
             if other:
@@ -110,7 +114,7 @@ class OptimizerState:
                 "trained"
             )
 
-    def steps(self, name: str) -> bool:
+    def updates_parameter(self, name: str) -> bool:
         """Return whether one of the optimizers updates the parameter ``name`` in its step."""
         return id(self.parameters.get(name)) in self._owners
 
@@ -124,7 +128,7 @@ class OptimizerState:
         number = self._owners.get(id(self.parameters[name]))
         return None if number is None else self.optimizers[number]
 
-    def of(self, name: str) -> dict[str, Tensor]:
+    def get_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors that the optimizer holds for the parameter ``name``, as key -> tensor, such as
         ``exp_avg``.
         """
@@ -140,34 +144,36 @@ class OptimizerState:
         for a state of another shape, such as the row and column factors of Adafactor, unless this rank holds the whole
         parameter.
         """
-        data, held = rank.program.states[name], held_by(rank.program, name, rank.rank)
+        data, held = rank.program.states[name], find_rank_shard(rank.program, name, rank.rank)
         found: list[ShardPiece] = []
-        for key, tensor in self.of(name).items():
-            if self.of_own_shape(name, tensor):
+        for key, tensor in self.get_tensors(name).items():
+            if self.has_other_shape(name, tensor):
                 check_whole(rank, name, key, tensor)
-                found.append(whole_piece(STATE, name, tensor, f".{key}"))
+                found.append(make_whole_piece(STATE, name, tensor, f".{key}"))
             else:
                 found += list_shard_pieces(STATE, name, data, held, tensor, f".{key}")
         return found
 
-    def room(self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    def allocate(
+        self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
         """Return an uninitialised tensor of ``shape`` and ``dtype`` for the optimizer state ``key``, such as
         ``exp_avg``, of the parameter ``name``.
 
         It is on disk if the optimizer keeps its states there, and otherwise on ``device``.
         """
-        keeper = keeper_of(self.owner(name))
+        keeper = find_disk_states(self.owner(name))
         if keeper is not None and len(shape):
-            return keeper.room(self.parameters[name], key, shape, dtype)
+            return keeper.allocate(self.parameters[name], key, shape, dtype)
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    def of_own_shape(self, name: str, tensor: Tensor) -> bool:
+    def has_other_shape(self, name: str, tensor: Tensor) -> bool:
         """Return whether ``tensor``, an optimizer state of the parameter ``name``, has dims and another shape than this
         rank's part of the parameter, so that it cannot be sharded in the same way.
         """
         return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 
-    def take(self, name: str, state: Mapping[str, Tensor]) -> None:
+    def replace(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Replace the optimizer state of the parameter ``name`` by ``state`` (key -> tensor); an empty ``state``
         removes it.
 
@@ -201,7 +207,7 @@ def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
         )
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def collect_random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of the random generators of Python, NumPy (if imported), torch on the CPU, and the CUDA
     ``device``.
 
@@ -265,7 +271,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-_LEAVES = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size)
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size)
 
 
 def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
@@ -323,7 +329,7 @@ def _find_unsupported_value(value: Any, path: str = "") -> str:
     elif isinstance(value, list | tuple | set) and not isinstance(value, torch.Size):
         parts = dict(enumerate(value)).items()
     else:
-        plain = type(value) in _LEAVES or isinstance(value, Tensor)
+        plain = type(value) in _PLAIN_TYPES or isinstance(value, Tensor)
         return "" if plain else f"{path} is of type {type(value).__module__}.{type(value).__qualname__}"
     return next((told for k, v in parts if (told := _find_unsupported_value(v, f"{path}.{k}" if path else str(k)))), "")
 
@@ -331,7 +337,7 @@ def _find_unsupported_value(value: Any, path: str = "") -> str:
 RESIDUAL = "residual."
 
 
-def way_of(program: Program) -> str:
+def hash_reduction(program: Program) -> str:
     """Return a hash of what decides how ``program`` reduces gradients: its mesh, ZeRO, layouts, and the sets of
     parameters that are reduced together; an empty string if it compresses no gradients.
 
@@ -345,7 +351,7 @@ def way_of(program: Program) -> str:
     return hashlib.sha256(json.dumps(way).encode()).hexdigest()[:32]
 
 
-def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
+def list_residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
     """Return this rank's rounding errors of compressed gradients as named parts for a checkpoint. ``rank``: the program
     of this rank.
 
@@ -368,10 +374,10 @@ def load_residuals(
     """
     if not residuals:
         return
-    if training.get("residuals") == way_of(rank.program):
+    if training.get("residuals") == hash_reduction(rank.program):
         from partitioner.runtime.checkpoint.dcp_files import ShardReader
 
-        ShardReader(folder).read(residual_pieces(rank, residuals))
+        ShardReader(folder).read(list_residual_pieces(rank, residuals))
         return
     for tensor in residuals.values():
         tensor.zero_()

@@ -68,15 +68,17 @@ class LevelwiseReduction:
 
     Args:
         groups: for each level, the group of ranks over which gradients are scattered and later gathered.
-        rest: the group of the all-reduce between scattering and gathering.
+        all_reduce_group: the group of the all-reduce between scattering and gathering.
         codec: compression of the transfers of the last level; ``None``: uncompressed.
 
     The length of the buffer must be divisible by the number of shards (the product of the sizes of ``groups``), and the
     length of a shard by ``codec.chunk``.
     """
 
-    def __init__(self, buffer: Tensor, groups: Sequence[RankGroup], rest: RankGroup, codec: Codec | None) -> None:
-        self.buffer, self.groups, self.rest, self.codec = buffer, groups, rest, codec
+    def __init__(
+        self, buffer: Tensor, groups: Sequence[RankGroup], all_reduce_group: RankGroup, codec: Codec | None
+    ) -> None:
+        self.buffer, self.groups, self.rest, self.codec = buffer, groups, all_reduce_group, codec
         self.senders: list[ErrorFeedbackEncoder] = []  # of the parts of the last level, and of this rank's sum of one
         if codec is not None:
             numel = buffer.numel()

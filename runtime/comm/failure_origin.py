@@ -15,7 +15,7 @@ from partitioner import passes, runtime
 from partitioner.runtime.errors import CheckpointError, CommunicationError, InstructionError
 
 # What a rank meets when another one has gone: a consequence, not a cause.
-_LOST = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
+_LOST_CONNECTION = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
 _LIBRARY = re.compile(r"gloo|nccl|ProcessGroup|c10d|TCPStore", re.IGNORECASE)
 _COMMUNICATING = tuple(folder for package in (runtime, passes, dist) for folder in package.__path__)
 
@@ -28,12 +28,16 @@ def is_secondary(error: BaseException) -> bool:
         return "mismatched" not in str(error)
     if isinstance(error, dist.DistError):
         return True
-    if not isinstance(error, RuntimeError) or "Detected mismatch" in str(error) or not _LOST.search(str(error)):
+    if (
+        not isinstance(error, RuntimeError)
+        or "Detected mismatch" in str(error)
+        or not _LOST_CONNECTION.search(str(error))
+    ):
         return False
     return _is_communication_error(error)
 
 
-def is_of_ranks(error: BaseException) -> bool:
+def is_rank_error(error: BaseException) -> bool:
     """Return whether ``error`` is already an error about ranks: that an instruction failed on some rank, or that this
     rank has lost another one.
     """
@@ -48,7 +52,7 @@ def _is_communication_error(error: RuntimeError) -> bool:
     return not frames or frames[-1].filename.startswith(_COMMUNICATING) or bool(_LIBRARY.search(str(error)))
 
 
-def users_line(error: BaseException) -> str:
+def find_user_line(error: BaseException) -> str:
     """Return the innermost line of the traceback of ``error``, as ``file:line``, that is in the user's script; empty if
     there is none.
 

@@ -110,7 +110,7 @@ class Communicator(Protocol):
     def barrier(self) -> None: ...
 
 
-def all_ranks(communicator: Communicator, world_size: int) -> RankGroup:
+def get_world_group(communicator: Communicator, world_size: int) -> RankGroup:
     """Return the process group of all ranks, and open it if necessary. All ranks must call this. ``world_size``: number
     of ranks. ``communicator``: connects this rank with the others.
     """

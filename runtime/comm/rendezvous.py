@@ -39,7 +39,7 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     log. ``backend``: name of a torch backend, such as ``nccl``; ``None``: torch's default. ``timeout``: how long
     operations wait for other ranks.
     """
-    _tell_torchrun()
+    _install_torchrun_hook()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if attempt == "0" or not one_host:
@@ -51,7 +51,7 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
     dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def timeout_of_all(device: torch.device) -> timedelta:
+def get_default_timeout(device: torch.device) -> timedelta:
     """Return how long a rank waits for others in torch's default process group.
 
     That is the timeout of the group's backend for ``device`` or, if there is none (the CPU under NCCL), of another
@@ -66,7 +66,7 @@ def timeout_of_all(device: torch.device) -> timedelta:
     return timeout
 
 
-def _tell_torchrun() -> None:
+def _install_torchrun_hook() -> None:
     """Install a hook that reports the exception which ends this script to torchrun.
 
     If another rank's failure caused the exception, it is reported some seconds later, so that torchrun records that
@@ -89,21 +89,23 @@ def _report_failure(error: Exception) -> None:
     """Report to torchrun the exception ``error`` that ends this script; if another rank's failure caused it, wait some
     seconds first, so that torchrun records that failure as the first.
     """
-    from partitioner.runtime.comm.failure_origin import is_secondary, users_line  # which import what imports this
+    from partitioner.runtime.comm.failure_origin import find_user_line, is_secondary  # which import what imports this
 
     if isinstance(error, InstructionError):
         failure = error.failure
     else:
-        failure = Failure(int(os.environ.get("RANK", "0")), str(error), type(error).__name__, source=users_line(error))
+        failure = Failure(
+            int(os.environ.get("RANK", "0")), str(error), type(error).__name__, source=find_user_line(error)
+        )
     if failure.secondary or is_secondary(error):
         time.sleep(_PATIENCE_S)
     try:
         raise InstructionError(failure) from error
     except InstructionError as told:  # with the traceback that is being handled
-        tell_torchrun(told)
+        report_to_torchrun(told)
 
 
-def tell_torchrun(error: InstructionError) -> None:
+def report_to_torchrun(error: InstructionError) -> None:
     """Write ``error``, because of which this process ends, to the file from which torchrun reads it. Do nothing if
     torchrun did not start the process.
 

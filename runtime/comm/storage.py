@@ -45,7 +45,7 @@ def share_memory(x: Tensor, other: Tensor) -> bool:
     return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
-def give_back(x: Tensor) -> None:
+def free_storage(x: Tensor) -> None:
     """Free the memory of ``x`` now, even if other tensors refer to it; nothing may read it afterwards.
 
     Memory that is shared with NumPy cannot be freed in this way; torch frees it with the last reference. While a step

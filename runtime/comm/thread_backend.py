@@ -30,8 +30,8 @@ class ThreadWorld:
         self.device = torch.device(device)
         self.timeout = timeout
         self.lock = threading.Lock()
-        self.meetings: dict[tuple[tuple[int, ...], bool], deque[_Meeting]] = {}
-        self.mail: dict[PipelineEdge, deque[_Meeting]] = {}
+        self.meetings: dict[tuple[tuple[int, ...], bool], deque[_ThreadCollective]] = {}
+        self.mail: dict[PipelineEdge, deque[_ThreadCollective]] = {}
         self.failure: str | None = None
 
     def communicator(self, rank: int) -> ThreadCommunicator:
@@ -44,45 +44,47 @@ class ThreadWorld:
         with self.lock:
             self.failure = self.failure or reason
             for queue in (*self.meetings.values(), *self.mail.values()):
-                for meeting in queue:
-                    meeting.event.set()
+                for collective in queue:
+                    collective.event.set()
 
-    def join(self, queue: deque[_Meeting], member: int, size: int, what: str, entry: Any) -> tuple[_Meeting, bool]:
+    def join(
+        self, queue: deque[_ThreadCollective], member: int, size: int, signature: str, entry: Any
+    ) -> tuple[_ThreadCollective, bool]:
         """Enter a collective of ranks that are threads: the first one in ``queue`` that this member has not entered, or
         a new one. Return the collective, and whether all members have entered it now.
 
         ``queue``: the collectives of the group, oldest first. ``member``: position of this rank in the group. ``size``:
-        number of members. ``what``: description of the operation, which must be equal on all members. ``entry``: this
-        member's operand. Raise :class:`CommunicationError` if communication was aborted, or if the descriptions differ.
-        """
+        number of members. ``signature``: description of the operation, which must be equal on all members. ``entry``:
+        this member's operand. Raise :class:`CommunicationError` if communication was aborted, or if the descriptions
+        differ."""
         with self.lock:
             if self.failure is not None:
                 raise CommunicationError(self.failure)
-            meeting = next((m for m in queue if member not in m.entries), None)
-            if meeting is None:
-                meeting = _Meeting(self, what, size)
-                queue.append(meeting)
-            elif meeting.what != what:
+            collective = next((m for m in queue if member not in m.entries), None)
+            if collective is None:
+                collective = _ThreadCollective(self, signature, size)
+                queue.append(collective)
+            elif collective.what != signature:
                 raise CommunicationError(
-                    f"mismatched communication: rank {member} of the group enters {what}, the others are in "
-                    f"{meeting.what}"
+                    f"mismatched communication: rank {member} of the group enters {signature}, the others are in "
+                    f"{collective.what}"
                 )
-            meeting.entries[member] = entry
-            last = len(meeting.entries) == size
+            collective.entries[member] = entry
+            last = len(collective.entries) == size
             if last:
-                queue.remove(meeting)
-        return meeting, last
+                queue.remove(collective)
+        return collective, last
 
 
-class _Meeting:
+class _ThreadCollective:
     """One collective among threads: the operands of the members that have entered it, and the result for each member.
 
     ``what``: description of the operation. ``size``: number of members.
     """
 
-    def __init__(self, world: ThreadWorld, what: str, size: int) -> None:
+    def __init__(self, world: ThreadWorld, signature: str, size: int) -> None:
         self.world = world
-        self.what = what
+        self.what = signature
         self.size = size
         self.entries: dict[int, Any] = {}
         self.results: list[Any] = []
@@ -110,15 +112,15 @@ class _Meeting:
         )
 
 
-class _PendingMeeting:
+class _PendingThreadCollective:
     """A collective among threads in progress, as one of its members sees it. ``member``: the member's position in the
     group.
     """
 
     __slots__ = ("meeting", "member")
 
-    def __init__(self, meeting: _Meeting, member: int) -> None:
-        self.meeting, self.member = meeting, member
+    def __init__(self, collective: _ThreadCollective, member: int) -> None:
+        self.meeting, self.member = collective, member
 
     def wait(self) -> Any:
         return self.meeting.wait(self.member)
@@ -162,17 +164,16 @@ class ThreadGroup:
             f"{name}{list(how)} of {list(x.shape)} {x.dtype} over ranks {list(self.ranks)}", x, compute
         )
 
-    def _enter_meeting(self, what: str, entry: Any, compute: Callable[[list[Any]], list[Any]]) -> Pending:
+    def _enter_meeting(self, signature: str, entry: Any, compute: Callable[[list[Any]], list[Any]]) -> Pending:
         """Enter a collective, and compute it if all other members have entered it. Return the collective.
 
-        ``what``: description, which must be equal on all members. ``entry``: this member's operand. ``compute``: takes
-        the operands of all members and returns the result for each.
-        """
-        meeting, last = self.world.join(self.queue, self.index, self.size, what, entry)
+        ``signature``: description, which must be equal on all members. ``entry``: this member's operand. ``compute``:
+        takes the operands of all members and returns the result for each."""
+        collective, last = self.world.join(self.queue, self.index, self.size, signature, entry)
         if last:
             with torch.no_grad():
-                meeting.complete(compute)
-        return _PendingMeeting(meeting, self.index)
+                collective.complete(compute)
+        return _PendingThreadCollective(collective, self.index)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
         """Enter an all-reduce of ``x`` over the group, which computes the sum or, with ``maximum``, the maximum. Return
@@ -227,8 +228,8 @@ class ThreadGroup:
             pieces = [rows.split([*counts]) for rows, counts in entries]
             return [torch.cat([p[to] for p in pieces]) for to in range(self.size)]
 
-        what = f"exchange_rows of {list(x.shape[1:])} {x.dtype} over ranks {list(self.ranks)}"
-        return self._enter_meeting(what, (x, sends), compute)
+        signature = f"exchange_rows of {list(x.shape[1:])} {x.dtype} over ranks {list(self.ranks)}"
+        return self._enter_meeting(signature, (x, sends), compute)
 
 
 class ThreadCommunicator:
@@ -275,12 +276,14 @@ class ThreadCommunicator:
         """
         with self.world.lock:
             queue = self.world.mail.setdefault(link, deque())
-        what = f"transfer {link.channel} of {list(x.shape)} {x.dtype} from rank {link.source} to rank {link.target}"
-        meeting, last = self.world.join(queue, member, 2, what, x)
+        signature = (
+            f"transfer {link.channel} of {list(x.shape)} {x.dtype} from rank {link.source} to rank {link.target}"
+        )
+        collective, last = self.world.join(queue, member, 2, signature, x)
         if last:
             with torch.no_grad():
-                meeting.complete(lambda entries: [entries[0], entries[1].copy_(entries[0])])
-        return _PendingMeeting(meeting, member)
+                collective.complete(lambda entries: [entries[0], entries[1].copy_(entries[0])])
+        return _PendingThreadCollective(collective, member)
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
         return self._enter_transfer(PipelineEdge(self.rank, peer, channel), 0, x)

@@ -16,14 +16,14 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from partitioner.runtime.comm.group import CHANNELS, Pending, RankGroup, SoloGroup, TransferHandle
-from partitioner.runtime.comm.rendezvous import timeout_of_all
-from partitioner.runtime.comm.storage import give_back, share_memory
+from partitioner.runtime.comm.rendezvous import get_default_timeout
+from partitioner.runtime.comm.storage import free_storage, share_memory
 from partitioner.runtime.comm.wait_clock import wait_for
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.program.membership import PipelineEdge
 
 
-def parts_of(x: Tensor, dim: int, size: int) -> Tensor:
+def split_evenly(x: Tensor, dim: int, size: int) -> Tensor:
     """Split ``x`` into ``size`` equal parts along ``dim``, and return them as a contiguous tensor ``[size, ...]``."""
     split: Tensor = x.unflatten(dim, (size, x.shape[dim] // size))
     return split.movedim(dim, 0).contiguous()
@@ -44,7 +44,7 @@ def resolve_conjugation(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if x.is_complex() else x
 
 
-def as_real(x: Tensor) -> Tensor:
+def view_as_real(x: Tensor) -> Tensor:
     """Return a view of the complex tensor ``x`` as real numbers, with one more dim of size 2; a real tensor is returned
     itself.
 
@@ -66,15 +66,15 @@ class Transfer:
     def __init__(
         self,
         group: TorchGroup,
-        works: Sequence[TransferHandle],
+        handles: Sequence[TransferHandle],
         result: Tensor,
         finish: Callable[[Tensor, int], Tensor] | None = None,
         dim: int = 0,
-        sent: Tensor | None = None,
+        operand: Tensor | None = None,
         copied: bool = False,
     ) -> None:
-        self.group, self.works, self.result, self.finish, self.dim = group, works, result, finish, dim
-        self.sent, self.copied = sent, copied
+        self.group, self.works, self.result, self.finish, self.dim = group, handles, result, finish, dim
+        self.sent, self.copied = operand, copied
 
     def wait(self) -> Tensor:
         """Wait until the transfer ends, free the memory of a copied operand, and return the converted result."""
@@ -82,7 +82,7 @@ class Transfer:
             wait_for(work)
         if self.sent is not None:
             if self.copied:
-                give_back(self.sent)
+                free_storage(self.sent)
             self.sent = None
         if self.finish is not None:
             found, self.finish = self.finish(self.result, self.dim), None
@@ -92,7 +92,7 @@ class Transfer:
         return self.result
 
     def release(self) -> None:
-        give_back(self.result)
+        free_storage(self.result)
 
 
 class TorchGroup:
@@ -113,7 +113,7 @@ class TorchGroup:
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
         x = resolve_conjugation(x)
-        return Transfer(self, [self.backend.allreduce([as_real(x)], self._max if maximum else self._sum)], x)
+        return Transfer(self, [self.backend.allreduce([view_as_real(x)], self._max if maximum else self._sum)], x)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         raise NotImplementedError
@@ -131,10 +131,10 @@ class TorchGroup:
 
         Its result is ``finish(parts, finished_dim)``, where ``parts`` has the received parts, ``[size, ...]``.
         """
-        parts = parts_of(resolve_conjugation(x), dim, self.size)
+        parts = split_evenly(resolve_conjugation(x), dim, self.size)
         out = torch.empty_like(parts)
-        works = [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])]
-        return Transfer(self, works, out, finish, finished_dim, parts, not share_memory(parts, x))
+        handles = [self.backend.alltoall_base(view_as_real(out), view_as_real(parts), [], [])]
+        return Transfer(self, handles, out, finish, finished_dim, parts, not share_memory(parts, x))
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         """Start to send rows of ``x``: the first ``sends[0]`` to rank 0 of the group, and so on. Return the collective
@@ -143,7 +143,10 @@ class TorchGroup:
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
         return Transfer(
-            self, [self.backend.alltoall_base(as_real(out), as_real(x), [*receives], [*sends])], out, sent=x
+            self,
+            [self.backend.alltoall_base(view_as_real(out), view_as_real(x), [*receives], [*sends])],
+            out,
+            operand=x,
         )
 
 
@@ -169,8 +172,10 @@ class GlooGroup(TorchGroup):
         out = x.new_empty((self.size, *x.shape))
         parts = list(out.unbind(0))
         parts[self.index].copy_(x)
-        works = [self.backend.broadcast([as_real(part)], how) for part, how in zip(parts, self._from, strict=True)]
-        return Transfer(self, works, out, join_parts, dim)
+        handles = [
+            self.backend.broadcast([view_as_real(part)], how) for part, how in zip(parts, self._from, strict=True)
+        ]
+        return Transfer(self, handles, out, join_parts, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         return self._exchange_parts(x, dim, sum_parts)
@@ -185,12 +190,16 @@ class NcclGroup(TorchGroup):
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         x = resolve_conjugation(x).contiguous()
         out = x.new_empty((self.size, *x.shape))
-        return Transfer(self, [self.backend._allgather_base(as_real(out), as_real(x))], out, join_parts, dim, x)
+        return Transfer(
+            self, [self.backend._allgather_base(view_as_real(out), view_as_real(x))], out, join_parts, dim, x
+        )
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        parts = parts_of(resolve_conjugation(x), dim, self.size)
+        parts = split_evenly(resolve_conjugation(x), dim, self.size)
         out = torch.empty_like(parts[0])
-        return Transfer(self, [self.backend._reduce_scatter_base(as_real(out), as_real(parts))], out, sent=parts)
+        return Transfer(
+            self, [self.backend._reduce_scatter_base(view_as_real(out), view_as_real(parts))], out, operand=parts
+        )
 
 
 # Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since
@@ -199,7 +208,7 @@ _made: dict[tuple[tuple[int, ...], bool], TorchGroup] = {}
 _links: dict[PipelineEdge, Any] = {}
 
 
-def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
+def map_ranks_to_processes(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
     """Return, for each rank, the number of the process that runs it.
 
     ``placement[rank]`` is the device number of a rank; process ``p`` drives the ``p``-th of these devices in ascending
@@ -247,13 +256,13 @@ class TorchCommunicator:
                 f"the program is for {world_size} ranks, there are {dist.get_world_size()}: "
                 f"start it with torchrun --nproc-per-node so that nodes x processes is {world_size}"
             )
-        self.processes = processes_of(placement, world_size)
+        self.processes = map_ranks_to_processes(placement, world_size)
         self._process = dist.get_rank()
         self.rank = self.processes.index(self._process)
         self.home = self.processes.index(0)
         self.device = device
         self.everyone = tuple(range(world_size))
-        self._timeout = timeout_of_all(device) if timeout is None else timeout
+        self._timeout = get_default_timeout(device) if timeout is None else timeout
         self._on_gpu = device.type == "cuda"
 
     def prepare(
@@ -284,7 +293,7 @@ class TorchCommunicator:
         """Return the process group of ``ranks``, and open it if necessary; with ``gathering``, a second one of the same
         ranks, whose collectives (all-gathers of parameters) do not wait for those of the first.
         """
-        key = members, _ = self._ranks_to_processes(ranks), gathering
+        key = members, _ = self._list_processes_of(ranks), gathering
         if len(ranks) > 1 and key not in _made:
             backend = self._open_backend(members, "gathers" if gathering else "group")
             _made[key] = (NcclGroup if self._on_gpu else GlooGroup)(backend, members)
@@ -292,7 +301,7 @@ class TorchCommunicator:
                 _made[key].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
         return self.group(ranks, gathering)
 
-    def _ranks_to_processes(self, ranks: Sequence[int]) -> tuple[int, ...]:
+    def _list_processes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.processes[rank] for rank in ranks)
 
     def _connect_link(self, backend: Any, link: PipelineEdge) -> None:
@@ -310,7 +319,7 @@ class TorchCommunicator:
         transfers that cross on one communicator would wait for each other, so there each direction and channel has its
         own connection.
         """
-        source, target = self._ranks_to_processes(link[:2])
+        source, target = self._list_processes_of(link[:2])
         return (
             PipelineEdge(source, target, link.channel)
             if self._on_gpu
@@ -339,7 +348,7 @@ class TorchCommunicator:
         return backend
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        return SoloGroup() if len(ranks) == 1 else _made[self._ranks_to_processes(ranks), gathering]
+        return SoloGroup() if len(ranks) == 1 else _made[self._list_processes_of(ranks), gathering]
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
         """Start to send ``x`` to the rank ``peer``, and return the transfer. ``channel``: what is sent: ``F`` for
@@ -347,16 +356,16 @@ class TorchCommunicator:
         """
         key = self._find_backend_link(PipelineEdge(self.rank, peer, channel))
         work: TransferHandle = _links[key].send(
-            [as_real(resolve_conjugation(x))], int(key.source == self._process), CHANNELS[channel]
+            [view_as_real(resolve_conjugation(x))], int(key.source == self._process), CHANNELS[channel]
         )
         return work
 
     def recv(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
         key = self._find_backend_link(PipelineEdge(peer, self.rank, channel))
-        work: TransferHandle = _links[key].recv([as_real(x)], int(key.source == self._process), CHANNELS[channel])
+        work: TransferHandle = _links[key].recv([view_as_real(x)], int(key.source == self._process), CHANNELS[channel])
         return work
 
-    def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:
+    def list_ranks_on(self, processes: Sequence[int]) -> tuple[int, ...]:
         """Return the program's ranks that run on the processes with the numbers ``processes``. They are in the order of
         ``processes``.
         """

@@ -73,7 +73,7 @@ def generate_code(
     from torch._inductor import config
 
     with _use_empty_folder():
-        with config.patch(_settings(device)), collect_kernels():
+        with config.patch(_choose_options(device)), collect_kernels():
             start_header_search()
             generated = _compile_by_inductor(module, arguments, device)
         function = generated.current_callable
@@ -93,10 +93,10 @@ def build_functions(codes: Sequence[NamedCode]) -> list[BoxedFunction]:
     """
     from torch._inductor import config
 
-    kept, library, module = find_cache(), None, None
+    kept, library, module = get_code_cache(), None, None
     kernels = [kernel for _, code in codes for kernel in code.kernels.values()]
     if kernels:
-        with config.patch(_settings(torch.device("cpu"))):
+        with config.patch(_choose_options(torch.device("cpu"))):
             content = build_library(kernels)
         module = load_library(content)
         library = f"{hashlib.sha256(repr(sorted(name for name, _ in codes)).encode()).hexdigest()[:32]}.kernels"
@@ -112,7 +112,7 @@ def build_functions(codes: Sequence[NamedCode]) -> list[BoxedFunction]:
 def _load_function(name: str) -> BoxedFunction | None:
     """Return the compiled function that is stored on disk under ``name``; ``None`` if there is none, or if it cannot be
     loaded."""
-    kept = find_cache()
+    kept = get_code_cache()
     content = kept.read(f"{name}.code")
     if content is None:
         return None
@@ -148,7 +148,7 @@ def _use_empty_folder() -> Iterator[None]:
                 os.environ[_FOLDER] = before
 
 
-def _settings(device: torch.device) -> dict[str, Any]:
+def _choose_options(device: torch.device) -> dict[str, Any]:
     """Return Inductor's options for ``device`` as a dict of option name -> value; empty if its defaults are used. On a
     CPU Inductor's own cache of graphs is switched off, because this project stores compiled graphs itself. If the CPU
     has AVX2 or AVX512 instructions that torch itself uses, the options switch off Inductor's test of them, which takes
@@ -177,10 +177,10 @@ def _compile_by_inductor(module: fx.GraphModule, arguments: Sequence[Tensor], de
 
     _register_lowerings()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with config.patch(_settings(device)), torch.no_grad(), V.set_fake_mode(mode):
+    with config.patch(_choose_options(device)), torch.no_grad(), V.set_fake_mode(mode):
         with mode:
             given = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device) for a in arguments]
-            traced = make_fx(module, decomposition_table=_decompositions())(*given)
+            traced = make_fx(module, decomposition_table=_list_decompositions())(*given)
         joint_graph_passes(traced)
         output = traced.graph.output_node()
         results: Any = output.args[0]
@@ -201,7 +201,7 @@ def describe_module(module: fx.GraphModule, arguments: Sequence[Tensor], device:
     return hashlib.sha256(repr((*parts, sys.version_info[:2])).encode()).hexdigest()[:32]
 
 
-def find_cache() -> FileCache:
+def get_code_cache() -> FileCache:
     """Return the cache in which the processes of this machine and later runs share compiled code: files of this
     project, in a subfolder of Inductor's folder.
     """
@@ -234,7 +234,7 @@ def _use_faster_products(graph: fx.Graph) -> None:
 
 
 @cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
+def _list_decompositions() -> dict[Any, Callable[..., Any]]:
     """Return a dict: operator -> function that computes it with simpler operators, which Inductor can fuse. It has
     Inductor's own decompositions, and those of the project's cross-entropy operators.
     """

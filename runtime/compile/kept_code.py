@@ -22,7 +22,7 @@ from partitioner.runtime.compile.kernels import Kernel, KernelSource
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]  # it empties the list of its arguments
 
-_NOT_CALLED = ("get_args", "benchmark_compiled_module")
+_UNUSED_FUNCTIONS = ("get_args", "benchmark_compiled_module")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution")  # functions of torch with out= that Inductor may call
 _guards: Any = torch._C._dynamo.guards
 _NAMES: dict[str, Any] = {
@@ -83,7 +83,7 @@ def _select_functions(source: str) -> str:
     """
     kept: list[ast.stmt] = []
     for line in ast.parse(source).body:
-        called = isinstance(line, ast.ClassDef | ast.FunctionDef) and line.name not in _NOT_CALLED
+        called = isinstance(line, ast.ClassDef | ast.FunctionDef) and line.name not in _UNUSED_FUNCTIONS
         if called or (isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") in ("runner", "call")):
             kept.append(line)
     return ast.unparse(ast.Module(kept, []))
@@ -93,17 +93,17 @@ def _find_names(code: CodeType) -> Iterator[str]:
     """Yield the global names that ``code``, the compiled code of a module, and the functions in it read. Names that the
     module itself defines are left out."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_NAME"}
-    for found in _list_codes(code):
+    for found in _iterate_code_objects(code):
         for step in dis.get_instructions(found):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval not in own and step.argval[:2] != "__":
                 yield step.argval
 
 
-def _list_codes(code: CodeType) -> Iterator[CodeType]:
+def _iterate_code_objects(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _list_codes(constant)
+            yield from _iterate_code_objects(constant)
 
 
 def _has_known_products(functions: str, external: Any) -> bool:

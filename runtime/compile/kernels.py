@@ -193,13 +193,13 @@ def build_library(kernels: Collection[KernelSource]) -> bytes:
     header = start_header_search().result()
     if header is not None:
         try:
-            return _build(kernels, header)
+            return _compile_kernels(kernels, header)
         except Exception as error:  # the header may be damaged
             _log.debug("kernels are compiled without %s: %s", header, error)
-    return _build(kernels, None)
+    return _compile_kernels(kernels, None)
 
 
-def _build(kernels: Collection[KernelSource], header: str | None) -> bytes:
+def _compile_kernels(kernels: Collection[KernelSource], header: str | None) -> bytes:
     """Compile ``kernels``, and return the bytes of one shared object. ``header``: the path of a precompiled header."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
 

@@ -29,8 +29,8 @@ from partitioner.runtime.compile.inductor import (
     NamedCode,
     build_functions,
     describe_module,
-    find_cache,
     generate_code,
+    get_code_cache,
     is_fixed,
 )
 from partitioner.runtime.compile.kept_code import BoxedFunction
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _COMPILERS = ("g++", "clang++", "c++", "cl")
 # Torch traces and compiles in one thread at a time, and refuses calls of compiled functions in the others meanwhile.
 one_thread = threading.RLock()
-_LEAST = 2  # operators that are worth a function of their own
+_MIN_OPERATORS = 2  # operators that are worth a function of their own
 
 
 class Segment:
@@ -209,7 +209,7 @@ def _compile_variants(wanted: Sequence[_Wanted], wait: bool) -> list[_Wanted]:
     with ExitStack() as locks:
         for segment, arguments in wanted:
             name = describe_module(segment.module, arguments, segment.device)
-            if not locks.enter_context(find_cache().hold_lock(name, wait)):
+            if not locks.enter_context(get_code_cache().hold_lock(name, wait)):
                 left.append((segment, arguments))
                 continue
             try:
@@ -267,20 +267,20 @@ def make_segment(name: str, module: fx.GraphModule, backend: str, device: torch.
     return Segment(name, module, backend)
 
 
-def backend_of(asked: bool | str, device: torch.device) -> str | None:
-    """Return the name of the ``torch.compile`` backend for the user's argument ``asked``; ``None`` for no compilation.
+def choose_backend(requested: bool | str, device: torch.device) -> str | None:
+    """Return the name of the ``torch.compile`` backend for the user's argument ``requested``; ``None`` for no
+    compilation.
 
-    ``asked``: ``False``, the name of a backend, or ``True`` for Inductor, if the compiler that it needs for ``device``
-    is available on this machine; else ``None`` is returned with a warning. Raise :class:`LaunchError` for a name that
-    torch does not know.
-    """
-    if asked is False:
+    ``requested``: ``False``, the name of a backend, or ``True`` for Inductor, if the compiler that it needs for
+    ``device`` is available on this machine; else ``None`` is returned with a warning. Raise :class:`LaunchError` for a
+    name that torch does not know."""
+    if requested is False:
         return None
-    if isinstance(asked, str):
+    if isinstance(requested, str):
         known = torch.compiler.list_backends(exclude_tags=())
-        if asked not in known:
-            raise LaunchError(f"compile must be a bool or one of {', '.join(sorted(known))}; got {asked!r}")
-        return asked
+        if requested not in known:
+            raise LaunchError(f"compile must be a bool or one of {', '.join(sorted(known))}; got {requested!r}")
+        return requested
     missing = _find_missing_compiler(device)
     if missing:
         _log.warning("blocks run operator by operator: torch.compile needs %s on this machine", missing)
@@ -300,16 +300,18 @@ def _find_missing_compiler(device: torch.device) -> str:
 
 
 def fuse_segments(
-    graph: fx.Graph, num_sinks: int, device: torch.device, made: Callable[[int, fx.GraphModule], Callable[..., Any]]
+    graph: fx.Graph,
+    num_sinks: int,
+    device: torch.device,
+    compile_group: Callable[[int, fx.GraphModule], Callable[..., Any]],
 ) -> fx.Graph:
     """Return a copy of ``graph`` in which each group of operators between its collectives is replaced by one call of a
     compiled function.
 
-    ``made(number, module)``: returns the compiled function for the operators ``module`` of one group; ``number`` is the
-    index of the group. ``device``: where the functions create tensors. ``num_sinks``: number of last outputs that are
-    gradients of parameters; matrix products that only compute these are not replaced, because they are added to the
-    accumulated gradients in place.
-    """
+    ``compile_group(number, module)``: returns the compiled function for the operators ``module`` of one group;
+    ``number`` is the index of the group. ``device``: where the functions create tensors. ``num_sinks``: number of last
+    outputs that are gradients of parameters; matrix products that only compute these are not replaced, because they are
+    added to the accumulated gradients in place."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     results: tuple[Any, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
     sunk = set(results[len(results) - num_sinks :])
@@ -328,11 +330,11 @@ def fuse_segments(
     for level in range(max(levels.values(), default=0) + 1):
         here = [n for n in nodes if levels[n] == level]
         inside = [n for n in here if n not in apart]
-        if len(inside) < _LEAST:
+        if len(inside) < _MIN_OPERATORS:
             for node in inside:
                 values[node] = new.node_copy(node, values.__getitem__)
         else:
-            _add_segment(new, inside, values, device, partial(made, level))
+            _add_segment(new, inside, values, device, partial(compile_group, level))
         for node in here:
             if node in apart:
                 values[node] = new.node_copy(node, values.__getitem__)
@@ -345,13 +347,13 @@ def _add_segment(
     inside: Sequence[fx.Node],
     values: dict[fx.Node, fx.Node],
     device: torch.device,
-    made: Callable[[fx.GraphModule], Callable[..., Any]],
+    compile_group: Callable[[fx.GraphModule], Callable[..., Any]],
 ) -> None:
     """Add to the graph ``new`` one call of a compiled function that computes the nodes ``inside`` of another graph, and
     nodes for its results.
 
     ``values``: node of the other graph -> node of ``new`` with its value; the results are added to it. ``device``:
-    where the function creates tensors. ``made``: compiles a graph module to a function.
+    where the function creates tensors. ``compile_group``: compiles a graph module to a function.
     """
     members = set(inside)
     read = list(dict.fromkeys(o for n in inside for o in n.all_input_nodes if o not in members))
@@ -365,7 +367,7 @@ def _add_segment(
         copy.args = fx.node.map_aggregate(copy.args, lambda a: device if a == META else a)
         copy.kwargs = fx.node.map_aggregate(copy.kwargs, lambda a: device if a == META else a)
     graph.output(tuple(local[n] for n in given))
-    call = new.call_function(made(fx.GraphModule({}, graph)), tuple(values[n] for n in read))
+    call = new.call_function(compile_group(fx.GraphModule({}, graph)), tuple(values[n] for n in read))
     call.meta = {k: v for k, v in inside[0].meta.items() if k in ("path", "source")}
     for index, node in enumerate(given):
         values[node] = new.call_function(operator.getitem, (call, index))

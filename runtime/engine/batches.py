@@ -20,7 +20,7 @@ from partitioner.runtime.errors import BatchError
 from partitioner.runtime.program.program import InputData, PlainValue, Program, RankProgram
 
 
-def batch_size(program: Program) -> tuple[int, int]:
+def count_tokens_and_samples(program: Program) -> tuple[int, int]:
     """Return the number of tokens and the number of samples of one global batch of ``program``. Tokens are the elements
     of the first two-dimensional integer input. Samples are the size of the batch dim of the first input that is split
     over ranks or microbatches. Each is 0 if there is no such input.
@@ -32,7 +32,7 @@ def batch_size(program: Program) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """The part of a global batch that a rank reads.
 
     ``paths``: the inputs that it reads. The rows (samples) of each input are divided into ``count`` equal parts, of
@@ -52,7 +52,7 @@ class Share:
         return range(self.parts.start * each, self.parts.stop * each) if self.paths else range(0)
 
 
-def share_of(rank: RankProgram) -> Share:
+def get_share(rank: RankProgram) -> BatchShare:
     """Return the part of a global batch that ``rank`` reads: the inputs that its program loads, and the rows of its
     ``dp`` coordinate.
     """
@@ -60,11 +60,11 @@ def share_of(rank: RankProgram) -> Share:
     paths = frozenset(i.path for i in rank.program.inputs if i.value in loaded)
     if not rank.program.data_shares:  # the batch need only be divisible by dp here, not by the microbatches
         at = rank.coordinates["dp"]
-        return Share(paths, range(at, at + 1), rank.program.mesh.get("dp", 1))
-    return Share(paths, rank.share, rank.program.batch_microbatches)
+        return BatchShare(paths, range(at, at + 1), rank.program.mesh.get("dp", 1))
+    return BatchShare(paths, rank.share, rank.program.batch_microbatches)
 
 
-def leaves_by_path(batch: Any) -> dict[str, Any]:
+def flatten_by_path(batch: Any) -> dict[str, Any]:
     """Return the entries of ``batch``, a batch of nested tuples, lists and dicts, as path -> value. Paths look like
     ``input_ids``, ``0`` or ``past.0.key``.
     """
@@ -83,7 +83,7 @@ def _unwrap_path_key(key: Any) -> Any:
     return key
 
 
-def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
+def convert_batch(program: Program, batch: Any) -> dict[str, Tensor]:
     """Return the tensors of ``batch``, converted to the planned types, as name in ``program`` -> tensor. ``program``:
     the program of all ranks, which reads them.
 
@@ -93,20 +93,20 @@ def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
     """
     entries = BatchEntries(program, batch)
     entries.check_fixed(whole=True)
-    return {i.value: entries.checked(i) for i in program.inputs}
+    return {i.value: entries.check_entry(i) for i in program.inputs}
 
 
-def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
+def check_batch(program: Program, batch: Any) -> dict[str, Any]:
     """Return the checked tensors of ``batch``, and the planned values of its entries that are not tensors, as path ->
     value, such as ``input_ids`` -> tensor. The dict can itself be passed as a batch. ``program``: the program of all
     ranks. Raise :class:`BatchError` if the batch does not match the plan.
     """
-    values = batch_values(program, batch)
+    values = convert_batch(program, batch)
     fixed = {path: plain.value for path, plain in program.signature.fixed.items()}
     return fixed | {i.path: values[i.value] for i in program.inputs}
 
 
-def own_values(program: Program, share: Share, batch: Any, local: bool = False) -> dict[str, Tensor]:
+def convert_rank_batch(program: Program, share: BatchShare, batch: Any, local: bool = False) -> dict[str, Tensor]:
     """Return the tensors that a rank reads of a batch, converted to the planned types, as name in the program ->
     tensor.
 
@@ -120,12 +120,12 @@ def own_values(program: Program, share: Share, batch: Any, local: bool = False) 
             return {}
         entries = BatchEntries(program, batch)
         entries.check_fixed(whole=False)
-        return {i.value: entries.checked(i, share) for i in read}
-    values = batch_values(program, batch)
+        return {i.value: entries.check_entry(i, share) for i in read}
+    values = convert_batch(program, batch)
     return {i.value: _select_rank_rows(i, values[i.value], share) for i in read}
 
 
-def _select_rank_rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
+def _select_rank_rows(data: InputData, whole: Tensor, share: BatchShare) -> Tensor:
     """Return the rows (samples) of the input ``data`` that belong to ``share``, the part of a global batch that a rank
     reads. ``whole``: the input's tensor for the global batch. It is returned itself if the input has no batch dim.
     """
@@ -153,7 +153,7 @@ class BatchEntries:
         self.inputs = {self.resolve_argument_path(i.path): i for i in program.inputs}
         self.fixed = {self.resolve_argument_path(path): value for path, value in self.signature.fixed.items()}
         self.leaves: dict[str, Any] = {}
-        for path, leaf in leaves_by_path(batch).items():
+        for path, leaf in flatten_by_path(batch).items():
             self.leaves[self.resolve_argument_path(path)] = (
                 leaf.item() if isinstance(leaf, np.number | np.bool_) else leaf
             )
@@ -242,7 +242,7 @@ class BatchEntries:
         if not self.signature.guards:
             return
         given = {place: i for place, i in self.inputs.items() if i.number is not None and place in self.leaves}
-        numbers = {i.path: self.checked(i).item() for i in given.values()}
+        numbers = {i.path: self.check_entry(i).item() for i in given.values()}
         for data in self.signature.guards:
             guard = Guard(json.loads(data.expression), data.outcome, data.where)
             if not guard.holds(numbers):
@@ -254,7 +254,7 @@ class BatchEntries:
 
     # -- entries that the program reads
 
-    def checked(self, data: InputData, share: Share | None = None) -> Tensor:
+    def check_entry(self, data: InputData, share: BatchShare | None = None) -> Tensor:
         """Return the tensor of the batch for the input ``data``, checked and converted to the planned type.
 
         ``share``: the part of the batch that a rank reads, if the tensor must have only these rows (samples); ``None``:
@@ -265,7 +265,7 @@ class BatchEntries:
         if share is not None and dim is not None:
             expected = (*expected[:dim], expected[dim] // share.count * len(share.parts), *expected[dim + 1 :])
         place = self.resolve_argument_path(data.path)
-        tensor = self.leaves.get(place, self._left_out(place, data))
+        tensor = self.leaves.get(place, self._get_default(place, data))
         if data.number is not None and (place in self.leaves or tensor is not None):
             tensor = _number_tensor(data, tensor)
         if not isinstance(tensor, Tensor):
@@ -278,7 +278,7 @@ class BatchEntries:
         check_tensor(tensor, f"input {data.path!r}", BatchError, numbers=True)
         shape = tuple(tensor.shape)
         if shape != expected:
-            advice = _suggest_shape_fix(data, shape) if share is None else _local_advice(data, shape, share)
+            advice = _suggest_shape_fix(data, shape) if share is None else _suggest_local_fix(data, shape, share)
             raise BatchError(f"input {data.path!r}: expected shape {list(expected)}, got {list(shape)}: {advice}")
         dtype = dtype_of(data.dtype)
         if tensor.dtype != dtype:
@@ -288,7 +288,7 @@ class BatchEntries:
             tensor = tensor.to(dtype)
         return tensor.resolve_conj().resolve_neg()
 
-    def _left_out(self, place: str, data: InputData) -> Any:
+    def _get_default(self, place: str, data: InputData) -> Any:
         """Return the default that ``forward`` has for the input ``data``, which is a Python number and which the batch
         leaves out; ``None`` if it has no default. ``place``: the input's path in the batch.
         """
@@ -349,7 +349,7 @@ def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
     return "the plan was made for inputs of the expected shape; pass such, or plan again for these"
 
 
-def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
+def _suggest_local_fix(data: InputData, shape: tuple[int, ...], share: BatchShare) -> str:
     """Return advice for an error message, as text: what the user can do if this rank's part of the input ``data`` has
     ``shape`` instead of the expected shape. ``share``: the part of a batch that the rank reads.
     """

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.passes.ir.layouts import Layout
-from partitioner.runtime.comm.group import Communicator, all_ranks
-from partitioner.runtime.engine.batches import batch_values, own_values, share_of
+from partitioner.runtime.comm.group import Communicator, get_world_group
+from partitioner.runtime.engine.batches import convert_batch, convert_rank_batch, get_share
 from partitioner.runtime.errors import AgreementError, BatchError, LaunchError
-from partitioner.runtime.program.mesh import axes_beside
+from partitioner.runtime.program.mesh import subtract_axes
 from partitioner.runtime.program.program import RankProgram
 from partitioner.runtime.state.disk_offload import release_pages
 
@@ -36,7 +36,7 @@ _MASK = (1 << 62) - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SKETCH = 16
 _CHUNK = 1 << 20  # numbers of a batch that are hashed at a time
-_APART = 1e-3  # distance of replicas over the norm; kernels with a non-deterministic order of sums stay below it
+_MAX_DISTANCE = 1e-3  # distance of replicas over the norm; kernels with a non-deterministic order of sums stay below it
 
 _GLOBAL = (
     "expected the same global batch on all ranks, in the same order, of which each takes its part: draw it from a "
@@ -63,7 +63,7 @@ class _GradientProbe(NamedTuple):
     value: Tensor
 
 
-class Agreement:
+class ConsistencyChecks:
     """Checks at regular intervals of steps that the ranks are consistent: that replicas of parameters are equal, that
     the training script scaled the gradients of all ranks by the same factor (such as by clipping them), and that all
     ranks were given the same batch. Every rank has one.
@@ -126,7 +126,7 @@ class Agreement:
         self._steps += 1
         self._probes = list(self._probe_gradients()) if self.active and self._is_time(self._steps) else []
 
-    def forget(self) -> None:
+    def drop_probes(self) -> None:
         """Drop the copies of some gradient elements that were made right after backward. Comparing gradients with these
         copies before the next step gives the factor by which the training script has scaled them, such as by clipping.
 
@@ -216,7 +216,7 @@ class Agreement:
             for kind, names in self._group_parameters_by_kind(kinds).items()
         }
         high, low = self._find_extremes(
-            {k * world + self._first_holder(kind): sums[kind] for k, kind in enumerate(kinds) if kind in sums},
+            {k * world + self._find_first_holder(kind): sums[kind] for k, kind in enumerate(kinds) if kind in sums},
             len(kinds) * world,
         )
         differ = (high != low).nonzero().flatten().tolist()
@@ -231,12 +231,12 @@ class Agreement:
         the same global batch; if so, all ranks with the same ``dp`` coordinate that read an input must have the same
         samples of it. ``rank``: this rank's part of the program that reads the batch.
         """
-        program, share = rank.program, share_of(rank)
+        program, share = rank.program, get_share(rank)
         paths = [data.path for data in program.inputs]
         if local:
-            values, at = own_values(program, share, batch, True), self.rank.coordinates["dp"]
+            values, at = convert_rank_batch(program, share, batch, True), self.rank.coordinates["dp"]
         else:  # behind those of all places
-            values, at = batch_values(program, batch), -1
+            values, at = convert_batch(program, batch), -1
         given = {paths.index(d.path): _hash_in_order(values[d.value]) for d in program.inputs if d.value in values}
         count = program.size("dp")
         place_of = {k: (at % (count + 1)) * len(paths) + k for k in given}
@@ -269,7 +269,7 @@ class Agreement:
         of replication for which a difference was detected. ``first``: lowest rank of the group of replicas.
         """
         kind, program = kinds[order], self.rank.program
-        mine = self._group_parameters_by_kind(kinds).get(kind, []) if self._first_holder(kind) == first else []
+        mine = self._group_parameters_by_kind(kinds).get(kind, []) if self._find_first_holder(kind) == first else []
         names = [*program.states]
         high, low = self._find_extremes(
             {names.index(n): _hash_tensors([self._parameters[n]]) for n in mine}, len(names)
@@ -292,7 +292,7 @@ class Agreement:
             f"ranks {', '.join(map(str, holders[:8]))} hold the same part of {name}{more}, and not the same numbers: "
             f"rank {far} is about {apart:.1e} of its norm away"
         )
-        if apart <= _APART:
+        if apart <= _MAX_DISTANCE:
             self._warn_on_first_rank(
                 f"{text}; kernels that add up in any order do that, and loading a checkpoint ends it"
             )
@@ -321,7 +321,7 @@ class Agreement:
         alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
         if Layout.parse(state.layout).is_shard:
             alike.pop()
-        return axes_beside(alike, state.zero_axes), tuple(sorted(state.stages)) if len(state.stages) > 1 else ()
+        return subtract_axes(alike, state.zero_axes), tuple(sorted(state.stages)) if len(state.stages) > 1 else ()
 
     def _group_parameters_by_kind(self, kinds: list[_Kind]) -> dict[_Kind, list[str]]:
         """Return kind of replication -> names of this rank's trained parameters of this kind, in the order of
@@ -335,7 +335,7 @@ class Agreement:
             found.setdefault(self._find_replica_kind(name), []).append(name)
         return {kind: found[kind] for kind in kinds if kind in found}
 
-    def _first_holder(self, kind: _Kind) -> int:
+    def _find_first_holder(self, kind: _Kind) -> int:
         """Return the lowest rank that holds the same shards as this rank, for parameters with the kind of replication
         ``kind``.
 
@@ -350,7 +350,7 @@ class Agreement:
             warnings.warn(text, stacklevel=6)
 
     def _sum_over_ranks(self, numbers: Tensor) -> Tensor:
-        return all_ranks(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
+        return get_world_group(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
 
     def _find_extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
         """Return, for each of ``length`` positions, the maximum and the minimum of the numbers that ranks have at this
@@ -362,7 +362,7 @@ class Agreement:
         bounds = torch.full((2, length), -_MASK - 1, dtype=torch.int64, device=self.communicator.device)
         for place, number in numbers.items():
             bounds[0, place], bounds[1, place] = number, -number
-        everyone = all_ranks(self.communicator, self.rank.program.world_size)
+        everyone = get_world_group(self.communicator, self.rank.program.world_size)
         high, low = everyone.all_reduce(bounds, maximum=True).wait()
         return high, torch.where(high == -_MASK - 1, high, -low)
 

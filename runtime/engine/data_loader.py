@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from partitioner.runtime.engine.batches import batch_size
+from partitioner.runtime.engine.batches import count_tokens_and_samples
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.errors import BatchError, CheckpointError
 
@@ -53,7 +53,7 @@ class SampleOrder:
         self.shuffle = shuffle
         self._epochs: dict[int, NDArray[np.int64]] = {}
 
-    def at(self, places: range) -> list[int]:
+    def get_indices(self, places: range) -> list[int]:
         """Return the dataset indices of the samples at consecutive positions ``places``, counted from 0 at the start of
         the first epoch.
         """
@@ -114,7 +114,7 @@ class Loader:
         self.dataset = dataset
         self.share = engine.share
         self.epochs = epochs
-        self.batch_size = _global_batch(engine) if batch_size is None else batch_size
+        self.batch_size = _get_global_batch(engine) if batch_size is None else batch_size
         self.samples = 0
         self.num_samples, self.is_stream = _count_samples(dataset), _is_stream(dataset)
         if self.is_stream:
@@ -130,7 +130,7 @@ class Loader:
         # of a stream the order is the dataset's, and its length perhaps not known
         self.order = SampleOrder(self.num_samples or 0, seed, not self.is_stream and shuffle is not False)
         if self._has_ended(0):
-            raise _no_batch(self)
+            raise _make_too_short_error(self)
         self._over = False  # a loop has come to the end
         self._ahead: Iterator[Any] | None = None
         self._collate = collate
@@ -173,7 +173,7 @@ class Loader:
             except StopIteration:
                 self._over = True
                 if not self.samples:
-                    raise _no_batch(self) from None
+                    raise _make_too_short_error(self) from None
                 raise
         self.samples += self.batch_size
         return batch
@@ -224,11 +224,11 @@ class Loader:
         self._ahead = None
         self._over = False
 
-    def own(self) -> Iterator[list[int]]:
+    def iterate_rank_indices(self) -> Iterator[list[int]]:
         """Yield, for each further global batch, the list of the dataset indices of the samples that this rank reads."""
         rows, at = self.share.rows(self.batch_size), self.samples
         while not self._has_ended(at):
-            yield self.order.at(range(at + rows.start, at + rows.stop))
+            yield self.order.get_indices(range(at + rows.start, at + rows.stop))
             at += self.batch_size
 
     def _has_ended(self, at: int) -> bool:
@@ -253,7 +253,7 @@ class Loader:
                     self.dataset, self.num_samples, self.batch_size, rows, self.epochs, self.samples, collate
                 ),
                 batch_size=None,
-                collate_fn=_as_it_is,
+                collate_fn=_return_unchanged,
                 **options,
             )
         return DataLoader(self.dataset, batch_sampler=_OwnBatchSampler(self), collate_fn=self._collate, **options)  # type: ignore[arg-type]
@@ -262,11 +262,10 @@ class Loader:
 class StreamBatches(IterableDataset[Any]):
     """This rank's part of each global batch of a stream, which is read from its start.
 
-    ``length``: samples of one epoch; ``None``: unknown. ``batch_size``: samples of a global batch. ``rows``: which of
-    them this rank reads. ``epochs``: number of epochs; ``None``: no end. ``start``: samples to skip first. ``collate``:
-    makes a batch of a list of samples. Raise :class:`BatchError` if the stream returns no samples, or another number of
-    samples than ``length``.
-    """
+    ``length``: samples of one epoch; ``None``: unknown. ``count_tokens_and_samples``: samples of a global batch.
+    ``rows``: which of them this rank reads. ``epochs``: number of epochs; ``None``: no end. ``start``: samples to skip
+    first. ``collate``: makes a batch of a list of samples. Raise :class:`BatchError` if the stream returns no samples,
+    or another number of samples than ``length``."""
 
     def __init__(
         self,
@@ -341,10 +340,10 @@ class _OwnBatchSampler:
         self.loader = loader
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.loader.own()
+        return self.loader.iterate_rank_indices()
 
 
-def _as_it_is(batch: Any) -> Any:
+def _return_unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -405,7 +404,7 @@ def _check_stream(shuffle: bool | None, num_workers: int) -> None:
         )
 
 
-def _no_batch(loader: Loader) -> BatchError:
+def _make_too_short_error(loader: Loader) -> BatchError:
     """Return the error to raise for the dataset of ``loader`` if it has less than one global batch in all epochs."""
     samples = "the stream" if loader.num_samples is None else f"{loader.num_samples} samples"
     return BatchError(
@@ -414,13 +413,13 @@ def _no_batch(loader: Loader) -> BatchError:
     )
 
 
-def _global_batch(engine: Engine) -> int:
+def _get_global_batch(engine: Engine) -> int:
     """Return the number of samples in a global batch, from the first input of the engine's program that is split over
     samples.
 
     Raise :class:`BatchError` if there is no such input.
     """
-    _, samples = batch_size(engine.program)
+    _, samples = count_tokens_and_samples(engine.program)
     if not samples:
         raise BatchError("no input of the plan is split over samples: pass batch_size=")
     return samples

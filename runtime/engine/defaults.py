@@ -13,15 +13,15 @@ import torch.distributed as dist
 from partitioner.runtime.comm.group import Communicator
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.errors import LaunchError, OffloadError
-from partitioner.runtime.program.load import disk_of
+from partitioner.runtime.program.load import load_disk_bytes
 from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state.disk_offload import FOLDER, Disk
-from partitioner.runtime.state.parameters import disk_bytes
+from partitioner.runtime.state.parameters import count_disk_bytes
 
-_BETWEEN = 512  # bytes between what one parameter has on disk, at most
+_MAX_GAP_BYTES = 512  # bytes between what one parameter has on disk, at most
 
 
-def default_communicator(
+def create_default_communicator(
     program: Program, device: torch.device | str | None, placement: tuple[int, ...]
 ) -> Communicator:
     """Return the communicator of torch's default process group; without a process group, one for a program of one rank.
@@ -44,7 +44,7 @@ def default_communicator(
             f"the program is for {program.world_size} ranks {_format_mesh(program)}, the process group has "
             f"{dist.get_world_size()}: start {program.world_size} processes, or plan for {dist.get_world_size()}"
         )
-    device = default_device() if device is None else resolve_device(device)
+    device = choose_default_device() if device is None else resolve_device(device)
     return TorchCommunicator(program.world_size, device, placement=placement)
 
 
@@ -52,18 +52,18 @@ def _format_mesh(program: Program) -> str:
     return "(" + ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) + ")"
 
 
-def default_device() -> torch.device:
+def choose_default_device() -> torch.device:
     """Return the GPU of this process if torch's default process group supports GPUs and one is available, else the
     CPU.
     """
     if dist.is_initialized() and torch.cuda.is_available():
         group: Any = dist.group.WORLD
         if "cuda" in {torch.device(kind).type for kind in group._device_types}:
-            return local_gpu()
+            return select_local_gpu()
     return torch.device("cpu")
 
 
-def local_gpu() -> torch.device:
+def select_local_gpu() -> torch.device:
     """Return the GPU of this process, chosen by its rank on the node, and make it the current device.
 
     Raise :class:`LaunchError` if the node has no GPU for this rank.
@@ -93,7 +93,7 @@ def resolve_device(device: torch.device | str) -> torch.device:
     return device
 
 
-def one_step_folder() -> str:
+def make_one_step_folder() -> str:
     """Return the folder for disk files that are needed for one step only.
 
     That is the environment variable ``PARTITION_OFFLOAD_FOLDER``, or the system's temporary folder.
@@ -101,7 +101,7 @@ def one_step_folder() -> str:
     return os.environ.get(FOLDER) or tempfile.gettempdir()
 
 
-def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | None:
+def create_disk(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | None:
     """Return the disk storage for a rank's optimizer states, as large as ``plan`` estimates; ``None`` if nothing is
     kept on disk.
 
@@ -117,4 +117,6 @@ def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | 
             "the plan has optimizer states on disk, but no folder is given: expected offload_folder= of the engine, "
             f"--offload-folder, or {FOLDER} in the environment, a folder on a local disk of each node"
         )
-    return Disk(folder, max(disk_of(plan, rank.stage_index), disk_bytes(rank)) + _BETWEEN * len(rank.states))
+    return Disk(
+        folder, max(load_disk_bytes(plan, rank.stage_index), count_disk_bytes(rank)) + _MAX_GAP_BYTES * len(rank.states)
+    )

@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from partitioner.passes.faults import typed_errors
 from partitioner.runtime.checkpoint import load as loading
 from partitioner.runtime.checkpoint.atomic_folder import restore_replaced_checkpoint
-from partitioner.runtime.checkpoint.run_state import content_of, load_run_state
+from partitioner.runtime.checkpoint.run_state import collect_content, load_run_state
 from partitioner.runtime.checkpoint.save import Saver, Saving
 from partitioner.runtime.checkpoint.training_state import Optimizers, Stateful
-from partitioner.runtime.comm.failure_origin import is_of_ranks
-from partitioner.runtime.comm.group import Communicator, all_ranks
+from partitioner.runtime.comm.failure_origin import is_rank_error
+from partitioner.runtime.comm.group import Communicator, get_world_group
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.engine import export
-from partitioner.runtime.engine.batches import batch_size, own_values, share_of
-from partitioner.runtime.engine.consistency import Agreement
-from partitioner.runtime.engine.defaults import default_communicator, disk_for
+from partitioner.runtime.engine.batches import convert_rank_batch, count_tokens_and_samples, get_share
+from partitioner.runtime.engine.consistency import ConsistencyChecks
+from partitioner.runtime.engine.defaults import create_default_communicator, create_disk
 from partitioner.runtime.engine.execution import Execution, choose_execution
 from partitioner.runtime.engine.further import EngineState, FurtherExecutors, LatestRun, prepare_programs
 from partitioner.runtime.engine.generation import Sampling, TokenGenerator, find_generation
@@ -43,27 +43,27 @@ from partitioner.runtime.engine.optimizer_checks import OptimizerCheck
 from partitioner.runtime.engine.outputs import RunOutputs
 from partitioner.runtime.engine.padding import ChosenProgram, choose_program, fit_batch
 from partitioner.runtime.errors import BatchError, LaunchError
-from partitioner.runtime.execute.bind import Library
+from partitioner.runtime.execute.bind import BlockLibrary
 from partitioner.runtime.execute.executor import Executor, ExecutorOptions
 from partitioner.runtime.execute.flight_recorder import Phase
 from partitioner.runtime.execute.step_replay import ReplayReport
-from partitioner.runtime.family.load import family_of
-from partitioner.runtime.program.load import execution_of, placement_of
-from partitioner.runtime.program.precision import check_fp8, products_of
+from partitioner.runtime.family.load import load_family
+from partitioner.runtime.program.load import load_execution_mode, load_placement
+from partitioner.runtime.program.precision import allow_tf32_products, check_fp8
 from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state import loss as norms
-from partitioner.runtime.state.disk_offload import expect_on_disk, keep_on_disk
+from partitioner.runtime.state.disk_offload import keep_on_disk, require_states_on_disk
 from partitioner.runtime.state.gradients import RankGradients
-from partitioner.runtime.state.host_offload import Copier, HostParameters, TransientParameters
-from partitioner.runtime.state.loss import Scale, StepLoss, scale_of
-from partitioner.runtime.state.parameters import MasterParameters, load_weights, names_read, parameters_of
+from partitioner.runtime.state.host_offload import HostCopier, HostParameters, TransientParameters
+from partitioner.runtime.state.loss import Scale, StepLoss, create_loss_scale
+from partitioner.runtime.state.parameters import MasterParameters, list_names_read, load_weights, make_parameters
 from partitioner.runtime.state.sharded_parameters import ShardedParameters
-from partitioner.runtime.state.weights import FileWeights, Source, is_weights, weights_of
+from partitioner.runtime.state.weights import FileWeights, Source, is_weights_path, open_weights
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from partitioner.runtime.engine.export import Views
+    from partitioner.runtime.engine.export import DTensorViews
 
 AnOptimizer = TypeVar("AnOptimizer", bound=torch.optim.Optimizer)
 
@@ -114,7 +114,7 @@ class Engine:
     plan. All are raised before any communication.
     """
 
-    @typed_errors("Engine()", passing=is_of_ranks)
+    @typed_errors("Engine()", passing=is_rank_error)
     def __init__(
         self,
         plan: Any,
@@ -128,18 +128,18 @@ class Engine:
         execution: Execution | None = None,
         offload_folder: str | Path | None = None,
         communicator: Communicator | None = None,
-        library: Library | None = None,
+        library: BlockLibrary | None = None,
     ) -> None:
-        family = family_of(plan)
+        family = load_family(plan)
         program = family.first
         device = None if device is None else torch.device(device)
         if communicator is None:
-            communicator = default_communicator(program, device, placement_of(plan))
+            communicator = create_default_communicator(program, device, load_placement(plan))
         self.rank_program: RankProgram = program.rank(communicator.rank)
-        self.share = share_of(self.rank_program)
+        self.share = get_share(self.rank_program)
         self.communicator = communicator
         self.device = communicator.device
-        how = choose_execution(execution, compile, self.device, execution_of(plan))
+        how = choose_execution(execution, compile, self.device, load_execution_mode(plan))
         channel = how.record(communicator)
         check_fp8(program, self.device)
         self.seed = seed
@@ -147,9 +147,9 @@ class Engine:
         self.optimizer_steps = 0
         self.steps_run = self.tokens_run = self.samples_run = self.further_steps_run = 0
         self._counted_at = 0  # the value of ``steps_run`` when ``optimizer_steps`` was counted last
-        self._disk = disk_for(self.rank_program, plan, offload_folder)
-        source = None if weights is None else weights_of(weights, names_read(program))
-        copier = Copier(self.device)
+        self._disk = create_disk(self.rank_program, plan, offload_folder)
+        source = None if weights is None else open_weights(weights, list_names_read(program))
+        copier = HostCopier(self.device)
         self._masters = MasterParameters(self.rank_program, source, self.device, copier, self._disk)
         self._shards = self._masters.shards
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
@@ -157,32 +157,32 @@ class Engine:
         mine = self.rank_program
         prepare_programs(family, communicator)
         sharded = ShardedParameters(self.rank_program, self._shards, channel)
-        self._masters.take(sharded.pieces)
-        self._views: Views | None = None
+        self._masters.replace_pieces(sharded.pieces)
+        self._views: DTensorViews | None = None
         self._saver = Saver(communicator, program.world_size)
-        self._parameters = parameters_of(self.rank_program, self._masters.held)
+        self._parameters = make_parameters(self.rank_program, self._masters.held)
         trains = any(p.requires_grad for p in self._parameters.values()) or program.objective != "train"
         self._nothing = None if trains else nn.Parameter(torch.empty(0, device=self.device))
         if self._disk is not None:
-            expect_on_disk(self, self._parameters.values())
+            require_states_on_disk(self, self._parameters.values())
         self._optimizers = OptimizerCheck(mine, self._parameters, [] if self._nothing is None else [self._nothing])
         self._optimizers.attach(self)
-        self._scale = scale_of(program, loss_scale)
+        self._scale = create_loss_scale(program, loss_scale)
         self._gradients = RankGradients(self.rank_program, self._shards, channel, copier)
-        self._agreement = Agreement(mine, self._parameters, self._gradients.owned, communicator)
-        hosted = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
-        self._shards.update(hosted.whole)
+        self._agreement = ConsistencyChecks(mine, self._parameters, self._gradients.owned, communicator)
+        host_parameters = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
+        self._shards.update(host_parameters.whole)
         self._loss: StepLoss | None = None
         self._executor = Executor(
             self.rank_program,
             self._shards | sharded.whole,
             self._gradients,
             channel,
-            library or Library(program, self.device, how.compile),
-            TransientParameters(sharded, hosted),
+            library or BlockLibrary(program, self.device, how.compile),
+            TransientParameters(sharded, host_parameters),
             ExecutorOptions(keep_outputs, tape=how.tape),
         )
-        state = EngineState(self._shards, self._gradients, sharded, hosted)
+        state = EngineState(self._shards, self._gradients, sharded, host_parameters)
         self._further = FurtherExecutors(family, channel, state, how, keep_outputs)
         self._latest = LatestRun(self._executor)
         self._generations = 0  # calls of :meth:`generate`
@@ -212,7 +212,7 @@ class Engine:
         """Return how the steps of each program run on this rank under ``execution="graph"``, as name of the program
         (empty for the first) -> report; empty under another execution.
         """
-        executors = {"": self._executor, **self._further.made}
+        executors = {"": self._executor, **self._further.created}
         return {name: made.replay.report for name, made in executors.items() if made.replay is not None}
 
     @property
@@ -231,7 +231,7 @@ class Engine:
         """
         return self._scale is not None and self._scale.overflowed
 
-    @typed_errors("Engine.step()", passing=is_of_ranks)
+    @typed_errors("Engine.step()", passing=is_rank_error)
     def step(self, batch: Any, *, local: bool = False, accumulate: bool = False, weight: float = 1.0) -> Tensor | None:
         """Run forward and backward on a global batch; gradients are then reduced over all ranks. All ranks call this.
 
@@ -262,7 +262,7 @@ class Engine:
         chosen = ChosenProgram("", batch, None) if local else choose_program(self._further.family, batch)
         executor = self._further.executor(chosen.name) if chosen.name else self._executor
         rank = executor.rank
-        inputs = own_values(rank.program, share_of(rank) if chosen.name else self.share, chosen.batch, local)
+        inputs = convert_rank_batch(rank.program, get_share(rank) if chosen.name else self.share, chosen.batch, local)
         self._agreement.before_step(chosen.batch, local, rank)
         self._begin_run()
         owned = self._gradients.owned
@@ -273,11 +273,11 @@ class Engine:
         lost = accumulate and self.overflowed
         if self._scale is not None:
             executor.scale_loss(self._scale.value)
-        for name in self._gradients.passing:
+        for name in self._gradients.transient_names:
             self._parameters[name].grad = None
-        self._latest = LatestRun(executor, self._further.padding_of(chosen.name), chosen.real)
+        self._latest = LatestRun(executor, self._further.get_padding(chosen.name), chosen.real)
         try:
-            with self._doing_further(chosen.name), products_of(rank.program, self.device):
+            with self._doing_further(chosen.name), allow_tf32_products(rank.program, self.device):
                 executor.run(inputs, self.steps)
         except BaseException:
             self._gradients.restore()
@@ -285,12 +285,14 @@ class Engine:
         self._loss = None if executor.loss is None else executor.loss.as_subclass(StepLoss)
         self.steps += 1
         self.steps_run += 1
-        tokens, samples = batch_size(rank.program)
+        tokens, samples = count_tokens_and_samples(rank.program)
         self.tokens_run, self.samples_run = self.tokens_run + tokens, self.samples_run + samples
         self.further_steps_run += int(bool(chosen.name))
         if self._scale is not None:
             scaled = self._scale.value
-            self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)
+            self._scale.unscale(
+                [*owned.values()], get_world_group(self.communicator, self.program.world_size), self.device
+            )
             self._gradients.rescale(0.0 if self._scale.overflowed else self._scale.value / scaled)
             self._scale.overflowed |= lost
         if weight != 1 and owned:
@@ -309,10 +311,10 @@ class Engine:
             self._nothing.grad = torch.empty_like(self._nothing)
         self._agreement.after_step()
         if self._disk is not None:
-            self._disk.forget()
+            self._disk.evict()
         return self.loss
 
-    @typed_errors("Engine.run()", passing=is_of_ranks)
+    @typed_errors("Engine.run()", passing=is_rank_error)
     def run(self, name: str, batch: Any, *, local: bool = False, keep_outputs: bool | None = None) -> Tensor | None:
         """Run the plan's further program ``name``, such as an evaluation, on a global batch. All ranks call this.
 
@@ -331,15 +333,15 @@ class Engine:
         further = self._further.find(name, "evaluate")
         executor = self._further.executor(name, keep_outputs)
         batch, real = (batch, None) if local else fit_batch(further.program, further.padding, batch)
-        inputs = own_values(further.program, share_of(executor.rank), batch, local)
+        inputs = convert_rank_batch(further.program, get_share(executor.rank), batch, local)
         self._agreement.before_run(name, batch, local, executor.rank)
         self._begin_run()
         self._latest = LatestRun(executor, further.padding, real)
-        with self._doing_further(name), products_of(further.program, self.device):
+        with self._doing_further(name), allow_tf32_products(further.program, self.device):
             executor.run(inputs, self.steps)
         return executor.loss
 
-    @typed_errors("Engine.generate()", passing=is_of_ranks)
+    @typed_errors("Engine.generate()", passing=is_rank_error)
     def generate(
         self,
         input_ids: Tensor,
@@ -398,7 +400,7 @@ class Engine:
         self._begin_run()
         with self._doing_further(name):
             made = tokens.generate(prompt, max_new_tokens, sampling, ends, filling, generator)
-        before = input_ids.to(made) if tokens.first is None else made.new_full((len(made), 1), tokens.first)
+        before = input_ids.to(made) if tokens.first_token is None else made.new_full((len(made), 1), tokens.first_token)
         return torch.cat([before, made], 1)
 
     def _run_further(self, name: str, values: Mapping[str, Tensor]) -> Executor:
@@ -407,7 +409,7 @@ class Engine:
         which has its loss and outputs.
         """
         executor = self._further.executor(name)
-        with products_of(executor.program, self.device):
+        with allow_tf32_products(executor.program, self.device):
             executor.run(values, self.steps)
         return executor
 
@@ -470,7 +472,7 @@ class Engine:
         self._optimizers.trust(optimizer)
         return optimizer
 
-    @typed_errors("Engine.on_disk()", passing=is_of_ranks)
+    @typed_errors("Engine.on_disk()", passing=is_rank_error)
     def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
         """Move the states of ``optimizer`` to disk if the plan keeps them there, and return ``optimizer``.
 
@@ -481,7 +483,7 @@ class Engine:
             keep_on_disk(optimizer, self._disk, self._saver.wait_until_copied)
         return optimizer
 
-    @typed_errors("Engine.dtensors()", passing=is_of_ranks)
+    @typed_errors("Engine.dtensors()", passing=is_rank_error)
     def dtensors(self, *, strict: bool = True) -> dict[str, DTensor]:
         """Return the parameters of :meth:`named_parameters` by name, as DTensors of the whole tensors, for torch's own
         tools.
@@ -490,9 +492,9 @@ class Engine:
         :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
         left out. Raises :class:`LaunchError` if no device mesh of all ranks can be made.
         """
-        return self._get_state_views(strict).of_parameters(self._parameters)
+        return self._get_state_views(strict).view_parameters(self._parameters)
 
-    @typed_errors("Engine.optimizer_dtensors()", passing=is_of_ranks)
+    @typed_errors("Engine.optimizer_dtensors()", passing=is_rank_error)
     def optimizer_dtensors(self, optimizer: torch.optim.Optimizer, *, strict: bool = True) -> dict[str, dict[str, Any]]:
         """Return the states of ``optimizer``, as parameter name -> state name -> DTensor of the whole tensor.
 
@@ -501,15 +503,15 @@ class Engine:
         left out. Raises :class:`CheckpointError` if the optimizer has other parameters, and :class:`LaunchError` if no
         device mesh of all ranks can be made.
         """
-        return self._get_state_views(strict).of_optimizer(self._parameters, optimizer)
+        return self._get_state_views(strict).view_optimizer(self._parameters, optimizer)
 
-    def _get_state_views(self, strict: bool) -> Views:
+    def _get_state_views(self, strict: bool) -> DTensorViews:
         """Return the object that makes DTensors of this rank's parameters, made at the first call. All ranks call this.
 
         ``strict``: raise :class:`DTensorError` if a DTensor cannot express the layout of some parameter.
         """
         from partitioner.runtime.engine.export import (  # its imports from torch are slow, and few callers need them
-            Views,
+            DTensorViews,
             require_dtensor_views,
         )
 
@@ -519,19 +521,19 @@ class Engine:
             devices = {self.device.type, *(["cpu"] if self.program.offload else [])}
             ranks = range(self.program.world_size)
             processes = self.communicator.processes if isinstance(self.communicator, TorchCommunicator) else ranks
-            self._views = Views(self.rank_program, processes, devices)
+            self._views = DTensorViews(self.rank_program, processes, devices)
         return self._views
 
     def zero_grad(self) -> None:
         """Set all gradients to zero. Only needed before steps with ``accumulate``: other steps replace gradients."""
-        self._agreement.forget()
+        self._agreement.drop_probes()
         for name, gradient in self._gradients.owned.items():
             gradient.zero_()
             self._parameters[name].grad = gradient
         if self._scale is not None:
             self._scale.overflowed = False
 
-    @typed_errors("Engine.clip_grad_norm_()", passing=is_of_ranks)
+    @typed_errors("Engine.clip_grad_norm_()", passing=is_rank_error)
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their 2-norm over the whole model is at most ``max_norm``. Returns the norm
         before scaling. All ranks call this.
@@ -542,7 +544,7 @@ class Engine:
         """
         return norms.clip_gradients_(self.rank_program, self._gradients, self.communicator, max_norm)
 
-    @typed_errors("Engine.state_dict()", passing=is_of_ranks)
+    @typed_errors("Engine.state_dict()", passing=is_rank_error)
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """Return this rank's shards of parameters and buffers by name.
 
@@ -554,7 +556,7 @@ class Engine:
             return export.gather_all(self.rank_program, shards, self.communicator)
         return {n: s.detach() for n, s in shards.items() if self.program.states[n].kind != "constant"}
 
-    @typed_errors("Engine.export_weights()", passing=is_of_ranks)
+    @typed_errors("Engine.export_weights()", passing=is_rank_error)
     def export_weights(self, directory: str | Path) -> None:
         """Write the whole weights to the folder ``directory`` as safetensors files under the model's names, like
         published models.
@@ -563,7 +565,7 @@ class Engine:
         """
         export.export_weight_files(Path(directory), self.rank_program, self._masters.current(), self.communicator)
 
-    @typed_errors("Engine.save()", passing=is_of_ranks)
+    @typed_errors("Engine.save()", passing=is_rank_error)
     def save(
         self,
         directory: str | Path,
@@ -590,7 +592,7 @@ class Engine:
         """
         with self.doing("saving"):
             return self._saver.save(
-                Path(directory), lambda: content_of(self, optimizer, extra), optimizer, wait=wait, then=then
+                Path(directory), lambda: collect_content(self, optimizer, extra), optimizer, wait=wait, then=then
             )
 
     def wait_for_save(self) -> None:
@@ -604,7 +606,7 @@ class Engine:
         """
         self._saver.settle()
 
-    @typed_errors("Engine.load()", passing=is_of_ranks)
+    @typed_errors("Engine.load()", passing=is_rank_error)
     def load(
         self,
         directory: str | Path,
@@ -626,10 +628,10 @@ class Engine:
         :class:`WeightsError` if the weights are of another model.
         """
         directory = Path(directory)
-        self._saver.rest(directory.resolve())
-        self._agreement.forget()
+        self._saver.wait_until_idle(directory.resolve())
+        self._agreement.drop_probes()
         restore_replaced_checkpoint(directory.resolve())
-        if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
+        if optimizer is None and not loading.is_checkpoint(directory) and is_weights_path(directory):
             load_weights(self.rank_program, directory, self._masters.held)
             self._gradients.rescale(0.0)
             return None

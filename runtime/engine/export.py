@@ -30,16 +30,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from partitioner.passes.ir.layouts import Layout, join_shards, local_shape
 from partitioner.passes.ir.serialize import dtype_of
-from partitioner.runtime.checkpoint.save import agreed_target, weight_states
+from partitioner.runtime.checkpoint.save import agree_on_target, list_weight_states
 from partitioner.runtime.checkpoint.training_state import OptimizerState
 from partitioner.runtime.comm.group import Communicator
 from partitioner.runtime.errors import CheckpointError, DTensorError, LaunchError
 from partitioner.runtime.files import write_text
 from partitioner.runtime.program.program import Program, RankProgram, shard_shape
-from partitioner.runtime.state.parameters import by_model_names, join_pieces, padded_piece
+from partitioner.runtime.state.parameters import join_pieces, map_model_names, pad_piece
 from partitioner.runtime.state.weights import INDEX, check_storable
 
-_SHOWN = 5  # reasons named in an error
+_MAX_LISTED = 5  # reasons named in an error
 
 
 def require_dtensor_views(program: Program) -> None:
@@ -52,8 +52,8 @@ def require_dtensor_views(program: Program) -> None:
     named, reasons = find_placements(program)
     if not reasons:
         return
-    shown = "\n  ".join(f"{name}: {why}" for name, why in [*reasons.items()][:_SHOWN])
-    more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    shown = "\n  ".join(f"{name}: {why}" for name, why in [*reasons.items()][:_MAX_LISTED])
+    more = f"\n  and {len(reasons) - _MAX_LISTED} more" if len(reasons) > _MAX_LISTED else ""
     raise DTensorError(
         f"{len(reasons)} of the model's {len(reasons) + len(named)} parameters have layouts that DTensors cannot "
         f"express:\n  {shown}{more}\nstrict=False leaves them out; engine.save, engine.clip_grad_norm_ and "
@@ -71,13 +71,13 @@ def find_placements(program: Program) -> tuple[dict[str, list[Placement]], dict[
     for name, state in program.states.items():
         if state.kind == "parameter":
             try:
-                named[name] = placements_of(program, name)
+                named[name] = list_placements(program, name)
             except DTensorError as error:
                 reasons[name] = str(error)
     return named, reasons
 
 
-class Views:
+class DTensorViews:
     """Creates DTensors that share the memory of one rank's parameters. All ranks create it together.
 
     ``processes``: process number of each rank. ``devices``: types of devices on which parameters may be, such as
@@ -92,21 +92,23 @@ class Views:
         named, _ = find_placements(self.program)
         self.placements = {name: how for name, how in named.items() if name in rank.states}
         _check_world(self.program)
-        for device, axes in product(sorted(devices), sorted({axes_of(self.program, name) for name in named})):
+        for device, axes in product(
+            sorted(devices), sorted({list_device_mesh_axes(self.program, name) for name in named})
+        ):
             self._meshes[device, axes] = self._build_device_mesh(device, axes)
 
-    def of_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
+    def view_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
         """Return name -> DTensor for each of ``parameters`` that a DTensor can express. The ``grad`` of each is a
         DTensor of the gradient.
         """
-        found = {name: self.of(name, parameters[name]) for name in self.placements}
+        found = {name: self.view_tensor(name, parameters[name]) for name in self.placements}
         for name, view in found.items():
             view.requires_grad_(parameters[name].requires_grad)
             grad = parameters[name].grad
-            view.grad = None if grad is None else self.of(name, grad)
+            view.grad = None if grad is None else self.view_tensor(name, grad)
         return found
 
-    def of_optimizer(
+    def view_optimizer(
         self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> dict[str, dict[str, Any]]:
         """Return the states of ``optimizer`` as parameter name -> state name -> DTensor, or the state itself if its
@@ -121,13 +123,13 @@ class Views:
             shape = parameters[name].shape
             for key, held in optimizer.state.get(parameters[name], {}).items():
                 alike = isinstance(held, Tensor) and held.dim() and held.shape == shape
-                found.setdefault(name, {})[key] = self.of(name, held) if alike else held
+                found.setdefault(name, {})[key] = self.view_tensor(name, held) if alike else held
         return found
 
-    def of(self, name: str, tensor: Tensor) -> DTensor:
+    def view_tensor(self, name: str, tensor: Tensor) -> DTensor:
         """Return a DTensor that shares the memory of ``tensor``, which has the layout of the parameter ``name``."""
         shape = self.program.states[name].shape
-        mesh = self._meshes[tensor.device.type, axes_of(self.program, name)]
+        mesh = self._meshes[tensor.device.type, list_device_mesh_axes(self.program, name)]
         own = list(shard_shape(self.program, name))
         if self.program.states[name].zero_axes:
             own[0] //= len(self.rank.zero_group(name))
@@ -163,7 +165,7 @@ class Views:
         return mesh if names == axes else mesh[axes]
 
 
-def axes_of(program: Program, name: str) -> tuple[str, ...]:
+def list_device_mesh_axes(program: Program, name: str) -> tuple[str, ...]:
     """Return the mesh axes of the parameter ``name``'s device mesh, outermost first: those with more than one rank,
     without ``pp``; if all have one rank, the last axis alone.
 
@@ -178,12 +180,12 @@ def axes_of(program: Program, name: str) -> tuple[str, ...]:
     return tuple(a for a, n in grid.items() if n > 1 and a != "pp") or tuple(grid)[-1:]
 
 
-def placements_of(program: Program, name: str) -> list[Placement]:
+def list_placements(program: Program, name: str) -> list[Placement]:
     """Return the DTensor placement of the parameter ``name`` on each axis of its device mesh, in the order of the axes.
 
     Raise :class:`DTensorError` if no placements express the layout. ``program``: the program of all ranks.
     """
-    state, axes = program.states[name], axes_of(program, name)
+    state, axes = program.states[name], list_device_mesh_axes(program, name)
     found: dict[str, Placement] = {axis: Replicate() for axis in axes}
     first: list[str] = []  # the axes that cut dim 0
     shape = state.shape
@@ -243,7 +245,7 @@ FILE_BYTES = 2 << 30  # of a file, so that no rank holds more than this of other
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ExportFile:
     """One safetensors file of an export of weights.
 
     ``states``: names of the parameters and buffers in it. ``stage``: index of the pipeline stage that has all of them.
@@ -254,7 +256,7 @@ class Chunk:
     number: int
     states: tuple[str, ...]
 
-    def file(self, prefix: str, total: int) -> str:
+    def format_file_name(self, prefix: str, total: int) -> str:
         return f"{prefix}-{self.number + 1:05}-of-{total:05}.safetensors"
 
 
@@ -268,17 +270,22 @@ def export_weight_files(
     :class:`WeightsError` for a type that safetensors does not support. ``communicator``: connects this rank with the
     others. ``rank``: the program of this rank.
     """
-    for name in weight_states(rank.program):
+    for name in list_weight_states(rank.program):
         check_storable(name, dtype_of(rank.program.states[name].dtype))
-    place = directory.resolve()
-    target = agreed_target(place, communicator, rank.program.world_size, lambda: _check_others(place), OWN)
+    folder = directory.resolve()
+    target = agree_on_target(folder, communicator, rank.program.world_size, lambda: _check_foreign_weights(folder), OWN)
     target.partial.mkdir(exist_ok=True)
-    chunks = chunks_of(rank.program)
+    chunks = assign_export_files(rank.program)
     for chunk in chunks:
-        mine = _is_chunk_writer(chunk, rank)
-        if mine is not None:
+        is_writer = _is_chunk_writer(chunk, rank)
+        if is_writer is not None:
             _write_chunk(
-                target.partial / chunk.file("model", len(chunks)), chunk.states, shards, rank, communicator, mine
+                target.partial / chunk.format_file_name("model", len(chunks)),
+                chunk.states,
+                shards,
+                rank,
+                communicator,
+                is_writer,
             )
     communicator.barrier()
     if rank.rank == 0:
@@ -287,15 +294,15 @@ def export_weight_files(
     communicator.barrier()
 
 
-def _check_others(place: Path) -> None:
-    """Raise :class:`CheckpointError` if the folder ``place`` has weights that tools would read instead of the exported
+def _check_foreign_weights(folder: Path) -> None:
+    """Raise :class:`CheckpointError` if the folder ``folder`` has weights that tools would read instead of the exported
     ones.
     """
-    names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     others = [name for name in names if re.fullmatch(_WEIGHTS, name) and not re.fullmatch(OWN, name)]
     if others:
         raise CheckpointError(
-            f"{place} holds other weights, {', '.join(others[:3])}, which tools would read instead of these: export "
+            f"{folder} holds other weights, {', '.join(others[:3])}, which tools would read instead of these: export "
             "into another folder, or move them away"
         )
 
@@ -311,7 +318,7 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
     whole: dict[str, Tensor] = {}
     home = rank.program.coordinates(communicator.home)
     apart = any(rank.coordinates[axis] != home[axis] for axis in ("dp", "cp"))
-    for name in weight_states(rank.program):
+    for name in list_weight_states(rank.program):
         data = rank.program.states[name]
         if apart:  # takes part where its experts, or its pieces, are asked for
             held = data.zero_axes or Layout.parse(data.expert_layout).is_shard
@@ -328,34 +335,34 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
             flat = tensor.contiguous().reshape(-1).clone().view(torch.uint8)
             tensor = everyone.all_reduce(flat).wait().view(tensor.dtype).view(data.shape)
         if rank.rank == communicator.home:
-            whole.update(by_model_names(name, data, tensor.cpu()))
+            whole.update(map_model_names(name, data, tensor.cpu()))
     return whole
 
 
-def chunks_of(program: Program) -> list[Chunk]:
+def assign_export_files(program: Program) -> list[ExportFile]:
     """Return which parameters and buffers each safetensors file of an export has. The result is equal on all ranks.
 
     ``program``: the program of all ranks.
     """
-    chunks: list[Chunk] = []
+    chunks: list[ExportFile] = []
     for stage in range(len(program.stages)):
         names: list[str] = []
         size = 0
-        for name in weight_states(program):
+        for name in list_weight_states(program):
             data = program.states[name]
             if min(data.stages) == stage:
                 nbytes = math.prod(data.shape) * dtype_of(data.dtype).itemsize
                 if names and size + nbytes > FILE_BYTES:
-                    chunks.append(Chunk(stage, len(chunks), tuple(names)))
+                    chunks.append(ExportFile(stage, len(chunks), tuple(names)))
                     names, size = [], 0
                 names.append(name)
                 size += nbytes
         if names:
-            chunks.append(Chunk(stage, len(chunks), tuple(names)))
+            chunks.append(ExportFile(stage, len(chunks), tuple(names)))
     return chunks
 
 
-def _is_chunk_writer(chunk: Chunk, rank: RankProgram) -> bool | None:
+def _is_chunk_writer(chunk: ExportFile, rank: RankProgram) -> bool | None:
     """Return whether this rank writes the file ``chunk``; ``None`` if it does not even take part in gathering the
     file's tensors.
 
@@ -377,21 +384,21 @@ def _write_chunk(
     shards: Mapping[str, Tensor],
     rank: RankProgram,
     communicator: Communicator,
-    mine: bool,
+    is_writer: bool,
 ) -> None:
-    """Gather the tensors ``names`` from the ranks that hold parts of them and, if ``mine`` is true on this rank, write
-    them to ``file``. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
+    """Gather the tensors ``names`` from the ranks that hold parts of them and, if ``is_writer`` is true on this rank,
+    write them to ``file``. ``shards``: name -> this rank's shard. ``communicator``: connects this rank with the others.
 
     ``rank``: the program of this rank.
     """
     content: dict[str, Tensor] = {}
     for name in names:
         whole = _gather_weight(name, shards[name], rank, communicator)
-        if mine:
+        if is_writer:
             data, whole = rank.program.states[name], whole.detach().cpu()
-            parts = by_model_names(name, data, whole) if data.parts else {name: whole}
+            parts = map_model_names(name, data, whole) if data.parts else {name: whole}
             content |= {n: part.contiguous().clone() for n, part in parts.items()}
-    if mine:
+    if is_writer:
         save_file(content, file, metadata={"format": "pt"})
 
 
@@ -404,7 +411,7 @@ def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Co
     data = rank.program.states[name]
     if data.zero_axes:
         shape, sharing = shard_shape(rank.program, name), communicator.group(rank.zero_group(name))
-        piece = padded_piece(shard.detach(), math.prod(shape), sharing.size)
+        piece = pad_piece(shard.detach(), math.prod(shape), sharing.size)
         shard = join_pieces([sharing.all_gather(piece, 0).wait()], shape)
     for axis, text in (("tp", data.layout), ("ep", data.expert_layout)):
         group, layout = communicator.group(rank.group(axis)), Layout.parse(text)
@@ -414,13 +421,13 @@ def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Co
     return shard
 
 
-def _write_index(folder: Path, chunks: list[Chunk], program: Program) -> None:
+def _write_index(folder: Path, chunks: list[ExportFile], program: Program) -> None:
     """Write the index file of an export of weights into ``folder``. It says in which safetensors file each weight is.
     ``chunks``: the files of the export.
 
     ``program``: the program of all ranks.
     """
-    held_in = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
+    held_in = {state: chunk.format_file_name("model", len(chunks)) for chunk in chunks for state in chunk.states}
     states = [program.states[s] for s in held_in]
     files = {name: file for s, file in held_in.items() for name in (program.states[s].parts or (s,))}
     size = sum(math.prod(s.shape) * dtype_of(s.dtype).itemsize for s in states)

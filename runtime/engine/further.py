@@ -19,10 +19,10 @@ from partitioner.runtime.comm.group import Communicator
 from partitioner.runtime.engine.execution import ExecutionSetup
 from partitioner.runtime.engine.padding import BatchShape
 from partitioner.runtime.errors import LaunchError
-from partitioner.runtime.execute.bind import Library
+from partitioner.runtime.execute.bind import BlockLibrary
 from partitioner.runtime.execute.executor import Executor, ExecutorOptions
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
-from partitioner.runtime.program.membership import PipelineEdge, gathers_of, groups_of, links_of
+from partitioner.runtime.program.membership import PipelineEdge, list_gather_groups, list_groups, list_links
 from partitioner.runtime.program.program import Program, RankProgram, Stage
 from partitioner.runtime.prove.layouts import prove_same_caches, prove_same_layout
 from partitioner.runtime.state.gradients import RankGradients
@@ -36,14 +36,13 @@ class EngineState:
     """The tensors of one rank that all programs of a plan (for training steps, and for evaluation) use together.
 
     ``shards``: name -> this rank's shard of a parameter or buffer. ``gradients``: holds the gradients of the
-    parameters. ``sharded``: manages the parameters that ZeRO divides. ``hosted``: manages the parameters in host
-    memory.
-    """
+    parameters. ``sharded``: manages the parameters that ZeRO divides. ``host_parameters``: manages the parameters in
+    host memory."""
 
     shards: Mapping[str, Tensor]
     gradients: RankGradients
     sharded: ShardedParameters
-    hosted: HostParameters
+    host_parameters: HostParameters
 
 
 class LatestRun(NamedTuple):
@@ -61,19 +60,19 @@ class LatestRun(NamedTuple):
 class FurtherExecutors:
     """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is created at
     its first use. ``family``: all programs of the plan. ``communicator``: connects this rank with the others.
-    ``state``: the tensors that all programs use together. ``how``: whether instructions run eagerly, compiled or
+    ``state``: the tensors that all programs use together. ``setup``: whether instructions run eagerly, compiled or
     replayed. ``keep_outputs``: whether they collect the model's results.
     """
 
     family: ProgramFamily
     communicator: Communicator
     state: EngineState
-    how: ExecutionSetup
+    setup: ExecutionSetup
     keep_outputs: bool = False
     _made: dict[tuple[str, bool], Executor] = field(default_factory=dict)
 
     @property
-    def made(self) -> dict[str, Executor]:
+    def created(self) -> dict[str, Executor]:
         """Return the objects that execute the further programs of the plan (such as an evaluation) that were used so
         far, as name of the program -> executor.
         """
@@ -112,7 +111,7 @@ class FurtherExecutors:
             self._made[name, keep] = self._build_executor(self.family.further[name], keep)
         return self._made[name, keep]
 
-    def padding_of(self, name: str) -> BatchPadding | None:
+    def get_padding(self, name: str) -> BatchPadding | None:
         """Return how the batches of the program called ``name`` are padded; ``None``: not at all.
 
         ``name``: empty for the first program of the plan.
@@ -133,25 +132,25 @@ class FurtherExecutors:
         if SEED in shards:
             shards[SEED] = self.seed
         gradients = state.gradients if trains else RankGradients(rank, shards, self.communicator)
-        sharded = state.sharded.for_buckets(self._numbers_of_buckets(rank))
+        sharded = state.sharded.for_buckets(self._map_bucket_numbers(rank))
         return Executor(
             rank,
             shards | sharded.whole,
             gradients,
             self.communicator,
-            Library(program, device, self.how.compile),
-            TransientParameters(sharded, state.hosted),
+            BlockLibrary(program, device, self.setup.compile),
+            TransientParameters(sharded, state.host_parameters),
             ExecutorOptions(
                 keep_outputs or bool(further.caches),
                 frozenset(i.value for i in program.inputs if i.path in further.caches),
-                self.how.tape,
+                self.setup.tape,
             ),
         )
 
     def _is_constant(self, name: str) -> bool:
         return self.family.first.states[name].kind == "constant"
 
-    def _numbers_of_buckets(self, rank: RankProgram) -> dict[int, int]:
+    def _map_bucket_numbers(self, rank: RankProgram) -> dict[int, int]:
         """Return index of a bucket in the program of ``rank`` -> index of the bucket of the plan's first program with
         the same parameters.
 
@@ -176,7 +175,7 @@ def prepare_programs(family: ProgramFamily, communicator: Communicator) -> None:
         prove_same_layout(family.first, name, further.program)
     for program in (family.first, *(further.program for further in family.further.values())):
         rank = program.rank(communicator.rank)
-        groups |= dict.fromkeys(groups_of(rank))
-        links |= dict.fromkeys(links_of(rank))
-        gathers |= dict.fromkeys(gathers_of(rank))
+        groups |= dict.fromkeys(list_groups(rank))
+        links |= dict.fromkeys(list_links(rank))
+        gathers |= dict.fromkeys(list_gather_groups(rank))
     communicator.prepare([*groups], [*links], [*gathers])

@@ -20,8 +20,8 @@ from torch import Tensor
 from partitioner.passes.ir.layouts import Layout, take_shard
 from partitioner.passes.ir.serialize import dtype_of
 from partitioner.passes.ops.caches import CACHE_DIM
-from partitioner.runtime.comm.group import Communicator, all_ranks
-from partitioner.runtime.engine.batches import Share, share_of
+from partitioner.runtime.comm.group import Communicator, get_world_group
+from partitioner.runtime.engine.batches import BatchShare, get_share
 from partitioner.runtime.errors import BatchError, LaunchError
 from partitioner.runtime.execute.executor import Executor
 from partitioner.runtime.family.data import ProgramFamily
@@ -143,7 +143,7 @@ class TokenGenerator:
     def __post_init__(self) -> None:
         self.prefill, self.decode = (self.family.further[f"{self.name} {p}"] for p in ("prefill", "decode"))
         self.rank: RankProgram = self.decode.program.rank(self.communicator.rank)
-        self.shares: dict[str, Share] = {}
+        self.shares: dict[str, BatchShare] = {}
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -154,19 +154,18 @@ class TokenGenerator:
         return *sizes["input_ids"], sizes[_FIRST_CACHE][CACHE_DIM]  # type: ignore[return-value]
 
     @property
-    def first(self) -> int | None:
+    def first_token(self) -> int | None:
         """Return the token with which the decoder begins; ``None`` for a model without an encoder."""
         return self.decode.first_token
 
-    def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, filling: int) -> Prompt:
+    def prepare_prompt(self, tokens: Tensor, mask: Tensor | None, new: int, pad_token: int) -> Prompt:
         """Return the prompts ``tokens`` ``[batch, positions]``, padded to the sizes that the plan's programs expect:
         samples are added, and tokens on the left if the prompts have fewer positions than prefill (the program that
         reads prompts) takes at a time.
 
         ``mask``: in the shape of ``tokens``, 0 at padding (on the left, or with an encoder anywhere), 1 elsewhere;
-        ``None``: no token is padding. ``new``: the number of tokens to generate. ``filling``: the token that stands for
-        padding. Raise :class:`BatchError` if the prompts do not fit the caches, or are malformed.
-        """
+        ``None``: no token is padding. ``new``: the number of tokens to generate. ``pad_token``: the token that stands
+        for padding. Raise :class:`BatchError` if the prompts do not fit the caches, or are malformed."""
         batch, read, length = self.shape
         self._check_prompt(tokens, mask, new)
         samples, given = tokens.shape
@@ -175,11 +174,11 @@ class TokenGenerator:
         mask = torch.ones_like(tokens) if mask is None else mask.to(device, torch.int64)
         rows = torch.arange(batch, device=device).clamp(max=samples - 1)  # new samples repeat the last one
         missing = max(0, read - given)
-        if self.first is not None:
-            tokens = torch.nn.functional.pad(tokens, (0, missing), value=filling)[rows]
+        if self.first_token is not None:
+            tokens = torch.nn.functional.pad(tokens, (0, missing), value=pad_token)[rows]
             mask = torch.nn.functional.pad(mask, (0, missing))[rows]
             return Prompt(tokens, mask, torch.zeros_like(mask), samples, 1)
-        tokens = torch.nn.functional.pad(tokens, (missing, 0), value=filling)
+        tokens = torch.nn.functional.pad(tokens, (missing, 0), value=pad_token)
         mask = torch.nn.functional.pad(
             torch.nn.functional.pad(mask, (missing, 0)), (0, length - missing - given), value=1
         )
@@ -204,7 +203,7 @@ class TokenGenerator:
             )
         if new < 1:
             raise BatchError(f"max_new_tokens is {new}; expected 1 or more")
-        if self.first is not None:
+        if self.first_token is not None:
             self._check_encoded(tokens, mask, new)
             return
         width = max(read, tokens.shape[1])
@@ -249,7 +248,7 @@ class TokenGenerator:
         new: int,
         sampling: Sampling,
         ends: Sequence[int],
-        filling: int,
+        pad_token: int,
         generator: torch.Generator,
     ) -> Tensor:
         """Generate at most ``new`` tokens after each of the prompts ``prompt``. Return the new tokens on every rank,
@@ -257,7 +256,7 @@ class TokenGenerator:
         batch are left out.
 
         ``sampling``: how a token is chosen from the logits. ``ends``: tokens after which a sample has ended; it then
-        gets the token ``filling`` at each further position. ``generator``: draws random numbers, alike on all ranks.
+        gets the token ``pad_token`` at each further position. ``generator``: draws random numbers, alike on all ranks.
         The key/value caches are allocated here, and are released at the end.
         """
         self.caches = self._allocate_caches()
@@ -268,7 +267,7 @@ class TokenGenerator:
             last = torch.tensor(list(ends), device=self.communicator.device)
             while True:
                 chosen = self._agree_on_tokens(logits, prompt.samples, sampling, generator)
-                chosen = torch.where(running, chosen, filling)
+                chosen = torch.where(running, chosen, pad_token)
                 made.append(chosen)
                 running = running & ~torch.isin(chosen, last)
                 if len(made) == new or (ends and not running.any()):
@@ -282,7 +281,7 @@ class TokenGenerator:
         the cache among the inputs of the program -> tensor.
         """
         program, found = self.decode.program, {}
-        share, at = share_of(self.rank), self.rank.coordinates["tp"]
+        share, at = get_share(self.rank), self.rank.coordinates["tp"]
         for data in program.inputs:
             if data.path in self.decode.caches and data.path in share.paths:
                 whole = torch.empty(data.shape, dtype=dtype_of(data.dtype), device="meta")
@@ -300,8 +299,8 @@ class TokenGenerator:
         Otherwise the last run ends at the end of the prompts. If it overlaps the run before it, the keys and values of
         the common positions are written twice, with equal numbers.
         """
-        if self.first is not None:
-            return self._run("prefill", prompt, prompt.tokens.new_full((len(prompt.tokens), 1), self.first), 0)
+        if self.first_token is not None:
+            return self._run("prefill", prompt, prompt.tokens.new_full((len(prompt.tokens), 1), self.first_token), 0)
         read, logits = self.shape[1], None
         for start in (*range(0, prompt.width - read, read), prompt.width - read):
             places = slice(start, start + read)
@@ -331,12 +330,12 @@ class TokenGenerator:
         name = f"{self.name} {purpose}"
         program = self.family.further[name].program
         given = {"input_ids": tokens, "attention_mask": prompt.mask, "start": torch.tensor(start)}
-        if self.first is None:
+        if self.first_token is None:
             given["position_ids"] = prompt.positions[:, start : start + tokens.shape[1]]
         else:
             given |= {"input_ids": prompt.tokens, "decoder_input_ids": tokens}
         if name not in self.shares:
-            self.shares[name] = share_of(program.rank(self.communicator.rank))
+            self.shares[name] = get_share(program.rank(self.communicator.rank))
         share = self.shares[name]
         values = {
             i.value: _select_rows(i, given[i.path], share) for i in program.inputs if i.path in share.paths & {*given}
@@ -372,7 +371,7 @@ class TokenGenerator:
                 noise = drawn[rows.start : rows.stop]
             tokens[rows.start : rows.stop] = sampling.choose(logits, noise)
         if self.rank.program.world_size > 1:
-            tokens = all_ranks(self.communicator, self.rank.program.world_size).all_reduce(tokens).wait()
+            tokens = get_world_group(self.communicator, self.rank.program.world_size).all_reduce(tokens).wait()
         return tokens[:samples]
 
 
@@ -385,7 +384,7 @@ def share_of_rows(rank: RankProgram, batch: int) -> range:
     return range(at * each, (at + 1) * each)
 
 
-def _select_rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
+def _select_rows(data: InputData, whole: Tensor, share: BatchShare) -> Tensor:
     """Return one data-parallel rank's samples of an input of the global batch. ``whole``: the tensor of the input.
     ``data``: says which dim counts the samples; without such a dim ``whole`` is returned. ``share``: the rank's part of
     the samples."""

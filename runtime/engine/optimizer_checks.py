@@ -25,11 +25,11 @@ from partitioner.runtime.engine.optimizer_trials import (
     Sample,
     StepCall,
     TrialFinding,
-    class_of,
+    find_optimizer_class,
     try_on_parts,
 )
 from partitioner.runtime.errors import OptimizerError
-from partitioner.runtime.program.program import Program, RankProgram, shards_of
+from partitioner.runtime.program.program import Program, RankProgram, list_shards
 from partitioner.runtime.state.disk_offload import step_hook
 
 Optimizer = torch.optim.Optimizer
@@ -73,10 +73,10 @@ class OptimizerCheck:
         seen = tuple(len(group["params"]) for group in optimizer.param_groups)
         if self._checked.get(optimizer) == seen:
             return
-        if self._steps_own(optimizer):
-            self.check(optimizer, _call_of(args, kwargs))
+        if self._steps_rank_parameters(optimizer):
+            self.check(optimizer, _record_step_call(args, kwargs))
             for outer in _find_enclosing_optimizers(optimizer):  # which may have changed gradients or parameters itself
-                if self._steps_own(outer):
+                if self._steps_rank_parameters(outer):
                     self.check(outer, StepCall())
         self._checked[optimizer] = seen
 
@@ -90,17 +90,17 @@ class OptimizerCheck:
         if optimizer in self._trusted:
             return
         samples = self._sample_cuts(optimizer)
-        stages = self._trains_elsewhere()
+        stages = self._is_training_on_several_stages()
         if not samples or not (stages or any(not s.cut.is_whole for s in samples)):
             return
         found = try_on_parts(optimizer, samples, stages, call)
         if found is not None:
             raise OptimizerError(self._explain_refusal(optimizer, found))
 
-    def _steps_own(self, optimizer: Optimizer) -> bool:
+    def _steps_rank_parameters(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._own for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
 
-    def _trains_elsewhere(self) -> bool:
+    def _is_training_on_several_stages(self) -> bool:
         """Return whether trained parameters are on several pipeline stages, so that no rank has all of them."""
         trained = [s.stages for s in self.rank.program.states.values() if s.requires_grad and s.kind == "parameter"]
         return len({stage for stages in trained for stage in stages}) > 1
@@ -114,8 +114,8 @@ class OptimizerCheck:
         """
         found: dict[tuple[Any, int, ParameterCut], tuple[int, Sample]] = {}
         first_of: dict[Any, int] = {}
-        for index, names in enumerate(self._names_by_group(optimizer)):
-            options = _kind_of_options(optimizer.param_groups[index])
+        for index, names in enumerate(self._list_names_by_group(optimizer)):
+            options = _build_options_key(optimizer.param_groups[index])
             group = first_of.setdefault(options, index)
             for name in names:
                 sample = self._make_sample(name, group)
@@ -132,9 +132,9 @@ class OptimizerCheck:
         some = held if held is not None else next(iter(self.parameters.values()), None)
         device = torch.device("cpu") if some is None else some.device
         dtype = dtype_of(data.dtype) if held is None else held.dtype
-        return Sample(name, group, tuple(data.shape), cut_of(self.rank.program, name), dtype, device)
+        return Sample(name, group, tuple(data.shape), find_parameter_cut(self.rank.program, name), dtype, device)
 
-    def _names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
+    def _list_names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
         """Return, for each group of ``optimizer``, the names of its trained parameters, including those of other
         pipeline stages.
 
@@ -162,14 +162,14 @@ class OptimizerCheck:
         sharded parameters, and what the user can do instead.
         """
         sample, held = found.sample, self.parameters.get(found.sample.name)
-        if found.what == "stages":
+        if found.unit == "stages":
             where = f"its parameters, of which ranks have different ones (pp={self.rank.program.size('pp')})"
             whole = "all of them"
         else:
             here = "another rank has" if held is None else f"this rank has {list(held.shape)} of it"
             where = f"parts of parameters: {sample.name}, of shape {list(sample.shape)}, is {sample.cut}, and {here}"
             whole = "the whole"
-        part = "some of them" if found.what == "stages" else "a part"
+        part = "some of them" if found.unit == "stages" else "a part"
         why = {
             "untried": f"whether its updates are those of {whole} could not be tried: {found.why}",
             "fails": f"in a trial it failed on {part}, and not on {whole}: {found.why}",
@@ -177,7 +177,8 @@ class OptimizerCheck:
         }[found.kind]
         plan = self._list_uncut_constraints(found)
         return (
-            f"{class_of(optimizer).__name__} would step {where}; {why}. Expected an optimizer that updates each "
+            f"{find_optimizer_class(optimizer).__name__} would step {where}; {why}. Expected an optimizer that "
+            "updates each "
             "element from that element, its gradient and its state (SGD, Adam, AdamW, Lion, RMSprop): take such a one"
             f"{f', or plan with Constraints({plan})' if plan else ''}; if "
             f"{'it is such a one' if found.kind == 'untried' else 'this is meant'}, call "
@@ -189,21 +190,21 @@ class OptimizerCheck:
         the trial has found the problem ``found``.
         """
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
-        if found.what == "stages":
+        if found.unit == "stages":
             return "pp=1"
         cuts = (("ep", data.expert_layout), ("tp", data.layout))
         axes = [f"{axis}=1" for axis, text in cuts if Layout.parse(text).is_shard and program.size(axis) > 1]
         return ", ".join([*axes, *(["zero=0"] if data.zero_axes else [])])
 
 
-def cut_of(program: Program, name: str) -> ParameterCut:
+def find_parameter_cut(program: Program, name: str) -> ParameterCut:
     """Return along which dims, and whether by ZeRO, the plan shards the parameter ``name``. The result is equal on all
     ranks.
 
     ``program``: the program of all ranks.
     """
     data = program.states[name]
-    dims = {shard.layout.dim for shard in shards_of(program, name, 0)}
+    dims = {shard.layout.dim for shard in list_shards(program, name, 0)}
     return ParameterCut(tuple(sorted(dims)), bool(data.zero_axes), bool(data.parts))
 
 
@@ -211,7 +212,7 @@ def _mask_numbers(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def _build_options_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return a key that is equal for parameter groups whose options are of the same kind, so that an optimizer is tried
     once for all of them.
 
@@ -228,7 +229,7 @@ def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(kinds)
 
 
-def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
+def _record_step_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
     """Return a record of how an optimizer's ``step`` was called, so that a copy of the optimizer can be stepped in the
     same way. ``args``, ``kwargs``: the arguments of the call, of which the first is the optimizer.
     """

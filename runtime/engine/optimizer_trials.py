@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from partitioner.runtime.checkpoint.training_state import random_state, set_random_state
-from partitioner.runtime.state.disk_offload import KEEPER, keeper_of
+from partitioner.runtime.checkpoint.training_state import collect_random_state, set_random_state
+from partitioner.runtime.state.disk_offload import KEEPER, find_disk_states
 from partitioner.runtime.state.parameters import take_piece
 
 NUM_STEPS = 12  # optimizers that precondition do so every tenth step at least, most of them in the first or second
@@ -37,12 +37,12 @@ _TOLERANCES = {8: 1e-5, 4: 1e-3}  # by bytes of a number, of the largest update:
 _LEAST_RATE = 1e-2  # a rate of zero, as in the first step of a warm-up, would show nothing
 _LARGE = 1e4  # times as large is the last gradient: beyond any norm that an optimizer clips at
 _NUM_DRAWN = 5  # of each sample: where it starts, its curvature, and gradients
-_MOST_COPIED = 1 << 16  # elements of a tensor that is an optimizer's attribute
+_MAX_COPIED_ELEMENTS = 1 << 16  # elements of a tensor that is an optimizer's attribute
 _CAPS = {1: (384,), 2: (144, 136)}  # dims of a small tensor: above 128, where some optimizers begin to factor matrices
 _HOOKS = frozenset(
     f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 )
-_ONE_AT_A_TIME = threading.Lock()  # random generators belong to the process
+_TRIAL_LOCK = threading.Lock()  # random generators belong to the process
 
 Optimizer = torch.optim.Optimizer
 
@@ -141,13 +141,13 @@ class TrialFinding:
     """The problem that a trial has found with an optimizer.
 
     ``kind``: its updates of a part differ from those of the whole (``differs``); it raises an error on parts
-    (``fails``); or it could not be tried (``untried``). ``what``: whether parts of parameters (``parts``) or some of
+    (``fails``); or it could not be tried (``untried``). ``unit``: whether parts of parameters (``parts``) or some of
     the parameters, as on one pipeline stage (``stages``), were tried. ``sample``: describes the small tensor with which
     the problem occurred, and the parameter in whose place it was tried. ``why``: an explanation.
     """
 
     kind: Literal["differs", "fails", "untried"]
-    what: Literal["parts", "stages"]
+    unit: Literal["parts", "stages"]
     sample: Sample
     why: str
 
@@ -181,15 +181,15 @@ def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, 
     device = samples[0].device
     if stages and len(samples) == 1:
         samples = [samples[0], samples[0]]
-    with _ONE_AT_A_TIME:
-        before = random_state(device)
+    with _TRIAL_LOCK:
+        before = collect_random_state(device)
         try:
             with warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore")
                 return _try_copies(optimizer, samples, stages, call)
         finally:
             if _has_state_changed(
-                before, random_state(device)
+                before, collect_random_state(device)
             ):  # threads beside this one may draw, and few optimizers do
                 set_random_state(before, device)
 
@@ -220,7 +220,7 @@ def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, c
         trial = _Trial(optimizer, samples, replace(call, closure=closure), make, wide)
         try:
             found = trial.compare_copies(stages)
-        except _WholeFailed as error:
+        except _WholeStepFailed as error:
             why = why or str(error)
             continue
         if found is not None or trial.moved:
@@ -229,24 +229,24 @@ def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, c
     return _report_untried(samples, why)
 
 
-def _report_untried(samples: Sequence[Sample], why: str) -> TrialFinding:
+def _report_untried(samples: Sequence[Sample], reason: str) -> TrialFinding:
     cut = next((s for s in samples if not s.cut.is_whole), None)
-    return TrialFinding("untried", "stages" if cut is None else "parts", samples[0] if cut is None else cut, why)
+    return TrialFinding("untried", "stages" if cut is None else "parts", samples[0] if cut is None else cut, reason)
 
 
-class _WholeFailed(Exception):
+class _WholeStepFailed(Exception):
     """Raised in the trial of an optimizer if a copy of it cannot step whole tensors, so that there is nothing with
     which its updates of parts of tensors could be compared.
     """
 
 
 @dataclass
-class _Stepped:
+class _SteppedCopy:
     """A copy of an optimizer in a trial, with the tensors that it steps: small tensors that stand for the optimizer's
     parameters, or parts of them.
 
     ``tensors``: index of a small tensor -> the parts of it that are stepped. ``parts``: index of a small tensor ->
-    function that selects these parts. ``what``: "parts", or "stages" if only some of the small tensors are stepped, as
+    function that selects these parts. ``unit``: "parts", or "stages" if only some of the small tensors are stepped, as
     on one pipeline stage. ``rows``: for each stepped part, the numbers that define its loss. ``before``: index of a
     small tensor -> values of its parts before the last step.
     """
@@ -254,11 +254,11 @@ class _Stepped:
     optimizer: Any
     tensors: dict[int, list[nn.Parameter]]
     parts: dict[int, Part]
-    what: Literal["parts", "stages"]
+    unit: Literal["parts", "stages"]
     rows: list[_TrialRow]
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
-    def updates(self, index: int) -> list[Tensor]:
+    def list_updates(self, index: int) -> list[Tensor]:
         """Return the changes that the last step of this copy of an optimizer made to a small tensor, which stands for a
         parameter: one tensor for each part of it that is stepped. ``index``: the index of the small tensor.
         """
@@ -283,7 +283,7 @@ class _TrialRow:
         self.tensor.grad = gradient + self.curvature * moved
         return moved
 
-    def loss(self, number: int) -> float:
+    def compute_loss(self, number: int) -> float:
         moved = self.set_gradient(number)
         return float((self._select_gradient(number) * moved + self.curvature * moved * moved / 2).sum().real)
 
@@ -324,28 +324,28 @@ class _Trial:
         the first difference between the updates of the whole tensors and of their parts; ``None`` if there is none.
 
         ``stages``: also compare with steps on only some of the small tensors, as on one pipeline stage. Raise
-        :class:`_WholeFailed` if a copy cannot step whole ones.
+        :class:`_WholeStepFailed` if a copy cannot step whole ones.
         """
         try:
             whole = self._copy_parts({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
         except Exception as error:
-            raise _WholeFailed(_format_error(error)) from error
-        others: list[_Stepped] = []
-        for parts, what in self._iterate_variants(stages):
+            raise _WholeStepFailed(_format_error(error)) from error
+        others: list[_SteppedCopy] = []
+        for parts, unit in self._iterate_variants(stages):
             try:
-                others.append(self._copy_parts(parts, what))
+                others.append(self._copy_parts(parts, unit))
             except Exception as error:
-                return self._report_failed(what, error)
+                return self._report_failed(unit, error)
         for number in range(NUM_STEPS):
             try:
                 self._step_copy(whole, number)
             except Exception as error:
-                raise _WholeFailed(_format_error(error)) from error
+                raise _WholeStepFailed(_format_error(error)) from error
             for other in others:
                 try:
                     self._step_copy(other, number)
                 except Exception as error:
-                    return self._report_failed(other.what, error)
+                    return self._report_failed(other.unit, error)
                 found = self._compare_updates(whole, other)
                 if found is not None:
                     return found
@@ -367,10 +367,10 @@ class _Trial:
                 chosen = list(enumerate(self.samples))[first::2]
                 yield {i: s.cut.parameters for i, s in chosen}, "stages"
 
-    def _copy_parts(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _Stepped:
+    def _copy_parts(self, parts: Mapping[int, Part], unit: Literal["parts", "stages"]) -> _SteppedCopy:
         """Return a copy of the optimizer that steps parts of the small tensors, which stand for its parameters.
 
-        ``parts``: index of a small tensor -> function that selects its parts. ``what``: "parts", or "stages" if only
+        ``parts``: index of a small tensor -> function that selects its parts. ``unit``: "parts", or "stages" if only
         some of the small tensors are stepped, as on one pipeline stage.
         """
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
@@ -384,54 +384,54 @@ class _Trial:
             rows += [_TrialRow(tensor, start, curvature, [*drawn]) for tensor, start, curvature, drawn in given]
             groups[self.samples[i].group] += tensors[i]
         _seed_generators(0, self.samples[0].device)
-        return _Stepped(self.make(self.optimizer, groups), tensors, dict(parts), what, rows)
+        return _SteppedCopy(self.make(self.optimizer, groups), tensors, dict(parts), unit, rows)
 
-    def _step_copy(self, copied: _Stepped, number: int) -> None:
+    def _step_copy(self, copied: _SteppedCopy, number: int) -> None:
         """Let the copy ``copied`` of the optimizer do step number ``number`` (from 0), and store the values that its
         tensors had before the step.
         """
 
         def closure() -> Tensor:
-            return torch.tensor(sum(row.loss(number) for row in copied.rows), dtype=torch.float64)
+            return torch.tensor(sum(row.compute_loss(number) for row in copied.rows), dtype=torch.float64)
 
         for row in copied.rows:
             row.set_gradient(number)
         copied.before = {i: [t.detach().clone() for t in tensors] for i, tensors in copied.tensors.items()}
         device = self.samples[0].device
         _seed_generators(number, device)
-        before = random_state(device) if number == 0 else None
+        before = collect_random_state(device) if number == 0 else None
         _call_step(copied.optimizer, closure, self.call)
-        self.draws |= before is not None and _has_state_changed(before, random_state(device))
+        self.draws |= before is not None and _has_state_changed(before, collect_random_state(device))
 
-    def _compare_updates(self, whole: _Stepped, other: _Stepped) -> TrialFinding | None:
+    def _compare_updates(self, whole: _SteppedCopy, other: _SteppedCopy) -> TrialFinding | None:
         """Compare the last updates of whole small tensors, which stand for the optimizer's parameters, with those of
         their parts. Return the first difference that is more than rounding; ``None`` if there is none.
 
         ``whole``, ``other``: the copies of the optimizer that stepped the whole tensors and the parts.
         """
         for i, part in other.parts.items():
-            sample, updates = self.samples[i], whole.updates(i)
+            sample, updates = self.samples[i], whole.list_updates(i)
             update = torch.stack(updates) if sample.cut.stacked else updates[0]
             largest = float(update.abs().nan_to_num(posinf=0.0).max())
             self.moved |= largest > 0
             slack = 4 * torch.finfo(update.dtype).eps * max(float(t.detach().abs().max()) for t in whole.tensors[i])
             allowed = _TOLERANCES[update.real.dtype.itemsize] * largest + (0.0 if math.isnan(slack) else slack)
-            for expected, got in zip(part(update), other.updates(i), strict=True):
+            for expected, got in zip(part(update), other.list_updates(i), strict=True):
                 same = (expected == got) | (expected.isnan() & got.isnan())
                 apart = float(torch.where(same, 0.0, (expected - got).abs()).nan_to_num(nan=math.inf).max())
                 if apart > allowed:
                     share = apart / largest if largest else math.inf
-                    return TrialFinding("differs", other.what, sample, self._format_difference(share))
+                    return TrialFinding("differs", other.unit, sample, self._format_difference(share))
         return None
 
     def _format_difference(self, share: float) -> str:
         told = "by more than the largest update" if share > 1 else f"by up to {share:.2g} of the largest update"
         return f"{told}; it draws random numbers, which are others on each rank" if self.draws else told
 
-    def _report_failed(self, what: Literal["parts", "stages"], error: Exception) -> TrialFinding:
-        if what == "stages":
+    def _report_failed(self, unit: Literal["parts", "stages"], error: Exception) -> TrialFinding:
+        if unit == "stages":
             return _report_untried(self.samples, _format_error(error))
-        return TrialFinding("fails", what, next(s for s in self.samples if not s.cut.is_whole), _format_error(error))
+        return TrialFinding("fails", unit, next(s for s in self.samples if not s.cut.is_whole), _format_error(error))
 
 
 def _select_part(cut: ParameterCut, place: int) -> Part:
@@ -481,7 +481,7 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
     of the constructor's parameters. Unlike a copy of all attributes, this works if attributes depend on the original
     parameters. Raise :class:`NotCopied` if an argument is unknown.
     """
-    kind, mirror = class_of(optimizer), _OptimizerMirror(optimizer, groups)
+    kind, mirror = find_optimizer_class(optimizer), _OptimizerMirror(optimizer, groups)
     defaults = getattr(optimizer, "defaults", {})
     known = {**defaults, **vars(optimizer)}
     given: list[Any] = []
@@ -511,23 +511,23 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
     return made
 
 
-def class_of(optimizer: Optimizer) -> type[Any]:
+def find_optimizer_class(optimizer: Optimizer) -> type[Any]:
     """Return the class of ``optimizer`` as the script made it.
 
     If its states are kept on disk, :func:`partitioner.runtime.state.disk_offload.keep_on_disk` has changed the class of
     the object to a subclass; the original class is returned.
     """
     kind = type(optimizer)
-    return kind.__mro__[1] if keeper_of(optimizer) is not None else kind
+    return kind.__mro__[1] if find_disk_states(optimizer) is not None else kind
 
 
-class _Withheld:
-    """A placeholder, in the copy of an optimizer, for an object that is not copied, such as a model. ``what``: name of
+class _UncopiedPlaceholder:
+    """A placeholder, in the copy of an optimizer, for an object that is not copied, such as a model. ``unit``: name of
     the object's class. Any use of it raises :class:`NotCopied`.
     """
 
-    def __init__(self, what: str) -> None:
-        self.__dict__["_what"] = what
+    def __init__(self, unit: str) -> None:
+        self.__dict__["_what"] = unit
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotCopied(f"it uses a {self.__dict__['_what']}, of which a trial has no copy")
@@ -578,7 +578,7 @@ class _OptimizerMirror:
 
         Raise :class:`NotCopied` if it cannot be copied.
         """
-        kind = class_of(original)
+        kind = find_optimizer_class(original)
         made = object.__new__(kind)
         self._made[id(original)] = made
         for name, value in vars(original).items():
@@ -621,7 +621,7 @@ class _OptimizerMirror:
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if isinstance(value, Tensor):
-            if value.numel() > _MOST_COPIED:
+            if value.numel() > _MAX_COPIED_ELEMENTS:
                 raise NotCopied(f"it holds a tensor of {value.numel()} elements besides its parameters and its state")
             return value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
         if isinstance(value, types.FunctionType):
@@ -632,7 +632,7 @@ class _OptimizerMirror:
             named = {name: self.copy_value(given) for name, given in value.keywords.items()}
             return functools.partial(self.copy_value(value.func), *map(self.copy_value, value.args), **named)
         if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] == "partitioner":
-            return _Withheld(type(value).__name__)
+            return _UncopiedPlaceholder(type(value).__name__)
         if isinstance(value, dict):
             return self._copy_dict(value)
         if isinstance(value, list | deque | set):
@@ -679,12 +679,16 @@ class _OptimizerMirror:
         """
         if type(value).__module__.startswith("torch") or not hasattr(value, "__dict__"):
             with contextlib.suppress(Exception):
-                return copy.deepcopy(value) if not hasattr(value, "__dict__") else _Withheld(type(value).__name__)
-            return _Withheld(type(value).__name__)
+                return (
+                    copy.deepcopy(value)
+                    if not hasattr(value, "__dict__")
+                    else _UncopiedPlaceholder(type(value).__name__)
+                )
+            return _UncopiedPlaceholder(type(value).__name__)
         try:
             made = object.__new__(type(value))
         except TypeError:
-            return _Withheld(value.__class__.__name__)  # of a proxy, the class of the object behind it
+            return _UncopiedPlaceholder(value.__class__.__name__)  # of a proxy, the class of the object behind it
         self._made[id(value)] = made
         for name, item in vars(value).items():
             made.__dict__[name] = self.copy_value(item)

@@ -1,7 +1,7 @@
 """Compile a block's graphs to functions of one rank, with collectives on the rank's groups and tensors on its device.
 
-The graphs of a program are the same for all ranks of a stage. :class:`Library` reads and differentiates each graph once
-for all ranks of a process. :class:`Binder` turns graphs into functions of one rank.
+The graphs of a program are the same for all ranks of a stage. :class:`BlockLibrary` reads and differentiates each graph
+once for all ranks of a process. :class:`Binder` turns graphs into functions of one rank.
 
 :class:`SharedDerivatives` shares the derivatives among the processes of a machine: one rank traces a block, and the
 others read the result. The ranks of a stage run the same functions, and so do stages of equal layers. On a machine with
@@ -27,17 +27,17 @@ from partitioner.passes.ir.collectives import CONTEXT, ROUTED, collective_name
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.ir.serialize import block_from_data, target_of
-from partitioner.passes.ops.attention import Band, band_of
-from partitioner.passes.ops.scored_attention import reach_of
-from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
+from partitioner.passes.ops.attention import Band, make_band
+from partitioner.passes.ops.scored_attention import get_prefix_band
+from partitioner.passes.shard.differentiate import BlockDerivatives, JointSubgraph, differentiate
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
-from partitioner.runtime.comm.storage import give_back, share_memory
-from partitioner.runtime.compile.inductor import find_cache, import_compiler
+from partitioner.runtime.comm.storage import free_storage, share_memory
+from partitioner.runtime.compile.inductor import get_code_cache, import_compiler
 from partitioner.runtime.compile.segments import (
     META,
     FixedSegment,
     Segment,
-    backend_of,
+    choose_backend,
     compile_in_turns,
     fuse_segments,
     make_segment,
@@ -49,7 +49,7 @@ from partitioner.runtime.execute.codegen import (
     AliasBinding,
     AsyncBinding,
     Binding,
-    Compiled,
+    CompiledGraph,
     ConstantBinding,
     DirectBinding,
     compile_graph,
@@ -86,7 +86,7 @@ class SharedDerivatives:
                 f"{folder} cannot be used for graphs: {foreign}; name a folder to which only you can write"
             )
 
-    def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
+    def get(self, key: tuple[Any, ...], make: Callable[[], BlockDerivatives]) -> BlockDerivatives:
         """Return the forward and backward graphs of a block, from the folder if another process has stored them.
 
         ``key``: a tuple that identifies the block and the gradients that it needs. The first process that calls this
@@ -105,7 +105,7 @@ class SharedDerivatives:
         with self.files.hold_lock(name):
             return self._read_or_make(name, make)
 
-    def _read_or_make(self, name: str, make: Callable[[], Differentiated]) -> Differentiated:
+    def _read_or_make(self, name: str, make: Callable[[], BlockDerivatives]) -> BlockDerivatives:
         """Return the graphs that are stored under ``name``, or call ``make`` and store its result. The caller holds the
         lock.
         """
@@ -115,19 +115,19 @@ class SharedDerivatives:
             self.files.write(name, pickle.dumps(_to_data(found)))
         return found
 
-    def _read(self, name: str) -> Differentiated | None:
+    def _read(self, name: str) -> BlockDerivatives | None:
         """Return the graphs that are stored under ``name``; ``None`` if there are none, or they are damaged."""
         content = self.files.read(name)
         try:
-            return None if content is None else _from_data(pickle.loads(content))
+            return None if content is None else _parse_derivatives(pickle.loads(content))
         except Exception as error:
             self.files.discard(name, str(error))
             return None
 
 
-def _to_data(made: Differentiated) -> dict[str, Any]:
+def _to_data(made: BlockDerivatives) -> dict[str, Any]:
     """Return ``made``, the forward and backward graphs of a block, as a dict of plain data that can be pickled: field
-    name -> value, with each graph as a list of tuples, one for each node. :func:`_from_data` reads it.
+    name -> value, with each graph as a list of tuples, one for each node. :func:`_parse_derivatives` reads it.
     """
     values = {f.name: getattr(made, f.name) for f in fields(made)}
     pieces = {
@@ -138,11 +138,11 @@ def _to_data(made: Differentiated) -> dict[str, Any]:
     return {"pieces": pieces, "values": {n: v for n, v in values.items() if n not in pieces}}
 
 
-def _from_data(data: dict[str, Any]) -> Differentiated:
+def _parse_derivatives(data: dict[str, Any]) -> BlockDerivatives:
     pieces: dict[str, Any] = {
         name: JointSubgraph(_nodes_to_graph(nodes), *named) for name, (nodes, *named) in data["pieces"].items()
     }
-    return Differentiated(**pieces, **data["values"])
+    return BlockDerivatives(**pieces, **data["values"])
 
 
 class _Node(str):
@@ -184,31 +184,29 @@ class GradientNeeds(NamedTuple):
     """The gradients that the backward of one call of a block (such as a layer) has to compute.
 
     ``inputs`` and ``states``: for each input, and each parameter or buffer, whether its gradient is computed.
-    ``outputs``: for each output, whether a gradient arrives. ``slim``: backward recomputes cheap operators instead of
-    saving their results.
-    """
+    ``outputs``: for each output, whether a gradient arrives. ``selective``: backward recomputes cheap operators instead
+    of saving their results."""
 
     inputs: tuple[bool, ...]
     states: tuple[bool, ...]
     outputs: tuple[bool, ...]
-    slim: bool = False
+    selective: bool = False
 
 
-def gradient_needs(program: Program, call: CallData, slim: bool = False) -> GradientNeeds | None:
+def find_gradient_needs(program: Program, call: CallData, selective: bool = False) -> GradientNeeds | None:
     """Return which gradients the backward of ``call`` has to compute; ``None`` if the call has no backward.
 
-    ``call``: one use of a block, such as a layer. ``slim``: backward recomputes cheap operators instead of saving their
-    results. ``program``: the program of all ranks.
-    """
+    ``call``: one use of a block, such as a layer. ``selective``: backward recomputes cheap operators instead of saving
+    their results. ``program``: the program of all ranks."""
     outputs = tuple(program.values[v].requires_grad for v in call.outputs)
     if program.objective != "train" or call.prologue or not any(outputs):
         return None
     inputs = tuple(program.values[v].requires_grad for v in call.inputs)
     states = tuple(program.states[s].requires_grad for s in call.states)
-    return GradientNeeds(inputs, states, outputs, slim) if any(inputs) or any(states) else None
+    return GradientNeeds(inputs, states, outputs, selective) if any(inputs) or any(states) else None
 
 
-class Library:
+class BlockLibrary:
     """The graphs of a program's blocks (pieces of the model, such as layers) and their backward graphs, computed on
     first use.
 
@@ -222,12 +220,12 @@ class Library:
     ) -> None:
         self.program = program
         self.device = device
-        self.backend = backend_of(compile, device)
-        shared = find_cache().folder if shared is None and self.backend == "inductor" else shared
+        self.backend = choose_backend(compile, device)
+        shared = get_code_cache().folder if shared is None and self.backend == "inductor" else shared
         self._shared = None if shared is None else SharedDerivatives(shared, self.backend == "inductor")
         self._segments: dict[tuple[str, GradientNeeds | None, str, int], Segment | FixedSegment] = {}
         self._blocks: dict[str, Block] = {}
-        self._derivatives: dict[tuple[str, GradientNeeds], Differentiated] = {}
+        self._derivatives: dict[tuple[str, GradientNeeds], BlockDerivatives] = {}
 
     def block(self, name: str) -> Block:
         """Return the block (piece of the model, such as a layer) called ``name``, with its FX graph."""
@@ -237,7 +235,7 @@ class Library:
                 self._blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
             return self._blocks[name]
 
-    def differentiated(self, name: str, needs: GradientNeeds) -> Differentiated:
+    def differentiated(self, name: str, needs: GradientNeeds) -> BlockDerivatives:
         """Return the forward and backward graphs of a block (a piece of the model, such as a layer); they are traced
         once.
 
@@ -255,20 +253,20 @@ class Library:
         which they depend. ``name``: the name of the block. ``needs``: which gradients backward computes.
         """
         block = self.program.blocks[name]
-        again = tuple(block.again) if needs.slim else ()
+        again = tuple(block.again) if needs.selective else ()
         graph = json.dumps(block.nodes), tuple(block.states), tuple(block.inputs), again
         version = _FORMAT, torch.__version__, torch.version.git_version, _hash_passes()
         return name, needs, graph, str(self.device), *version
 
-    def _differentiate(self, name: str, needs: GradientNeeds) -> Differentiated:
+    def _differentiate(self, name: str, needs: GradientNeeds) -> BlockDerivatives:
         """Trace the forward and backward graphs of a block (a piece of the model, such as a layer), and return them.
 
         ``name``: the block's name. ``needs``: which gradients backward computes.
         """
         wanted = needs.inputs, needs.states, needs.outputs
         if self.device.type == "cpu":  # the prover may have traced it
-            return differentiate_for_cpu(self.program, name, *wanted, slim=needs.slim)
-        again = self.program.blocks[name].again if needs.slim else ()
+            return differentiate_for_cpu(self.program, name, *wanted, selective=needs.selective)
+        again = self.program.blocks[name].again if needs.selective else ()
         return differentiate(self.block(name), self.device, *wanted, again)
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:
@@ -339,18 +337,18 @@ class Binder:
     Collectives in the graphs run on the process groups of this rank.
     """
 
-    def __init__(self, rank: RankProgram, library: Library, communicator: Communicator) -> None:
+    def __init__(self, rank: RankProgram, library: BlockLibrary, communicator: Communicator) -> None:
         self.rank = rank
         self.library = library
         self.communicator = communicator
         self.moment = CurrentMicrobatch(rank.share, library.device)
-        self._compiled: dict[tuple[str, GradientNeeds | None, str], Compiled] = {}
+        self._compiled: dict[tuple[str, GradientNeeds | None, str], CompiledGraph] = {}
 
     @property
-    def compiled(self) -> list[Compiled]:
+    def compiled(self) -> list[CompiledGraph]:
         return list(self._compiled.values())
 
-    def compile_plain(self, name: str) -> Compiled:
+    def compile_plain(self, name: str) -> CompiledGraph:
         """Compile a block (a piece of the model, such as a layer) for calls without backward, and return the function.
 
         It takes the block's parameters, buffers and inputs, and returns its outputs. ``name``: the block's name.
@@ -359,7 +357,7 @@ class Binder:
             name, None, "forward", lambda: (_make_results_contiguous(self.library.block(name).graph), 0)
         )
 
-    def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> Compiled:
+    def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> CompiledGraph:
         """Compile one of the functions of the forward and backward of a block (a piece of the model, such as a layer).
 
         ``name``: the block's name. ``needs``: the gradients to compute. ``kind``: ``forward``, ``backward``,
@@ -372,7 +370,7 @@ class Binder:
 
     def _compile_once(
         self, name: str, needs: GradientNeeds | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]
-    ) -> Compiled:
+    ) -> CompiledGraph:
         """Return the compiled function of a block's graph; compile it if this is the first request for it.
 
         ``name``: the block. ``needs``: the gradients that its backward computes. ``kind``: which of its functions, such
@@ -406,7 +404,7 @@ class Binder:
         if group.size == 1 and name not in ROUTED | CONTEXT:
             return AliasBinding()
         binding = _BINDINGS[name](group, **arguments)
-        return _in_place(node, binding) if name in CONTEXT else binding
+        return _bind_inplace(node, binding) if name in CONTEXT else binding
 
 
 def _name_arguments(*names: str) -> Callable[..., dict[str, Any]]:
@@ -460,10 +458,10 @@ def _bind_reduce_scatter(group: RankGroup, dim: int, **_: Any) -> Binding:
     def start(x: Tensor) -> Pending:
         return group.reduce_scatter(x, dim % x.dim())
 
-    return AsyncBinding(start, partial(_start_spending, start))
+    return AsyncBinding(start, partial(_start_and_release_operand, start))
 
 
-class _Spending:
+class _OperandReleasingPending:
     """A collective in progress whose operand nothing else reads, so that the operand's memory is freed when it has been
     sent.
     """
@@ -476,15 +474,15 @@ class _Spending:
     def wait(self) -> Tensor:
         found = self.pending.wait()
         if not share_memory(found, self.operand):
-            give_back(self.operand)
+            free_storage(self.operand)
         return found
 
     def release(self) -> None:
         self.pending.release()
 
 
-def _start_spending(start: Callable[[Tensor], Pending], x: Tensor) -> Pending:
-    return _Spending(start(x), x)
+def _start_and_release_operand(start: Callable[[Tensor], Pending], x: Tensor) -> Pending:
+    return _OperandReleasingPending(start(x), x)
 
 
 def _bind_all_reduce(group: RankGroup, **_: Any) -> Binding:
@@ -513,7 +511,7 @@ def _bind_all_to_all(group: RankGroup, split_dim: int, concat_dim: int, **_: Any
     def start(x: Tensor) -> Pending:
         return group.all_to_all(x, split_dim % x.dim(), concat_dim % x.dim())
 
-    return AsyncBinding(start, partial(_start_spending, start))
+    return AsyncBinding(start, partial(_start_and_release_operand, start))
 
 
 def _bind_route(group: RankGroup, num_experts: int, **_: Any) -> Binding:
@@ -549,21 +547,21 @@ def _bind_documents_backward(group: RankGroup, before: int, after: int, **how: A
 def _make_document_attention(
     group: RankGroup, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
 ) -> ContextDocumentAttention:
-    return ContextDocumentAttention(group, band_of(before, after), scale, zigzag, algorithm)
+    return ContextDocumentAttention(group, make_band(before, after), scale, zigzag, algorithm)
 
 
 def _make_context_attention(
     group: RankGroup, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
 ) -> ContextAttention:
-    return ContextAttention(group, band_of(before, after), scale, zigzag, algorithm)
+    return ContextAttention(group, make_band(before, after), scale, zigzag, algorithm)
 
 
 def _bind_scored(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
-    return DirectBinding(_make_scored_attention(group, band_of(before, after), **how).forward)
+    return DirectBinding(_make_scored_attention(group, make_band(before, after), **how).forward)
 
 
 def _bind_scored_backward(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
-    return DirectBinding(_make_scored_attention(group, band_of(before, after), **how).backward)
+    return DirectBinding(_make_scored_attention(group, make_band(before, after), **how).backward)
 
 
 def _make_scored_attention(
@@ -582,10 +580,10 @@ def _make_scored_attention(
     ids, prefix, slopes = (data[name] is not None for name in _MARKS)
     zigzag, algorithm, trained = data["zigzag"], data["algorithm"], data["trained"]
     given = ids, prefix, slopes
-    return ContextScoredAttention(group, band, scale, zigzag, algorithm, cap, given, reach_of(reach), trained)
+    return ContextScoredAttention(group, band, scale, zigzag, algorithm, cap, given, get_prefix_band(reach), trained)
 
 
-def _in_place(node: fx.Node, binding: Binding) -> Binding:
+def _bind_inplace(node: fx.Node, binding: Binding) -> Binding:
     """Return a copy of ``binding``, which says what function a compiled graph calls for ``node``. The copy passes to
     this function one operand for each tensor argument of the node, in order. Without this, a node that occurs twice
     among the arguments would be passed only once.
@@ -687,7 +685,7 @@ def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple
     return graph, 0
 
 
-_PIECES: dict[str, Callable[[Differentiated], tuple[fx.Graph, int]]] = {
+_PIECES: dict[str, Callable[[BlockDerivatives], tuple[fx.Graph, int]]] = {
     "forward": lambda d: _select_whole_piece(d.forward),
     "outputs": lambda d: _select_outputs(d.forward, 0, d.num_outputs),
     "saved": lambda d: _select_outputs(d.forward, d.num_outputs, None),

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from partitioner.passes.ir.serialize import dtype_of
-from partitioner.runtime.execute.bind import Binder, gradient_needs
+from partitioner.runtime.execute.bind import Binder, find_gradient_needs
 from partitioner.runtime.program.program import CallData, RankProgram
 from partitioner.runtime.state.gradients import Sink
-from partitioner.runtime.state.host_offload import Copier, OffloadedActivations, get_storage_address
+from partitioner.runtime.state.host_offload import HostCopier, OffloadedActivations, get_storage_address
 
 
 class Environment:
@@ -25,7 +25,7 @@ class Environment:
     addresses of the memory that is not moved.
     """
 
-    def __init__(self, rank: RankProgram, device: torch.device, copier: Copier | None = None) -> None:
+    def __init__(self, rank: RankProgram, device: torch.device, copier: HostCopier | None = None) -> None:
         self.program = program = rank.program
         self.device = device
         self.values: list[dict[str, Tensor]] = [{} for _ in rank.share]
@@ -33,7 +33,7 @@ class Environment:
         self.saved: dict[tuple[int, int], list[Any]] = {}
         self.staying: dict[tuple[int, int], set[int]] = {}  # the memory that an OFFLOAD leaves where it is
         self.parked: dict[tuple[int, int], OffloadedActivations] = {}
-        self.copier = copier or Copier(device)
+        self.copier = copier or HostCopier(device)
         self.seed: Tensor | None = None
         if program.objective == "train" and program.loss is not None:
             self.seed = torch.ones((), dtype=dtype_of(program.values[program.loss].dtype), device=device)
@@ -118,7 +118,7 @@ class BoundCall:
         self.inputs = self.call.inputs
         self.outputs = self.call.outputs
         self.watched = [(k, name, watched[name]) for k, name in enumerate(self.outputs) if name in watched]
-        needs = gradient_needs(binder.rank.program, self.call, index in stage.selective_calls)
+        needs = find_gradient_needs(binder.rank.program, self.call, index in stage.selective_calls)
         self.recomputed = needs is not None and index in stage.checkpoint_calls
         self.has_backward = needs is not None
         self.grad_inputs: list[str] = []
@@ -216,7 +216,7 @@ class BoundCall:
         """
         self.moment.microbatch = microbatch
         place = microbatch, self.index
-        saved = self.env.parked.pop(place).unpark() if place in self.env.parked else self.env.saved.pop(place)
+        saved = self.env.parked.pop(place).restore() if place in self.env.parked else self.env.saved.pop(place)
         if self.recomputed:
             saved = list(self.run_saved(saved, ()))
         saved += [self.env.gradient(microbatch, v) for v in self.grad_outputs]

@@ -165,7 +165,7 @@ Binding = AliasBinding | ConstantBinding | DirectBinding | AsyncBinding
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledGraph:
     """A graph that is compiled to the Python function ``function(arguments, sinks)``.
 
     The function returns the graph's outputs, except gradients of parameters, which it adds to the accumulators
@@ -201,7 +201,7 @@ def compile_graph(
     bindings: Mapping[fx.Node, Binding],
     device: torch.device,
     num_sinks: int = 0,
-) -> Compiled:
+) -> CompiledGraph:
     """Compile ``graph`` to a Python function, and return it with its source.
 
     Args:
@@ -210,7 +210,8 @@ def compile_graph(
         device: the device on which the graph creates tensors.
         num_sinks: number of last outputs that are not returned, but added to the accumulators in the function's
             argument ``sinks`` as soon as they are computed: ``sink.add(value)``. If nothing else reads the value, the
-            accumulator computes it: ``sink.addmm(a, b)``, ``sink.sum(x, dims)`` or ``sink.grouped(...)``.
+            accumulator computes it: ``sink.addmm(a, b)``, ``sink.add_sum(x, dims)`` or
+            ``sink.add_grouped_product(...)``.
     """
     return _CodeWriter(graph, name, bindings, device, num_sinks).compile_code()
 
@@ -234,11 +235,13 @@ class _CodeWriter:
         split = len(results) - num_sinks
         self.returned, self.sunk = results[:split], results[split:]
         self.sums = {
-            n: s for n in self.sunk if n is not None and self.sunk_only(n) and (s := find_dim_sum(n)) is not None
+            n: s
+            for n in self.sunk
+            if n is not None and self.is_only_accumulated(n) and (s := find_dim_sum(n)) is not None
         }
         # The sink sums up: to all others the summed value is the one before.
         self.bindings = {**bindings, **{s: AliasBinding() for n, s in self.sums.items() if s is not n}}
-        self.stacks, passed = self.grouped_sums()
+        self.stacks, passed = self.find_grouped_sums()
         self.bindings |= {n: AliasBinding() for n in passed}
         self.num_sinks = num_sinks
         self.steps = order_for_overlap([n for n in nodes if n.op == "call_function"], self.is_started)
@@ -247,7 +250,7 @@ class _CodeWriter:
         self.lines: list[str] = []
         self.line_nodes: dict[int, fx.Node] = {}
 
-    def grouped_sums(self) -> tuple[dict[fx.Node, bool], list[fx.Node]]:
+    def find_grouped_sums(self) -> tuple[dict[fx.Node, bool], list[fx.Node]]:
         """Find the gradients of stacked expert weights that nothing but their accumulator reads, so that the
         accumulator can compute them in place.
 
@@ -259,11 +262,11 @@ class _CodeWriter:
         passed: list[fx.Node] = []
         for result in self.sunk:
             node, between, turned = result, [], False
-            while node is not None and self.one_reader(node) and (step := _is_transposed_copy(node)) is not None:
+            while node is not None and self.has_one_reader(node) and (step := _is_transposed_copy(node)) is not None:
                 between.append(node)
                 turned ^= step
                 node = node.all_input_nodes[0]
-            if node is None or not self.one_reader(node):
+            if node is None or not self.has_one_reader(node):
                 continue
             if node.target is torch.ops.partition.grouped_mm_weight.default:
                 stacks[node] = turned
@@ -272,14 +275,14 @@ class _CodeWriter:
                 passed += between
         return stacks, passed
 
-    def one_reader(self, node: fx.Node) -> bool:
+    def has_one_reader(self, node: fx.Node) -> bool:
         """Return whether exactly one operator, or one accumulator of gradients, reads the result of ``node``."""
         return len(node.users) == 1 and node not in self.returned and self.sunk.count(node) <= 1
 
     def is_started(self, node: fx.Node) -> bool:
         return isinstance(self.bindings.get(node), AsyncBinding)
 
-    def compile_code(self) -> Compiled:
+    def compile_code(self) -> CompiledGraph:
         """Write the source of the Python function for the graph, compile it, and return the compiled function."""
         sinks = self.find_sinks()
         last = self.find_last_uses()
@@ -298,7 +301,7 @@ class _CodeWriter:
         filename = f"<partition {self.name} {next(_numbers)}>"
         exec(compile(code, filename, "exec"), self.globals)
         linecache.cache[filename] = (len(code), None, self.lines, filename)
-        return Compiled(self.name, self.globals["run"], code, filename, self.line_nodes)
+        return CompiledGraph(self.name, self.globals["run"], code, filename, self.line_nodes)
 
     def unpack_arguments(self, sinks: Mapping[fx.Node, list[int]]) -> None:
         """Write the source lines that take the function's arguments out of their list and delete those that nothing
@@ -435,23 +438,23 @@ class _CodeWriter:
         and return ``True``. ``to``: indices of the accumulators that add up the result. Return ``False`` and write
         nothing if something else reads the result of ``node``, or if ``node`` is no product or sum.
         """
-        if len(to) > 1 or not (node in self.stacks or self.sunk_only(node)):
+        if len(to) > 1 or not (node in self.stacks or self.is_only_accumulated(node)):
             return False
         if node in self.sums:
             x, dims = self.sums[node].args[:2]
-            self.append_line(f"sink_{to[0]}.sum({self.render_value(x)}, {self.render_value(dims)})", node)
+            self.append_line(f"sink_{to[0]}.add_sum({self.render_value(x)}, {self.render_value(dims)})", node)
         elif node.target is torch.ops.aten.mm.default:
             a, b = (self.render_value(x) for x in node.args)
             self.append_line(f"sink_{to[0]}.addmm({a}, {b})", node)
         elif node in self.stacks:
             rows, grads, ends = (self.render_value(x) for x in node.args)
-            self.append_line(f"sink_{to[0]}.grouped({rows}, {grads}, {ends}, {self.stacks[node]})", node)
+            self.append_line(f"sink_{to[0]}.add_grouped_product({rows}, {grads}, {ends}, {self.stacks[node]})", node)
         else:
             return False
         self.names[node] = ""
         return True
 
-    def sunk_only(self, node: fx.Node) -> bool:
+    def is_only_accumulated(self, node: fx.Node) -> bool:
         return node not in self.returned and all(user.op == "output" for user in node.users)
 
     def write_deletion(self, nodes: Sequence[fx.Node]) -> None:

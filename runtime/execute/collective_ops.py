@@ -25,26 +25,26 @@ import torch
 from torch import Tensor
 
 from partitioner.passes.ops.attention import (
-    Attention,
+    AttentionAccumulator,
     AttentionGradients,
     Band,
     PositionRange,
     Tile,
-    by_position,
+    copy_position_major,
     find_accumulation_dtype,
-    parts_of,
-    ring_steps,
-    ring_tiles,
-    tiles_of,
+    list_ring_steps,
+    list_ring_tiles,
+    list_tiles,
+    split_positions,
 )
 from partitioner.passes.ops.documents import (
     DocumentAttention,
     DocumentGradients,
     Runs,
     Tiles,
-    document_tiles,
     find_runs,
     group_rows,
+    list_document_tiles,
 )
 from partitioner.passes.ops.score_changes import ScoreChange
 from partitioner.passes.ops.scored_attention import RowMarks, list_marked_tiles, mark_rows, round_slopes
@@ -89,19 +89,19 @@ class KeyExchange:
         and values, summed over the queries of all ranks.
         """
         if self.algorithm == "ring":
-            of_k, of_v = self._ring_backward(attend, q, k, v)
+            grad_k, grad_v = self._ring_backward(attend, q, k, v)
         else:
             keys, values = self._gather_keys_values(k, v)
             wide = find_accumulation_dtype(q)
-            of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
-            attend(None, keys, values, of_keys, of_values)
-            of_k, of_v = self._reduce_scatter_gradients(of_keys.to(k.dtype), of_values.to(v.dtype), k, v)
-        return by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+            grad_keys, grad_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
+            attend(None, keys, values, grad_keys, grad_values)
+            grad_k, grad_v = self._reduce_scatter_gradients(grad_keys.to(k.dtype), grad_values.to(v.dtype), k, v)
+        return copy_position_major(grad_k.to(k.dtype)), copy_position_major(grad_v.to(v.dtype))
 
     # All at once.
 
     def _list_rank_parts(self, length: int, rank: int) -> tuple[PositionRange, ...]:
-        return parts_of(length, self.group.size, rank, self.zigzag)
+        return split_positions(length, self.group.size, rank, self.zigzag)
 
     def _gather_keys_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of all ranks, gathered over the group. ``k``, ``v``: those of this rank. Both
@@ -122,17 +122,17 @@ class KeyExchange:
         return sorted(parts, key=lambda p: p[1].place)
 
     def _reduce_scatter_gradients(
-        self, of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor
+        self, grad_keys: Tensor, grad_values: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sum the gradients of all keys, ``of_keys``, and of all values, ``of_values``, over the ranks, and return this
-        rank's part of both.
+        """Sum the gradients of all keys, ``grad_keys``, and of all values, ``grad_values``, over the ranks, and return
+        this rank's part of both.
 
         ``k``, ``v``: this rank's keys and values, for their shapes.
         """
         rows = []
         for rank in range(self.group.size):
             parts = self._list_rank_parts(k.shape[-2], rank)
-            mine = [torch.cat([x.narrow(-2, p.place, p.length) for p in parts], -2) for x in (of_keys, of_values)]
+            mine = [torch.cat([x.narrow(-2, p.place, p.length) for p in parts], -2) for x in (grad_keys, grad_values)]
             rows.append(_pack_keys_values(*mine))
         total = self.group.reduce_scatter(torch.stack(rows), 0).wait()
         return _unpack_keys_values(total.flatten(), k, v)
@@ -140,7 +140,7 @@ class KeyExchange:
     # Step by step.
 
     def _compute_ring_steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
-        return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
+        return list_ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
     def _ring_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Call ``attend`` once for each step of the ring, with the keys and values that this rank has then. ``q``,
@@ -201,11 +201,11 @@ class ContextAttention(KeyExchange):
         """Return the attention result for this rank's queries ``q``, and the logarithms of the softmax sums ``[b, h,
         s/n]``. ``k``, ``v``: this rank's keys and values; those of other ranks are received.
         """
-        attention = Attention(q, self.band, self.scale, v.shape[-1])
+        attention = AttentionAccumulator(q, self.band, self.scale, v.shape[-1])
         local = k
 
         def attend(step: int | None, k: Tensor, v: Tensor) -> None:
-            for tile in self._tiles_at(q, local, step):
+            for tile in self._list_tiles(q, local, step):
                 attention.add(tile, k, v)
 
         self.exchange_forward(attend, q, k, v)
@@ -220,14 +220,14 @@ class ContextAttention(KeyExchange):
         found = AttentionGradients(grad, q, out, lse, self.band, self.scale)
         local = k
 
-        def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-            for tile in self._tiles_at(q, local, step):
-                found.add(tile, k, v, of_k, of_v)
+        def attend(step: int | None, k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
+            for tile in self._list_tiles(q, local, step):
+                found.add(tile, k, v, grad_k, grad_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
-        return by_position(found.of_q.to(q.dtype)), of_k, of_v
+        return copy_position_major(found.grad_q.to(q.dtype)), of_k, of_v
 
-    def _tiles_at(self, q: Tensor, k: Tensor, step: int | None) -> tuple[Tile, ...]:
+    def _list_tiles(self, q: Tensor, k: Tensor, step: int | None) -> tuple[Tile, ...]:
         """Return the tiles (blocks of queries and keys, by position, between which attention is computed) of one step
         of the ring. ``q``, ``k``: this rank's queries and keys, for their lengths. ``step``: number of the step, from
         0; ``None``: the tiles of all keys, in the order of the sequence.
@@ -235,9 +235,9 @@ class ContextAttention(KeyExchange):
         if step is None:
             whole = k.shape[-2] * self.group.size
             own = self._list_rank_parts(q.shape[-2], self.group.index)
-            return tiles_of(own, (PositionRange(0, whole, 0),), self.band)
+            return list_tiles(own, (PositionRange(0, whole, 0),), self.band)
         how = self.group.size, self.zigzag, self.band, self.group.index
-        return ring_tiles(q.shape[-2], k.shape[-2], *how, step)
+        return list_ring_tiles(q.shape[-2], k.shape[-2], *how, step)
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class ContextDocumentAttention(KeyExchange):
         attention = DocumentAttention(q, group_rows(torch.cat(ranks, 1)), self.band, self.scale, v.shape[-1])
 
         def attend(step: int | None, k: Tensor, v: Tensor) -> None:
-            attention.add(self._tiles_at(ranks, step), k, v)
+            attention.add(self._list_tiles(ranks, step), k, v)
 
         self.exchange_forward(attend, q, k, v)
         return attention.result()
@@ -273,11 +273,11 @@ class ContextDocumentAttention(KeyExchange):
         ranks = self._gather_ids(ids)
         found = DocumentGradients(grad, q, out, lse, group_rows(torch.cat(ranks, 1)), self.band, self.scale)
 
-        def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-            found.add(self._tiles_at(ranks, step), k, v, of_k, of_v)
+        def attend(step: int | None, k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
+            found.add(self._list_tiles(ranks, step), k, v, grad_k, grad_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
-        return by_position(found.of_q.to(q.dtype)), of_k, of_v
+        return copy_position_major(found.grad_q.to(q.dtype)), of_k, of_v
 
     def _gather_ids(self, ids: Tensor) -> list[Tensor]:
         """Return the document ids ``[b, s/n]`` of the positions of every rank, in rank order, on the CPU. ``ids``:
@@ -285,7 +285,7 @@ class ContextDocumentAttention(KeyExchange):
         """
         return list(self.group.all_gather(ids.contiguous().unsqueeze(0), 0).wait().cpu().unbind(0))
 
-    def _tiles_at(self, ranks: Sequence[Tensor], step: int | None) -> list[Tiles]:
+    def _list_tiles(self, ranks: Sequence[Tensor], step: int | None) -> list[Tiles]:
         """Return, for each row of the batch, the tiles (blocks of queries and keys, by position, between which
         attention is computed) of one step of the ring. ``ranks``: the document ids ``[b, s/n]`` of every rank.
         ``step``: number of the step, from 0; ``None``: the tiles of all keys, in the order of the sequence.
@@ -293,9 +293,9 @@ class ContextDocumentAttention(KeyExchange):
         index, size, length = self.group.index, self.group.size, ranks[0].shape[1]
         own = self._find_rank_runs(ranks, index)
         if step is not None:
-            return document_tiles(own, self._find_rank_runs(ranks, (index - step) % size), self.band)
+            return list_document_tiles(own, self._find_rank_runs(ranks, (index - step) % size), self.band)
         whole = torch.cat([ranks[r].narrow(1, p.start, p.length) for r, p in self._order_parts(length)], 1)
-        return document_tiles(own, find_runs(whole, (PositionRange(0, length * size, 0),)), self.band)
+        return list_document_tiles(own, find_runs(whole, (PositionRange(0, length * size, 0),)), self.band)
 
     def _find_rank_runs(self, ranks: Sequence[Tensor], rank: int) -> list[Runs]:
         return find_runs(ranks[rank], self._list_rank_parts(ranks[rank].shape[1], rank))
@@ -308,15 +308,14 @@ class ContextScoredAttention(KeyExchange):
     and the keys of the document's prefix.
 
     ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``given``: which of the operands
-    document ids, prefix and slopes follow the keys and values. Without ids, every row is one document. ``reach``: the
-    positions around a query's own within which it sees keys of the prefix. ``trained``: whether :meth:`backward`
-    computes the gradient of the slopes. Every rank gathers ids and prefixes of all
-    positions, so that it knows which keys its queries see.
-    """
+    document ids, prefix and slopes follow the keys and values. Without ids, every row is one document. ``prefix_band``:
+    the positions around a query's own within which it sees keys of the prefix. ``trained``: whether :meth:`backward`
+    computes the gradient of the slopes. Every rank gathers ids and prefixes of all positions, so that it knows which
+    keys its queries see."""
 
     cap: float | None
     given: tuple[bool, bool, bool]
-    reach: Band
+    prefix_band: Band
     trained: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
@@ -331,7 +330,7 @@ class ContextScoredAttention(KeyExchange):
         attention = DocumentAttention(q, groups, self.band, self.scale, v.shape[-1], change)
 
         def attend(step: int | None, k: Tensor, v: Tensor) -> None:
-            attention.add(self._tiles_at(ranks, step), k, v)
+            attention.add(self._list_tiles(ranks, step), k, v)
 
         self.exchange_forward(attend, q, k, v)
         return attention.result()
@@ -348,15 +347,15 @@ class ContextScoredAttention(KeyExchange):
         groups, change = self._order_ranks(ranks).group_rows(), ScoreChange(self.cap, slopes, self.trained)
         found = DocumentGradients(grad, q, out, lse, groups, self.band, self.scale, change)
 
-        def attend(step: int | None, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
-            found.add(self._tiles_at(ranks, step), k, v, of_k, of_v)
+        def attend(step: int | None, k: Tensor, v: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
+            found.add(self._list_tiles(ranks, step), k, v, grad_k, grad_v)
 
         of_k, of_v = self.exchange_backward(attend, q, k, v)
-        return by_position(found.of_q.to(q.dtype)), of_k, of_v, round_slopes(found.of_slopes, slopes)
+        return copy_position_major(found.grad_q.to(q.dtype)), of_k, of_v, round_slopes(found.grad_slopes, slopes)
 
     def _compute_ring_steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
-        seen = self.reach if self.given[1] else self.band
-        return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, seen)
+        seen = self.prefix_band if self.given[1] else self.band
+        return list_ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, seen)
 
     def _name_operands(self, data: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the document ids, the prefix and the slopes, ``None`` for those that the attention does not have.
@@ -388,7 +387,7 @@ class ContextScoredAttention(KeyExchange):
         )
         return RowMarks(torch.cat(ids, 1), torch.cat(prefix, 1) if prefix else None)
 
-    def _tiles_at(self, ranks: Sequence[RowMarks], step: int | None) -> list[Tiles]:
+    def _list_tiles(self, ranks: Sequence[RowMarks], step: int | None) -> list[Tiles]:
         """Return, for each row of the batch, the tiles (blocks of queries and keys, by position, between which
         attention is computed) of one step of the ring. ``ranks``: documents and prefixes of the positions of every
         rank. ``step``: number of the step, from 0; ``None``: the tiles of all keys, in the order of the sequence.
@@ -397,10 +396,10 @@ class ContextScoredAttention(KeyExchange):
         own = self._list_rank_parts(length, index)
         if step is None:
             whole = (PositionRange(0, length * size, 0),)
-            return list_marked_tiles(ranks[index], self._order_ranks(ranks), own, whole, self.band, self.reach)
+            return list_marked_tiles(ranks[index], self._order_ranks(ranks), own, whole, self.band, self.prefix_band)
         source = (index - step) % size
         others = self._list_rank_parts(length, source)
-        return list_marked_tiles(ranks[index], ranks[source], own, others, self.band, self.reach)
+        return list_marked_tiles(ranks[index], ranks[source], own, others, self.band, self.prefix_band)
 
 
 def _compute_hops(steps: Sequence[int]) -> list[int]:
@@ -419,8 +418,8 @@ def _pack_keys_values(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _unpack_keys_values(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    of_k, of_v = row.split([k.numel(), v.numel()])
-    return of_k.view(k.shape), of_v.view(v.shape)
+    grad_k, grad_v = row.split([k.numel(), v.numel()])
+    return grad_k.view(k.shape), grad_v.view(v.shape)
 
 
 def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,9 +18,9 @@ from partitioner.passes.ir.layouts import Layout, take_shard
 from partitioner.runtime.comm.group import Communicator
 from partitioner.runtime.comm.wait_clock import waited
 from partitioner.runtime.errors import InstructionError
-from partitioner.runtime.execute.bind import Binder, Library
+from partitioner.runtime.execute.bind import Binder, BlockLibrary
 from partitioner.runtime.execute.calls import BoundCall, Environment, StageStates
-from partitioner.runtime.execute.failures import failure_of
+from partitioner.runtime.execute.failures import describe_failure
 from partitioner.runtime.execute.flight_recorder import Recorder
 from partitioner.runtime.execute.step_replay import ReplayableCall, StepReplay
 from partitioner.runtime.execute.transfers import (
@@ -28,14 +28,14 @@ from partitioner.runtime.execute.transfers import (
     PendingReceive,
     Slot,
     TransferSender,
-    early_starts,
     find_proven_arrivals,
-    slots_read,
+    list_slots_read,
+    place_early_receives,
 )
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.program import InputData, RankProgram
-from partitioner.runtime.program.sharded_buckets import states_read
-from partitioner.runtime.program.state_bytes import staying_values
+from partitioner.runtime.program.sharded_buckets import list_states_read
+from partitioner.runtime.program.state_bytes import list_staying_values
 from partitioner.runtime.replay.tape import Tape
 from partitioner.runtime.state.buffer_updates import BufferUpdates
 from partitioner.runtime.state.gradients import RankGradients
@@ -81,7 +81,7 @@ class Executor:
         states: Mapping[str, Tensor],
         gradients: RankGradients,
         communicator: Communicator,
-        library: Library,
+        library: BlockLibrary,
         transient: TransientParameters | None = None,
         options: ExecutorOptions | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class Executor:
         self.gradients = gradients
         self.gathered = {} if transient is None else transient.sharded.buckets
         self.binder = Binder(rank, library, communicator)
-        self.hosted = None if transient is None else transient.hosted
+        self.hosted = None if transient is None else transient.host_parameters
         self.updates = BufferUpdates(rank, states, communicator)
         self.env = Environment(rank, library.device, gradients.copier)
         self.sender = TransferSender(rank, self.env, communicator)
@@ -108,8 +108,8 @@ class Executor:
         if self.program.loss is not None:
             watched[self.program.loss] = self._add_loss
         watched |= dict.fromkeys(self.updates.added, self.updates.add)
-        staying = staying_values(rank.stage)
-        held = StageStates(states, gradients.sinks, frozenset() if transient is None else transient.leaving)
+        staying = list_staying_values(rank.stage)
+        held = StageStates(states, gradients.sinks, frozenset() if transient is None else transient.transient_names)
         self.replay: StepReplay | None = None
         if options.tape is not None:
             self.replay = StepReplay(options.tape, rank, library.device, options.local_inputs)
@@ -162,7 +162,7 @@ class Executor:
         except Exception as error:
             if self.replay is not None:
                 self.replay.abort_step()
-            raise InstructionError(failure_of(error, self.rank, index, self.binder.compiled, step + 1)) from error
+            raise InstructionError(describe_failure(error, self.rank, index, self.binder.compiled, step + 1)) from error
         finally:
             self._inputs = {}
             self.env.clear()
@@ -208,7 +208,7 @@ class Executor:
         """
         instructions = self.rank.instructions
         receives = {i: self._compile_receive(ins) for i, ins in enumerate(instructions) if self._is_remote_receive(ins)}
-        starts = early_starts(instructions)
+        starts = place_early_receives(instructions)
         arrived = find_proven_arrivals(self.rank)
         open_: dict[Slot, int] = {}
         actions: list[tuple[int, Action]] = []
@@ -223,7 +223,7 @@ class Executor:
 
         for index, instruction in enumerate(instructions):
             actions += [(i, receives[i].start) for i in starts.get(index, ()) if i in receives]
-            for slot in slots_read(instruction, self.rank.stage):
+            for slot in list_slots_read(instruction, self.rank.stage):
                 if slot in open_:
                     finish(open_[slot])
             if self.hosted is not None and (names := self._list_host_parameter_reads(instruction, self.hosted)):
@@ -234,7 +234,7 @@ class Executor:
             elif instruction.op not in RECEIVING:
                 actions.append((index, _ACTIONS[instruction.op](self, instruction)))
             if self._loss is not None and index == self._loss.passed_at:
-                actions.append((index, self._loss.pass_on))
+                actions.append((index, self._loss.forward_loss))
         for index in sorted(set(open_.values())):
             finish(index)
         actions.append((len(instructions), self._finish_step))
@@ -249,19 +249,19 @@ class Executor:
             return []
         if instruction.op == "FREE" and instruction.bucket is not None:
             return [instruction.bucket]
-        read = set(states_read(instruction, self.rank.stage))
+        read = set(list_states_read(instruction, self.rank.stage))
         return [b for b, bucket in self.gathered.items() if not read.isdisjoint(bucket.whole)]
 
-    def _list_host_parameter_reads(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
+    def _list_host_parameter_reads(self, instruction: Instruction, host_parameters: HostParameters) -> list[str]:
         """Return the names of the parameters whose copy from host memory to the device must end before ``instruction``
-        runs. ``hosted``: manages the parameters in host memory.
+        runs. ``host_parameters``: manages the parameters in host memory.
         """
         if instruction.op == "GATHER" and not instruction.gradients:
             assert instruction.bucket is not None
             read: Sequence[str] = self.rank.stage.buckets[instruction.bucket].states
         else:
-            read = states_read(instruction, self.rank.stage)
-        return [name for name in read if name in hosted.masters]
+            read = list_states_read(instruction, self.rank.stage)
+        return [name for name in read if name in host_parameters.masters]
 
     def _is_remote_receive(self, instruction: Instruction) -> bool:
         return instruction.op in RECEIVING and instruction.peer != self.rank.stage_index

@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from partitioner.runtime.comm.failure_origin import is_secondary
 from partitioner.runtime.errors import Failure
 from partitioner.runtime.execute.calls import BoundCall
-from partitioner.runtime.execute.codegen import Compiled
+from partitioner.runtime.execute.codegen import CompiledGraph
 from partitioner.runtime.program.program import RankProgram
 
 
-def instruction_text(rank: RankProgram, index: int) -> str:
+def format_instruction_at(rank: RankProgram, index: int) -> str:
     """Return the printed form of the instruction of ``rank`` at ``index``, such as ``0F3``; "end of the step" behind
     the last one.
     """
     return str(rank.instructions[index]) if index < len(rank.instructions) else "end of the step"
 
 
-def failure_of(
-    error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled], step: int | None = None
+def describe_failure(
+    error: BaseException, rank: RankProgram, index: int, compiled: Iterable[CompiledGraph], step: int | None = None
 ) -> Failure:
     """Return a description of ``error``, raised by the program ``rank``: the instruction at ``index``, the module that
     ran, and the node of its graph. ``compiled``: the functions compiled from graphs. The node is known if the error
@@ -38,7 +38,7 @@ def failure_of(
         rank=rank.rank,
         error=str(error),
         kind=type(error).__name__,
-        instruction=instruction_text(rank, index),
+        instruction=format_instruction_at(rank, index),
         index=index,
         call=call,
         node="" if node is None else f"{node.name} ({node.target})",

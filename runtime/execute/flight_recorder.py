@@ -98,18 +98,18 @@ class Recorder:
         self.path = folder / f"rank-{rank.rank}.times"
         self.room = _SLOT_HEAD + 2 * len(actions)
         self._slot = _HEAD
-        about = RecorderHeader(
+        header = RecorderHeader(
             rank=rank.rank,
             world_size=rank.program.world_size,
             stage=rank.stage_index,
             pid=os.getpid(),
             host=socket.gethostname(),
             actions=tuple(actions),
-            spots=tuple(spots_of(rank)),
+            spots=tuple(iterate_spots(rank)),
             clock_s=time.time() - time.monotonic(),
             places=rank.places,
         )
-        write_text(folder / f"rank-{rank.rank}.json", json.dumps(asdict(about)), durable=False)
+        write_text(folder / f"rank-{rank.rank}.json", json.dumps(asdict(header)), durable=False)
         start = array("q", bytes(8 * (_HEAD + _SLOTS * self.room)))
         start[STEP] = -1  # before the first
         start[BEAT] = start[MOVED] = time.monotonic_ns()
@@ -135,11 +135,11 @@ class Recorder:
         now = time.monotonic_ns()
         times[slot + WAITED], times[slot + ENDED], times[MOVED], times[PHASE] = waited.ns, now, now, 0
 
-    def beat(self) -> None:
+    def record_heartbeat(self) -> None:
         """Record that the process is alive, by writing the current time."""
         self.times[BEAT] = time.monotonic_ns()
 
-    def moved(self) -> None:
+    def record_progress(self) -> None:
         """Record, by writing the current time, that the rank makes progress outside of steps, or inside of a long
         instruction.
         """
@@ -160,12 +160,12 @@ class Recorder:
         self.times[PHASE], self.times[MOVED] = PHASES.index(phase), time.monotonic_ns()
 
 
-def spots_of(rank: RankProgram) -> Iterator[InstructionSpot]:
+def iterate_spots(rank: RankProgram) -> Iterator[InstructionSpot]:
     """Yield a description of each instruction of ``rank``, with the modules that it runs and the source line where they
     start.
     """
     stage, blocks = rank.stage, rank.program.blocks
-    sources = {name: _first_source(block.nodes) for name, block in blocks.items()}
+    sources = {name: _find_first_source(block.nodes) for name, block in blocks.items()}
     for i in rank.instructions:
         calls = [] if i.calls is None else [c for c in stage.calls[slice(*i.calls)] if not c.prologue]
         if i.op == "TOTAL_F":
@@ -185,7 +185,7 @@ def spots_of(rank: RankProgram) -> Iterator[InstructionSpot]:
         )
 
 
-def _first_source(nodes: Sequence[dict[str, Any]]) -> str:
+def _find_first_source(nodes: Sequence[dict[str, Any]]) -> str:
     return next((str(n["source"]) for n in nodes if n.get("source")), "")
 
 
@@ -254,12 +254,12 @@ class Recording:
 class MeasuredStep:
     """The times of one step on one rank, in nanoseconds.
 
-    ``about``: the description of the rank and its instructions. ``step``: number of the step, from 0. ``starts[k]``:
+    ``header``: the description of the rank and its instructions. ``step``: number of the step, from 0. ``starts[k]``:
     when action ``k`` (a function of the compiled step) began. ``waited[k]``: how long the rank's process had waited for
     other ranks in total, from its own start to that time. Both have one more entry, for the end of the step.
     """
 
-    about: RecorderHeader
+    header: RecorderHeader
     step: int
     starts: tuple[int, ...]
     waited: tuple[int, ...]
@@ -271,7 +271,7 @@ class MeasuredStep:
         """
         return [
             (index, self.starts[k] * 1e-9, self.starts[k + 1] * 1e-9, (self.waited[k + 1] - self.waited[k]) * 1e-9)
-            for k, index in enumerate(self.about.actions)
+            for k, index in enumerate(self.header.actions)
         ]
 
     def busy(self) -> dict[int, float]:

@@ -88,7 +88,7 @@ def _find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 # Operators made of others that always give a tensor of their own; of the rest, some give back what they got (type_as).
-_FRESH = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
+_ALLOCATING_OPERATORS = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
 # Operators that give a view although their schema says that they do not.
 _UNSAFE = {
     torch.ops.aten._unsafe_view.default,
@@ -106,7 +106,7 @@ def can_alias_operand(node: fx.Node) -> bool:
     if target in _UNSAFE or any(r.alias_info is not None for r in target._schema.returns):
         return True
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
-    return bool(composite) and target not in _FRESH
+    return bool(composite) and target not in _ALLOCATING_OPERATORS
 
 
 def find_memory_owners(graph: fx.Graph, shares: Callable[[fx.Node], bool]) -> dict[fx.Node, fx.Node]:

@@ -48,7 +48,7 @@ class RankLocation:
         return cls(**{**data, "waits": tuple(data["waits"]), "meeting": tuple(data["meeting"])})
 
 
-def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> RankLocation:
+def locate_rank(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> RankLocation:
     """Return where a rank is in its program, from its stack.
 
     ``frames``: pairs (frame, line number), the innermost first. ``executor``: what runs the rank's instructions.
@@ -118,7 +118,7 @@ def _find_collective_peers(transfer: Transfer, names: _Locals, executor: Executo
 def _find_group_peers(group: TorchGroup, executor: Executor) -> dict[str, tuple[int, ...]]:
     communicator = executor.communicator
     assert isinstance(communicator, TorchCommunicator)
-    members = communicator.ranks_of(group.processes)
+    members = communicator.list_ranks_on(group.processes)
     return {"waits": tuple(r for r in members if r != communicator.rank), "meeting": members}
 
 

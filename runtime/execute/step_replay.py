@@ -105,11 +105,11 @@ def find_obstacle(rank: RankProgram, device: torch.device, local_inputs: frozens
     if local_inputs:
         return "its inputs are key/value caches, which the caller holds and which are too large to be copied"
     prologue = [c for c in rank.stage.calls if c.prologue]
-    reads = [why for c in prologue if (why := why_host_decides(program.blocks[c.block], device.type))]
+    reads = [why for c in prologue if (why := find_replay_obstacle(program.blocks[c.block], device.type))]
     return f"the totals of a batch need the host: {reads[0]}" if reads else ""
 
 
-def why_host_decides(block: BlockGraph, device: str) -> str:
+def find_replay_obstacle(block: BlockGraph, device: str) -> str:
     """Return the reason why a block (a piece of the model) cannot be recorded for replay, as text: the name of an
     operator whose sizes depend on values that the host must read. It is empty if there is no such operator. ``block``:
     its graph. ``device``: "cpu" or "cuda".
@@ -230,13 +230,13 @@ class StepReplay:
         """Return a wrapper of ``call``, one execution of a block, that runs it inside the recording of a step, or
         outside of it if the host reads values from the device in it.
         """
-        why = why_host_decides(self.rank.program.blocks[call.call.block], self.device.type)
+        why = find_replay_obstacle(self.rank.program.blocks[call.call.block], self.device.type)
         wrapped = ReplayableCall(call, self, why)
         if why:
-            self._keep_out(wrapped)
+            self._exclude_call(wrapped)
         return wrapped
 
-    def _keep_out(self, call: ReplayableCall) -> None:
+    def _exclude_call(self, call: ReplayableCall) -> None:
         if call.bound.watched:
             self._fall_back(f"{call.path} computes the loss or another result, and {call.reason}")
         self.report.eager_calls[call.path] = call.reason
@@ -281,9 +281,9 @@ class StepReplay:
                 self._inputs[load.microbatch, name] = step.load_input(name, load.microbatch).clone()
         self.tape.start()
         step.begin_step()
-        return [(index, self._at_place(place, action)) for place, (index, action) in enumerate(step.actions)]
+        return [(index, self._wrap_at_place(place, action)) for place, (index, action) in enumerate(step.actions)]
 
-    def _at_place(self, place: int, action: Action) -> Action:
+    def _wrap_at_place(self, place: int, action: Action) -> Action:
         def run() -> None:
             self.tape.place = place
             action()
@@ -329,7 +329,7 @@ class StepReplay:
         """
         if found and not call.reason:
             call.reason = f"the host reads values in {found[0]}"
-            self._keep_out(call)
+            self._exclude_call(call)
 
     @property
     def watching(self) -> bool:

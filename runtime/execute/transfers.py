@@ -166,13 +166,13 @@ def _list_stage_receives(stage: Stage, instructions: Instructions, source: int) 
             channel = instruction.op[-1]
             slots = {(channel, instruction.microbatch, v) for v in instruction.values}
             later = enumerate(instructions[index + 1 :], index + 1)
-            read_at = next((j for j, i in later if slots & set(slots_read(i, stage))), len(instructions))
+            read_at = next((j for j, i in later if slots & set(list_slots_read(i, stage))), len(instructions))
             latest = max([read_at, *(place for place, _ in reads[channel])])  # a channel is released in its order
             reads[channel].append((latest, len(instruction.values)))
     return reads
 
 
-def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
+def place_early_receives(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
     """Return where each receive in a rank's list ``instructions`` is posted: index of an instruction -> indices of the
     receives to post before it, in order.
 
@@ -199,7 +199,7 @@ def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
     return starts
 
 
-def slots_read(instruction: Instruction, stage: Stage) -> list[Slot]:
+def list_slots_read(instruction: Instruction, stage: Stage) -> list[Slot]:
     """Return the received tensors that ``instruction`` may be the first to read, as (channel, microbatch, value name).
 
     The channel is "F" for a value and "B" for its gradient. ``stage``: the instruction's pipeline stage.

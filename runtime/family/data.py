@@ -19,21 +19,27 @@ class InputPadding(Data):
     and the number in the new elements.
     """
 
-    batch_dim: int | None = Field(default=None, description="The dim of samples. None: the input has none.")
-    length_dim: int | None = Field(default=None, description="The dim of positions. None: the input has none.")
-    batch_fill: float | None = Field(default=None, description="Number in new samples. None: the last sample again.")
+    batch_dim: int | None = Field(
+        default=None, description="The index of the input's dim of samples; None if it has none."
+    )
+    length_dim: int | None = Field(
+        default=None, description="The index of the input's dim of positions; None if it has none."
+    )
+    batch_fill: float | None = Field(
+        default=None, description="The number in added samples; None means that the last sample is repeated."
+    )
     length_fill: float | None = Field(
-        default=None, description="Number at new positions. None: what is at the last position again."
+        default=None, description="The number at added positions; None means that the last position is repeated."
     )
     hides: float | None = Field(
         default=None,
-        description="Number that hides a position from attention in which a query that sees no position reads all of "
-        "them, also new ones. None: the input hides none from such an attention.",
+        description="The number by which the input hides a position from an attention in which a query that sees no "
+        "position attends to all of them, also to added ones. None if the input hides none from such an attention.",
     )
     unseen: Literal["all", "first", "gap"] = Field(
         default="all",
-        description="Which positions have to be hidden so that a query sees none: all of its sample, the first, as "
-        "under a causal mask, or also those of a gap before one that is not hidden, as under a causal window.",
+        description="Which positions must be hidden for a query to see none: all of its sample (all); the first one, "
+        "as under a causal mask (first); or also those of a gap before a visible one, as under a causal window (gap).",
     )
 
 
@@ -44,18 +50,23 @@ class BatchPadding(Data):
     before. ``passes/padding`` proved this from the model's graph.
     """
 
-    batch: int = Field(description="Samples of the program's batch.")
-    length: int = Field(default=0, description="Positions of the program's batch; 0: inputs have no such dim.")
-    weight: float = Field(default=1.0, description="Share of the batches that have this shape.")
-    inputs: dict[str, InputPadding] = Field(default_factory=dict, description="Path of an input to its padding.")
+    batch: int = Field(description="The number of samples in a batch of the program.")
+    length: int = Field(
+        default=0, description="The number of positions of each sample; 0 if the inputs have no dim of positions."
+    )
+    weight: float = Field(default=1.0, description="The share of batches that have this shape, from 0 to 1.")
+    inputs: dict[str, InputPadding] = Field(default_factory=dict, description="How each input is padded, by its path.")
     outputs: dict[str, tuple[int | None, int | None]] = Field(
-        default_factory=dict, description="Output to its dims of samples and of positions."
+        default_factory=dict, description="The dims of samples and of positions of each output, by name."
     )
     trimmed: dict[str, int] = Field(
-        default_factory=dict, description="Output to the positions that it has more than the batch, where it has."
+        default_factory=dict,
+        description="The number of positions that an output has beyond those of the batch, by name, if there are any.",
     )
-    fewer: str = Field(default="", description="Why a batch may not have fewer samples; empty: it may.")
-    shorter: str = Field(default="", description="Why a batch may not have fewer positions; empty: it may.")
+    fewer: str = Field(default="", description="The reason why a batch may not have fewer samples; empty if it may.")
+    shorter: str = Field(
+        default="", description="The reason why a batch may not have fewer positions; empty if it may."
+    )
 
 
 def name_shape(shape: tuple[int, int]) -> str:
@@ -72,17 +83,24 @@ class FurtherProgram(Data):
 
     program: Program = Field(description="The program of all ranks.")
     purpose: Literal["evaluate", "step", "prefill", "decode"] = Field(
-        description="What runs it: Engine.run, Engine.step, or Engine.generate for a prompt or for further tokens."
+        description="What the program is for: Engine.run (evaluate), Engine.step (step), or the prompts (prefill) "
+        "and further tokens (decode) of Engine.generate."
     )
-    seconds: float = Field(description="Estimated seconds of one run.")
-    memory: int = Field(description="Most bytes of a rank while it runs, the state included.")
+    seconds: float = Field(description="The estimated seconds of one run.")
+    memory: int = Field(
+        description="The peak bytes of a rank while the program runs, including parameters and other states."
+    )
     caches: tuple[str, ...] = Field(
-        default=(), description="Paths of the inputs that are key/value caches, which the program changes in place."
+        default=(), description="The paths of the inputs that are key/value caches, which the program changes in place."
     )
     first_token: int | None = Field(
-        default=None, description="Token with which a decoder begins to generate. None: it begins with the prompt."
+        default=None,
+        description="The token with which a decoder begins to generate; None if it begins with the prompt.",
     )
-    padding: BatchPadding | None = Field(default=None, description="Its shape. None: batches have the planned shape.")
+    padding: BatchPadding | None = Field(
+        default=None,
+        description="The shape of the program's batches and how smaller ones are padded; None for the planned shape.",
+    )
 
 
 class ProgramFamily(NamedTuple):

@@ -15,19 +15,19 @@ from typing import Any
 
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
-from partitioner.runtime.program.load import check_program, program_of, read_plan_content
+from partitioner.runtime.program.load import check_program, load_program, read_plan_content
 from partitioner.runtime.program.program import Program
 
 Delta = dict[str, Any]
 
 
-def family_of(plan: Any) -> ProgramFamily:
+def load_family(plan: Any) -> ProgramFamily:
     """Return all programs of ``plan``: a :class:`Program`, a plan, or the path of a plan file.
 
     Raise :class:`LaunchError` if there is no program, or if the file cannot be read, and
     :class:`UntrustedOperatorError` if a program in the file calls an operator that is not allowed in plan files.
     """
-    first = program_of(plan)
+    first = load_program(plan)
     if isinstance(plan, Program):
         return ProgramFamily(first, None, {})
     if not isinstance(plan, str | Path):
@@ -56,7 +56,7 @@ def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
         return content
     before, folded = content["program"], {}
     for name, data in content["further"].items():
-        numbers = find_numbers(before, data["program"])
+        numbers = find_changed_numbers(before, data["program"])
         rest = make_delta(replace_numbers(before, numbers), data["program"])
         folded[name] = {**data, "program": {"numbers": {str(a): b for a, b in numbers.items()}, "rest": rest}}
         before = data["program"]
@@ -83,7 +83,7 @@ def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "further": whole}
 
 
-def find_numbers(base: Any, other: Any) -> dict[int, int]:
+def find_changed_numbers(base: Any, other: Any) -> dict[int, int]:
     """Return the integers of ``base`` that become another integer in ``other``, as old -> new, such as the old and the
     new batch size. With this, the difference between two programs is stored compactly.
 

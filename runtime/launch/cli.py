@@ -30,11 +30,11 @@ from partitioner.runtime.checkpoint.series import Checkpoints
 from partitioner.runtime.comm.failure_origin import is_secondary
 from partitioner.runtime.comm.rendezvous import init_process_group
 from partitioner.runtime.debug import check_finite
-from partitioner.runtime.engine.defaults import local_gpu
+from partitioner.runtime.engine.defaults import select_local_gpu
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.errors import InstructionError, LaunchError
 from partitioner.runtime.observe.metrics import LossSpikes, StepLog
-from partitioner.runtime.program.load import program_of
+from partitioner.runtime.program.load import load_program
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.watch.watchdog import Watch
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os._exit(status)  # Gloo's tear-down sometimes aborts the process
 
 
-def _at_least(kind: Callable[[str], _Number], least: _Number) -> Callable[[str], _Number]:
+def _make_bounded_parser(kind: Callable[[str], _Number], least: _Number) -> Callable[[str], _Number]:
     """Return a function for the argument ``type`` of ``argparse`` that parses a number with ``kind`` (``int`` or
     ``float``) and rejects numbers below ``least``.
     """
@@ -88,20 +88,25 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("plan", help="a plan's JSON file")
     parser.add_argument("--weights", help="a safetensors file or folder; without it, small random weights")
-    parser.add_argument("--steps", type=_at_least(int, 0), default=1, help="in all, those before a restart too")
+    parser.add_argument(
+        "--steps", type=_make_bounded_parser(int, 0), default=1, help="in all, those before a restart too"
+    )
     parser.add_argument(
         "--batch", default="random", help="a safetensors file with the inputs of one global batch by path, or 'random'"
     )
-    parser.add_argument("--lr", type=_at_least(float, 0.0), default=1e-4, help="of AdamW")
-    parser.add_argument("--clip", type=_at_least(float, 0.0), help="the largest norm of the whole gradient")
+    parser.add_argument("--lr", type=_make_bounded_parser(float, 0.0), default=1e-4, help="of AdamW")
+    parser.add_argument("--clip", type=_make_bounded_parser(float, 0.0), help="the largest norm of the whole gradient")
     parser.add_argument("--save", help="write the weights to this folder at the end, as safetensors")
     parser.add_argument("--checkpoints", type=Path, help="a folder of checkpoints by step; goes on from the newest")
     parser.add_argument(
-        "--every", type=_at_least(int, 0), default=100, help="steps between checkpoints; the last is saved, too"
+        "--every",
+        type=_make_bounded_parser(int, 0),
+        default=100,
+        help="steps between checkpoints; the last is saved, too",
     )
     parser.add_argument(
         "--copies-every",
-        type=_at_least(int, 0),
+        type=_make_bounded_parser(int, 0),
         default=0,
         help="with --checkpoints: steps between copies in the nodes' memory",
     )
@@ -111,11 +116,17 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--metrics", help="a folder for metrics.jsonl and TensorBoard's events")
     parser.add_argument("--check", action="store_true", help="stop at a loss or gradient that is no number")
     parser.add_argument(
-        "--patience", type=_at_least(float, 0.0), default=300.0, help="seconds without movement that count as a stall"
+        "--patience",
+        type=_make_bounded_parser(float, 0.0),
+        default=300.0,
+        help="seconds without movement that count as a stall",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--timeout", type=_at_least(float, 0.0), default=600.0, help="seconds that a rank waits for another one"
+        "--timeout",
+        type=_make_bounded_parser(float, 0.0),
+        default=600.0,
+        help="seconds that a rank waits for another one",
     )
     return parser
 
@@ -154,7 +165,7 @@ def _train_plan(options: argparse.Namespace) -> None:
     """Create the engine of this rank, and train the plan as the command line ``options`` say; save the weights if they
     name a folder.
     """
-    program = program_of(options.plan)
+    program = load_program(options.plan)
     _check_world(program)
     if options.copies_every and options.checkpoints is None:
         raise LaunchError("--copies-every needs --checkpoints, a folder that all ranks share: name one")
@@ -162,7 +173,7 @@ def _train_plan(options: argparse.Namespace) -> None:
         if "RANK" in os.environ:
             on_gpu = _has_gpu()
             if on_gpu:
-                local_gpu()
+                select_local_gpu()
             init_process_group("nccl" if on_gpu else "gloo", timedelta(seconds=options.timeout))
         engine = Engine(options.plan, options.weights, seed=options.seed, offload_folder=options.offload_folder)
         stack.callback(sys.stdout.flush)
@@ -223,7 +234,7 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
                 print(f"loss spike: {spike}", file=sys.stderr, flush=True)
             if kept is not None:
                 kept.after_step()
-                told = told or _tell_copies(kept)
+                told = told or _print_copies(kept)
                 if kept.interrupted:
                     break
     if kept is not None:
@@ -234,7 +245,7 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
             sys.exit(128 + signal.SIGTERM)  # it is not done: whoever starts runs again may do so
 
 
-def _tell_copies(kept: Checkpoints) -> bool:
+def _print_copies(kept: Checkpoints) -> bool:
     """Print, on rank 0, how much memory the in-memory copies of the training state take, and return ``True``. If there
     is no copy yet, print nothing and return ``False``, so that the caller tries again later. ``kept``: the checkpoints
     of the training, which make these copies.
@@ -249,26 +260,26 @@ def _tell_copies(kept: Checkpoints) -> bool:
 
 
 def _iterate_batches(program: Program, options: argparse.Namespace, done: int) -> Iterator[dict[str, Tensor]]:
-    fixed = None if options.batch == "random" else _batch_file(Path(options.batch))
+    fixed = None if options.batch == "random" else _check_batch_file(Path(options.batch))
     for index in range(done, options.steps):
-        yield random_batch(program, options.seed + index) if fixed is None else fixed
+        yield make_random_batch(program, options.seed + index) if fixed is None else fixed
 
 
-def _batch_file(path: Path) -> dict[str, Tensor]:
+def _check_batch_file(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:
         raise LaunchError(f"the batch {path} cannot be read as safetensors: {error}") from None
 
 
-def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
+def make_random_batch(program: Program, seed: int) -> dict[str, Tensor]:
     """Return a random global batch for ``program``, as path of the input -> tensor. It is equal on all ranks with the
     same ``seed``.
 
     Integers are below the number of rows of the smallest embedding table; masks are all ones.
     """
     generator = torch.Generator().manual_seed(seed)
-    high = _smallest_table(program)
+    high = _find_smallest_table(program)
     batch = {}
     for data in program.inputs:
         dtype = dtype_of(data.dtype)
@@ -281,7 +292,7 @@ def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
     return batch
 
 
-def _smallest_table(program: Program) -> int:
+def _find_smallest_table(program: Program) -> int:
     """Return the smallest number of rows of an embedding table of ``program``, below which random token ids are drawn;
     2 if it has no table."""
     rows = []

@@ -14,33 +14,33 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.passes.faults import typed_errors
-from partitioner.runtime.comm.failure_origin import is_of_ranks, is_secondary
+from partitioner.runtime.comm.failure_origin import is_rank_error, is_secondary
 from partitioner.runtime.comm.thread_backend import ThreadWorld
-from partitioner.runtime.engine.batches import batch_by_path
-from partitioner.runtime.engine.defaults import one_step_folder
+from partitioner.runtime.engine.batches import check_batch
+from partitioner.runtime.engine.defaults import make_one_step_folder
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.errors import Failure, InstructionError, LaunchError, RankError
-from partitioner.runtime.execute.bind import Library
+from partitioner.runtime.execute.bind import BlockLibrary
 from partitioner.runtime.launch.process_pool import (
     LocalRanks,
     RankResults,
     Run,
     StepFiles,
+    collect_rank_results,
     join_rank_results,
-    part_of,
+    make_unread_gradients,
     run_program,
-    unread_gradients,
 )
-from partitioner.runtime.program.load import placement_of, program_of
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.load import load_placement, load_program
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.state.parameters import check_weights, names_read
+from partitioner.runtime.state.parameters import check_weights, list_names_read
 from partitioner.runtime.state.weights import (
     FileWeights,
     TensorWeights,
     Weights,
-    module_tensors,
-    weights_of,
+    list_module_tensors,
+    open_weights,
     write_weights,
 )
 from partitioner.runtime.watch.stragglers import Monitor
@@ -50,7 +50,7 @@ Model = nn.Module | Mapping[str, Tensor] | str | Path
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-@typed_errors("run_local()", passing=is_of_ranks)
+@typed_errors("run_local()", passing=is_rank_error)
 def run_local(
     plan: Any,
     model: Model,
@@ -79,14 +79,14 @@ def run_local(
     cause), :class:`RankTimeout` after ``timeout``, :class:`WeightsError` or :class:`BatchError` if ``model`` or
     ``inputs`` do not match the plan, and :class:`LaunchError` if ``ranks`` has too few processes.
     """
-    program = with_precision(program_of(plan), precision)
+    program = convert_precision(load_program(plan), precision)
     if ranks is not None and ranks.num_ranks < program.world_size:
         raise LaunchError(
             f"the plan is for {program.world_size} ranks, but the pool has {ranks.num_ranks}: create a larger pool"
         )
-    weights = weights_of(model, names_read(program))
+    weights = open_weights(model, list_names_read(program))
     check_weights(program, weights)
-    batch = batch_by_path(program, inputs)
+    batch = check_batch(program, inputs)
     with (
         tempfile.TemporaryDirectory(prefix="run-", dir=_find_scratch_folder(program)) as name,
         _open_ranks(program, ranks) as pool,
@@ -101,13 +101,13 @@ def run_local(
             results=[str(folder / f"{rank}.pt") for rank in range(program.world_size)],
             watch=str(folder / "watch"),
         )
-        arguments = (files, placement_of(plan), seed, outputs, grads)
+        arguments = (files, load_placement(plan), seed, outputs, grads)
         pool.call(run_program, *arguments, timeout=timeout, watch=Monitor(folder / "watch", timeout))
         parts = [RankResults(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(files.results)]
     return join_rank_results(program, parts, _compute_unread_gradients(program, model))
 
 
-@typed_errors("run_threads()", passing=is_of_ranks)
+@typed_errors("run_threads()", passing=is_rank_error)
 def run_threads(
     plan: Any,
     model: Model,
@@ -133,12 +133,12 @@ def run_threads(
     not match the plan.
     """
     device = torch.device(device)
-    program = with_precision(program_of(plan), precision)
-    weights = weights_of(model, names_read(program))
+    program = convert_precision(load_program(plan), precision)
+    weights = open_weights(model, list_names_read(program))
     check_weights(program, weights)
-    batch = batch_by_path(program, inputs)
+    batch = check_batch(program, inputs)
     world = ThreadWorld(program.world_size, device, timeout)
-    library = Library(program, world.device)
+    library = BlockLibrary(program, world.device)
     parts: dict[int, RankResults] = {}
     failures: list[Failure] = []
 
@@ -155,10 +155,10 @@ def run_threads(
                 keep_outputs=True,
                 communicator=communicator,
                 library=library,
-                offload_folder=one_step_folder(),
+                offload_folder=make_one_step_folder(),
             )
             engine.step(batch)
-            parts[rank] = part_of(engine, outputs=True, grads=True)
+            parts[rank] = collect_rank_results(engine, outputs=True, grads=True)
         except Exception as error:
             failure = (
                 error.failure
@@ -218,4 +218,4 @@ def _ensure_weights_file(program: Program, weights: Weights, path: Path) -> Path
 def _compute_unread_gradients(program: Program, model: Model) -> dict[str, Tensor]:
     if program.objective != "train" or not isinstance(model, nn.Module):
         return {}
-    return unread_gradients(program, module_tensors(model))
+    return make_unread_gradients(program, list_module_tensors(model))

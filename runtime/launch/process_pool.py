@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 from partitioner.passes.ir.layouts import Layout, join_shards
 from partitioner.runtime.comm.failure_origin import is_secondary
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
-from partitioner.runtime.engine.defaults import default_device, one_step_folder
+from partitioner.runtime.engine.defaults import choose_default_device, make_one_step_folder
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.engine.outputs import join_outputs, select_outputs
 from partitioner.runtime.errors import (
@@ -50,14 +50,14 @@ from partitioner.runtime.errors import (
     LaunchError,
     RankError,
     RankTimeout,
-    first_cause,
+    find_first_cause,
 )
-from partitioner.runtime.execute.bind import Library
+from partitioner.runtime.execute.bind import BlockLibrary
 from partitioner.runtime.execute.executor import Executor
-from partitioner.runtime.execute.failures import instruction_text
+from partitioner.runtime.execute.failures import format_instruction_at
 from partitioner.runtime.launch.forkserver import Child, ForkServer, fork_server
-from partitioner.runtime.program.program import Program, shard_shape, updated_states
-from partitioner.runtime.state.parameters import by_model_names, join_pieces, model_names
+from partitioner.runtime.program.program import Program, list_updated_states, shard_shape
+from partitioner.runtime.state.parameters import join_pieces, list_model_names, map_model_names
 from partitioner.runtime.watch.stragglers import Monitor
 from partitioner.runtime.watch.watchdog import Watch
 
@@ -100,7 +100,7 @@ class Run:
     buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
 
-def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankResults:
+def collect_rank_results(engine: Engine, outputs: bool = True, grads: bool = True) -> RankResults:
     """Return the results of the last step that the rank of ``engine`` contributes. A result that several ranks have is
     contributed by one of them only.
 
@@ -120,7 +120,7 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankRes
         if grads and parameter.grad is not None and name in mine
     }
     held = engine.state_dict()
-    buffers = {name: held[name].clone() for name in updated_states(program) if name in mine}
+    buffers = {name: held[name].clone() for name in list_updated_states(program) if name in mine}
     return RankResults(rank.rank, engine.loss, made, shards, buffers)
 
 
@@ -137,20 +137,20 @@ def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Map
         for whole, kind in ((grads, "grads"), (buffers, "buffers")):
             found = {r: getattr(p, kind)[name] for r, p in sorted(by_rank.items()) if name in getattr(p, kind)}
             if found:
-                whole.update(by_model_names(name, state, _join_state(program, name, found)))
+                whole.update(map_model_names(name, state, _join_state(program, name, found)))
     return Run(_rebuild_tree(program, leaves), parts[0].loss, grads, leaves, buffers)
 
 
-def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
+def _join_state(program: Program, state: str, shards: Mapping[int, Tensor]) -> Tensor:
     """Return the whole tensor of the parameter or buffer ``state`` of ``program``, or its gradient, joined from the
     parts of the ranks.
 
-    ``held``: rank -> its part, in ascending order of ranks, without replicas. Parts are cut over ``ep``, then over
+    ``shards``: rank -> its part, in ascending order of ranks, without replicas. Parts are cut over ``ep``, then over
     ``tp``, then into ZeRO pieces.
     """
     data = program.states[state]
     shared: dict[tuple[int, ...], list[Tensor]] = {}  # the ranks that share a part -> their pieces, in order of rank
-    for rank, tensor in held.items():
+    for rank, tensor in shards.items():
         shared.setdefault(program.group(rank, data.zero_axes), []).append(tensor)
     shape = shard_shape(program, state)
     parts = [join_pieces(p, shape) if data.zero_axes else p[0] for p in shared.values()]
@@ -172,12 +172,12 @@ def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
     return leaves
 
 
-def unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def make_unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return zero gradients, by name, for the parameters that require a gradient but that ``program`` does not use.
 
     ``parameters``: name in the model -> tensor.
     """
-    known = {n for name, s in program.states.items() if s.requires_grad for n in model_names(name, s)}
+    known = {n for name, s in program.states.items() if s.requires_grad for n in list_model_names(name, s)}
     unread = {n: p for n, p in parameters.items() if n not in known and p.requires_grad}
     return {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in unread.items()}
 
@@ -199,7 +199,7 @@ _START_S = 120.0  # for all ranks to have found each other
 _GRACE_S = 0.3  # after the first failure: others may tell of an earlier one
 _LATE_S = 5.0  # at most, to say where they are, after the time is out
 _SETTLE_S = 2.0  # for the cause to show where ranks have only lost each other
-_LOOK_S = 0.25  # between two looks at a run that is watched
+_POLL_S = 0.25  # between two looks at a run that is watched
 
 
 class LocalRanks:
@@ -295,7 +295,7 @@ class LocalRanks:
         failures: list[Failure] = []
         while waiting:
             left = deadline - time.monotonic()
-            pause = min(left, _GRACE_S if failures else left if watch is None else _LOOK_S)
+            pause = min(left, _GRACE_S if failures else left if watch is None else _POLL_S)
             answers = self._receive_answers(waiting, pause)
             for rank, (answer, content) in answers.items():
                 waiting.discard(rank)
@@ -321,10 +321,10 @@ class LocalRanks:
 
         ``watch``: reads the status files; ``None``: there are none.
         """
-        first = first_cause(tuple(failures))
+        first = find_first_cause(tuple(failures))
         if watch is None:
             return tuple(failures)
-        cause = watch.settle(_SETTLE_S, died=None if first.secondary else first.rank)
+        cause = watch.wait_for_cause(_SETTLE_S, died=None if first.secondary else first.rank)
         if cause is None or (cause.kind in (LEFT, LOST) and not first.secondary):
             return tuple(failures)  # it ended before it could be watched
         if cause.kind == DIED and first.kind == DIED:
@@ -494,7 +494,7 @@ def _locate_thread(thread: int) -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, Executor) and frame.f_code.co_name == "run":
             index = frame.f_locals.get("index", 0)
-            return f"at instruction {index}: {instruction_text(owner.rank, index)}"
+            return f"at instruction {index}: {format_instruction_at(owner.rank, index)}"
         frame = frame.f_back
     return f"outside of its program ({deepest.name}, {deepest.filename}:{deepest.lineno})" if deepest else "gone"
 
@@ -523,7 +523,7 @@ def run_program(files: StepFiles, placement: tuple[int, ...], seed: int, outputs
     parsed = Program.model_validate_json(Path(files.program).read_text())
     if dist.get_rank() >= parsed.world_size:
         return
-    communicator = TorchCommunicator(parsed.world_size, default_device(), placement=placement)
+    communicator = TorchCommunicator(parsed.world_size, choose_default_device(), placement=placement)
     batch = torch.load(files.inputs, weights_only=True)
     engine = Engine(
         parsed,
@@ -531,12 +531,12 @@ def run_program(files: StepFiles, placement: tuple[int, ...], seed: int, outputs
         seed=seed,
         keep_outputs=outputs,
         communicator=communicator,
-        library=Library(parsed, communicator.device, shared=Path(files.program).with_name("derived")),
-        offload_folder=one_step_folder(),
+        library=BlockLibrary(parsed, communicator.device, shared=Path(files.program).with_name("derived")),
+        offload_folder=make_one_step_folder(),
     )
     with Watch(engine, files.watch, leave=False, slow_factor=None):
         engine.step(batch)
-    part = part_of(engine, outputs, grads)
+    part = collect_rank_results(engine, outputs, grads)
     found = {"loss": part.loss, "outputs": part.outputs, "grads": part.grads, "buffers": part.buffers}
     torch.save(found, files.results[communicator.rank])
 

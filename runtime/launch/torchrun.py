@@ -78,7 +78,7 @@ def _find_first_cause(folder: Path, error: ChildFailedError) -> str:
     """
     rank, first = error.get_first_failure()
     attempts = sorted(folder.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
-    found = Monitor(attempts[-1]).settle(_SETTLE_S, died=rank) if attempts else None
+    found = Monitor(attempts[-1]).wait_for_cause(_SETTLE_S, died=rank) if attempts else None
     how = f"{first.signal_name()} " if first.exitcode < 0 else ""
     if found is None:
         message = first.message["message"] if isinstance(first.message, dict) else first.message

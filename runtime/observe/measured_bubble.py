@@ -46,12 +46,12 @@ class StepTimes:
     Points in time are from ``time.perf_counter``, which is the same clock for all processes of a machine.
     """
 
-    begun: float = 0.0
+    started: float = 0.0
     whole: float = 0.0
     computing: float = 0.0
     waiting: float = 0.0
     work: list[tuple[int, float]] = field(default_factory=list)
-    posted: dict[int, float] = field(default_factory=dict)
+    posting: dict[int, float] = field(default_factory=dict)
     sent: dict[Way, list[float]] = field(default_factory=dict)
     received: dict[Way, list[tuple[float, float]]] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class StepTimes:
 
 
 @dataclass
-class Times:
+class MeasuredTimes:
     """The times of all measured steps of one rank. ``steps``: the times of each step, in order."""
 
     steps: list[StepTimes] = field(default_factory=list)
@@ -82,18 +82,18 @@ class Times:
 
 
 @contextmanager
-def timed(engine: Engine) -> Iterator[Times]:
+def timed(engine: Engine) -> Iterator[MeasuredTimes]:
     """Measure the steps of ``engine`` inside the ``with`` block. The variable of the ``with`` statement is a
-    :class:`Times`, to which the times of each step are added.
+    :class:`MeasuredTimes`, to which the times of each step are added.
 
     Measuring takes about one microsecond per instruction.
     """
-    executor, times = engine._executor, Times()
+    executor, times = engine._executor, MeasuredTimes()
     instructions, actions = executor.rank.instructions, executor.actions
     clock = time.perf_counter
     steps = times.steps
 
-    def computes(action: Callable[[], None], index: int) -> Callable[[], None]:
+    def time_computation(action: Callable[[], None], index: int) -> Callable[[], None]:
         """Return a function that runs ``action``, and adds its duration to the time in which the current step computes,
         under the instruction at position ``index``.
         """
@@ -107,7 +107,7 @@ def timed(engine: Engine) -> Iterator[Times]:
 
         return run
 
-    def waits(action: Callable[[], None], way: Way | None) -> Callable[[], None]:
+    def time_wait(action: Callable[[], None], way: Way | None) -> Callable[[], None]:
         """Return a function that runs ``action``, and adds its duration to the time in which the current step waits for
         other ranks.
 
@@ -125,7 +125,7 @@ def timed(engine: Engine) -> Iterator[Times]:
 
         return run
 
-    def posts(action: Callable[[], None], index: int, way: Way | None) -> Callable[[], None]:
+    def time_posting(action: Callable[[], None], index: int, way: Way | None) -> Callable[[], None]:
         """Return a function that runs ``action``, which starts a transfer or collective, and adds its duration to the
         instruction's time that is neither computation nor waiting.
 
@@ -138,16 +138,16 @@ def timed(engine: Engine) -> Iterator[Times]:
             if way is not None:
                 steps[-1].sent.setdefault(way, []).append(start)
             action()
-            posted = steps[-1].posted
-            posted[index] = posted.get(index, 0.0) + clock() - start
+            posting = steps[-1].posting
+            posting[index] = posting.get(index, 0.0) + clock() - start
 
         return run
 
     def begin() -> None:
-        steps.append(StepTimes(begun=clock()))
+        steps.append(StepTimes(started=clock()))
 
     def end() -> None:
-        steps[-1].whole = clock() - steps[-1].begun
+        steps[-1].whole = clock() - steps[-1].started
 
     changed = [(0, begin)]
     for index, action in actions:
@@ -155,13 +155,13 @@ def timed(engine: Engine) -> Iterator[Times]:
         op = instruction.op if instruction is not None else "STEP"
         way = (instruction.peer, op[-1]) if instruction is not None and instruction.peer is not None else None
         if op in COMPUTE:
-            changed.append((index, computes(action, index)))
+            changed.append((index, time_computation(action, index)))
         elif op in _MEETING:
-            changed.append((index, waits(action, None)))
+            changed.append((index, time_wait(action, None)))
         elif getattr(action, "__func__", None) is PendingReceive.finish:
-            changed.append((index, waits(action, way)))
+            changed.append((index, time_wait(action, way)))
         else:
-            changed.append((index, posts(action, index, way if op in SENDING else None)))
+            changed.append((index, time_posting(action, index, way if op in SENDING else None)))
     executor.actions = [*changed, (len(instructions), end)]
     try:
         yield times

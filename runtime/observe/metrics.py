@@ -39,7 +39,7 @@ from partitioner.runtime.files import write_text
 
 FILE = "metrics.jsonl"
 
-_WORDS = (  # of a step's line: the figure, how it is written, and in which unit
+_METRIC_FORMATS = (  # of a step's line: the figure, how it is written, and in which unit
     ("step", "step {:.0f}", 1),
     ("loss", "loss {:.6f}", 1),
     ("tokens_per_s", "{:,.0f} tokens/s", 1),
@@ -82,7 +82,7 @@ class StepMetrics:
         known = {name: value for name, value in asdict(self).items() if value is not None}
         if "tokens_per_s" in known:
             known.pop("samples_per_s", None)
-        return "  ".join(text.format(known[name] / unit) for name, text, unit in _WORDS if name in known)
+        return "  ".join(text.format(known[name] / unit) for name, text, unit in _METRIC_FORMATS if name in known)
 
 
 class StepLog:
@@ -107,7 +107,7 @@ class StepLog:
         self.engine = engine
         self.watch = None if watch is None else Path(watch)
         self.full_speed_s = _compute_peak_step_seconds(plan)
-        self._lines = None if folder is None else _Lines(Path(folder))
+        self._lines = None if folder is None else _MetricsWriter(Path(folder))
         self._counts = self._read_counts()
         self._last = time.perf_counter()
         self._waited = waited.ns
@@ -142,7 +142,7 @@ class StepLog:
             tokens_per_s=tokens or None,
             samples_per_s=samples or None,
             mfu=(steps * self.full_speed_s or None) if self.full_speed_s and not further else None,
-            memory=peak_memory(self.engine.device),
+            memory=measure_peak_memory(self.engine.device),
             bubble=self._measure_bubble(seconds, waiting),
         )
         content = {k: v for k, v in (asdict(found) | more).items() if v is not None}
@@ -171,11 +171,11 @@ class StepLog:
         if self.engine.program.world_size == 1:
             return 0.0
         steps = [] if self.watch is None else [s for r in list_recordings(self.watch).values() if (s := r.last_step())]
-        shares = [waiting_share(s) for s in steps]
+        shares = [compute_waiting_share(s) for s in steps]
         return sum(shares) / len(shares) if shares else min(1.0, waiting / seconds)
 
 
-class _Lines:
+class _MetricsWriter:
     """Writes one entry per step, in order, to ``metrics.jsonl`` in ``folder`` and to TensorBoard, if it is
     installed.
     """
@@ -234,13 +234,13 @@ def _is_before(line: str, step: int) -> bool:
     return isinstance(found, dict) and not (isinstance(found.get("step"), int) and found["step"] >= step)
 
 
-def waiting_share(step: MeasuredStep) -> float:
+def compute_waiting_share(step: MeasuredStep) -> float:
     """Return the share of the measured step ``step``, from 0 to 1, in which its rank waits for other ranks."""
     total = step.starts[-1] - step.starts[0]
     return (step.waited[-1] - step.waited[0]) / total if total else 0.0
 
 
-def peak_memory(device: torch.device) -> int:
+def measure_peak_memory(device: torch.device) -> int:
     """Return the peak bytes of this process so far: allocated by torch on ``device`` if it is a GPU, or else resident
     in memory.
     """

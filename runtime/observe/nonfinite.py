@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partitioner.runtime.comm.group import Communicator, all_ranks
-from partitioner.runtime.engine.batches import batch_values, own_values
+from partitioner.runtime.comm.group import Communicator, get_world_group
+from partitioner.runtime.engine.batches import convert_batch, convert_rank_batch
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.errors import Failure, InstructionError
 from partitioner.runtime.observe.operator_probe import ProbedOperation, probe_operators
@@ -71,7 +71,7 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
         grads = [p.grad for p in engine.parameters() if p.grad is not None]
         bad = bool(grads) and not all(bool(torch.isfinite(n)) for n in torch._foreach_norm(grads, math.inf))
     flag = torch.tensor(float(bad), device=engine.device)
-    everyone = all_ranks(engine.communicator, engine.program.world_size)
+    everyone = get_world_group(engine.communicator, engine.program.world_size)
     if everyone.all_reduce(flag, maximum=True).wait().item():
         raise NonFiniteError(find_nonfinite(engine, batch, local))
 
@@ -84,13 +84,15 @@ def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
     this before the optimizer changes the weights. The engine's step count and loss scale are not changed; the gradients
     are computed again.
     """
-    told = _of_all(engine, _find_nonfinite_inputs(engine, batch, local))  # one rank's own shard or samples may have it
+    told = _gather_records(
+        engine, _find_nonfinite_inputs(engine, batch, local)
+    )  # one rank's own shard or samples may have it
     if not told:
         found = _NonFiniteFinder(engine.communicator.rank)
         with _replay_step(engine), probe_operators(engine, found.see):
             engine.step(batch, local=local)
-        told = _of_all(engine, found.list_origins())
-    return _origins_to_failure(told, engine.steps)
+        told = _gather_records(engine, found.list_origins())
+    return _describe_origins(told, engine.steps)
 
 
 @contextmanager
@@ -104,8 +106,8 @@ def _replay_step(engine: Engine) -> Iterator[None]:
     kept = {place: residual.clone() for place, residual in residuals.items()}
     engine.steps -= 1
     try:
-        scale = nullcontext() if engine._scale is None else engine._scale.again()
-        with scale, engine._executor.updates.again():
+        scale = nullcontext() if engine._scale is None else engine._scale.repeat_last()
+        with scale, engine._executor.updates.repeat_last():
             yield
     finally:
         engine.steps = steps
@@ -184,7 +186,9 @@ def _find_nonfinite_inputs(engine: Engine, batch: Any, local: bool) -> list[NonF
 
     ``local``: ``batch`` has only this rank's samples; otherwise it is the global batch.
     """
-    inputs = own_values(engine.program, engine.share, batch, True) if local else batch_values(engine.program, batch)
+    inputs = (
+        convert_rank_batch(engine.program, engine.share, batch, True) if local else convert_batch(engine.program, batch)
+    )
     tensors: Mapping[str, Tensor] = {
         **{f"parameter {n}": p.detach() for n, p in engine.named_parameters()},
         **{f"input {n}": x for n, x in inputs.items()},
@@ -196,7 +200,7 @@ def _find_nonfinite_inputs(engine: Engine, batch: Any, local: bool) -> list[NonF
     return [NonFiniteOrigin(0.0, engine.communicator.rank, None, "before the step", "", "", "", "", what, True)]
 
 
-def _origins_to_failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
+def _describe_origins(origins: list[NonFiniteOrigin], step: int) -> Failure:
     """Return the description of the first operator, over all ranks, that produced a NaN or infinity.
 
     ``origins``: the records of all ranks. ``step``: number of the step, from 1.
@@ -228,7 +232,7 @@ def _origins_to_failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
     )
 
 
-def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
+def _gather_records(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
     """Return the records of all ranks of operators that first produced a NaN or infinity. All ranks call this.
     ``seen``: the records of this rank. ``engine``: the engine of this rank, which connects it with the others.
     """
@@ -243,7 +247,7 @@ def _all_gather_json(engine: Engine, text: str) -> list[Any]:
     """Return the parsed JSON ``text`` of every rank, in the order of ranks. All ranks call this. ``engine``: the engine
     of this rank, which connects it with the others."""
     communicator = engine.communicator
-    group = all_ranks(communicator, engine.program.world_size)
+    group = get_world_group(communicator, engine.program.world_size)
     content = text.encode()
     length = int(group.all_reduce(torch.tensor(float(len(content)), device=engine.device), maximum=True).wait().item())
     padded = _bytes_to_tensor(content.ljust(length), communicator)

@@ -33,8 +33,8 @@ from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute import transfers
 from partitioner.runtime.execute.executor import Executor
-from partitioner.runtime.execute.failures import instruction_text
-from partitioner.runtime.execute.stack_location import RankLocation, place_of, walk_stack_frames
+from partitioner.runtime.execute.failures import format_instruction_at
+from partitioner.runtime.execute.stack_location import RankLocation, locate_rank, walk_stack_frames
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class _OperatorProbe(TorchDispatchMode):
             rank=self.engine.communicator.rank,
             step=self.engine.steps + 1,
             index=self.index,
-            instruction=instruction_text(self.executor.rank, self.index),
+            instruction=format_instruction_at(self.executor.rank, self.index),
             operator=str(func),
-            place=lambda: place_of(walk_stack_frames(frame), self.executor),
+            place=lambda: locate_rank(walk_stack_frames(frame), self.executor),
             inputs=[x for x in given if isinstance(x, Tensor)],
             outputs=[x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)],
             scalars=[x for x in given if not isinstance(x, Tensor)],
@@ -145,7 +145,7 @@ def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> I
 _SIZE = 8  # bytes of a hash
 
 
-def hash_of(x: Tensor) -> str:
+def hash_tensor(x: Tensor) -> str:
     """Return a hash of the type, shape and bits of ``x``, as hexadecimal digits."""
     x = x.detach()
     digest = hashlib.blake2b(f"{x.dtype}{list(x.shape)}".encode(), digest_size=_SIZE)
@@ -193,8 +193,8 @@ class _HashWriter:
             "call": place.call,
             "path": place.path,
             "source": place.source,
-            "in": [hash_of(x) for x in operation.inputs if x.device.type != "meta"],
-            "out": [hash_of(x) for x in operation.outputs if x.device.type != "meta"],
+            "in": [hash_tensor(x) for x in operation.inputs if x.device.type != "meta"],
+            "out": [hash_tensor(x) for x in operation.outputs if x.device.type != "meta"],
         }
         self.file.write(json.dumps(line) + "\n")
 
@@ -275,12 +275,12 @@ def _find_first_difference(rank: int, one: Path, other: Path) -> Difference | No
     return None
 
 
-def _make_difference(rank: int, mine: dict[str, Any], yours: dict[str, Any]) -> Difference:
-    """Return the difference of ``rank`` between two parsed lines of its files of hashes: ``mine`` of the first run,
-    ``yours`` of the second.
+def _make_difference(rank: int, first: dict[str, Any], second: dict[str, Any]) -> Difference:
+    """Return the difference of ``rank`` between two parsed lines of its files of hashes: ``first`` of the first run,
+    ``second`` of the second.
     """
     names = ("step", "index", "instruction", "operator", "call", "node", "path", "source")
-    same = all(mine[n] == yours[n] for n in ("step", "index", "operator"))
-    own = not same or mine["in"] == yours["in"]
-    instead = "" if same else mine["operator"]
-    return Difference(rank=rank, own=own, instead=instead, **{n: yours[n] for n in names})
+    same = all(first[n] == second[n] for n in ("step", "index", "operator"))
+    own = not same or first["in"] == second["in"]
+    instead = "" if same else first["operator"]
+    return Difference(rank=rank, own=own, instead=instead, **{n: second[n] for n in names})

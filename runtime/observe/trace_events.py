@@ -41,15 +41,15 @@ class TraceSpan:
     waiting: float
 
 
-def measured_steps(folder: str | Path) -> list[MeasuredStep]:
+def load_measured_steps(folder: str | Path) -> list[MeasuredStep]:
     """Return the times of the last step of each rank, from the files (flight records) in ``folder`` in which the ranks
     recorded them.
 
     Raise :class:`LaunchError` unless all ranks have completed the same step.
     """
     found = [step for r in list_recordings(Path(folder)).values() if (step := r.last_step()) is not None]
-    if not found or len({s.step for s in found}) > 1 or len(found) != found[0].about.world_size:
-        steps = {s.about.rank: s.step + 1 for s in found}
+    if not found or len({s.step for s in found}) > 1 or len(found) != found[0].header.world_size:
+        steps = {s.header.rank: s.step + 1 for s in found}
         raise LaunchError(
             f"{folder} does not contain a complete step of all ranks (last steps by rank: {steps or 'none'}): use the "
             "folder of a watched run that has finished"
@@ -57,7 +57,7 @@ def measured_steps(folder: str | Path) -> list[MeasuredStep]:
     return found
 
 
-def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
+def list_spans(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
     """Return the times of all instructions of one step, over all ranks, in seconds from the start of the step.
 
     ``steps``: the measured step of each rank. An instruction that starts a transfer and ends it later occurs twice.
@@ -65,7 +65,7 @@ def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
     begin = min(_convert_to_wall_clock(s, s.starts[0] * 1e-9) for s in steps)
     spans = []
     for step in steps:
-        about = step.about
+        about = step.header
         for index, start, end, waiting in step.seconds():
             spot = about.spots[index] if index < len(about.spots) else None
             text, op = (spot.text, spot.op) if spot is not None else ("end", "END")
@@ -79,10 +79,10 @@ def _convert_to_wall_clock(step: MeasuredStep, seconds: float) -> float:
 
     The time of day is comparable between hosts.
     """
-    return seconds + step.about.clock_s
+    return seconds + step.header.clock_s
 
 
-def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
+def build_events(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
     """Return the events, in the Trace Event Format, of a measured step.
 
     ``spans``: times of the instructions. ``steps``: the measured step of each rank. A rank's process in the trace has
@@ -90,8 +90,8 @@ def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_p
     """
     events: list[Event] = []
     for step in steps:
-        name = f"rank {step.about.rank}, stage {step.about.stage} ({MEASURED}, step {step.step + 1})"
-        events += process_name(first_process + step.about.rank, name, 2 * step.about.rank)
+        name = f"rank {step.header.rank}, stage {step.header.stage} ({MEASURED}, step {step.step + 1})"
+        events += make_process_name_events(first_process + step.header.rank, name, 2 * step.header.rank)
     for s in spans:
         args = {
             "kind": MEASURED,
@@ -111,7 +111,7 @@ def _list_flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first
     ``spans``: times of the instructions. ``steps``: the measured step of each rank. A rank's process in the trace has
     the number ``first_process + rank``.
     """
-    about = {s.about.rank: s.about for s in steps}
+    about = {s.header.rank: s.header for s in steps}
     stride = _compute_stride(steps)
     sends: dict[tuple[int, int, str, int | None, tuple[str, ...]], TraceSpan] = {}
     receives: dict[tuple[int, int, str, int | None, tuple[str, ...]], TraceSpan] = {}
@@ -133,11 +133,11 @@ def _list_flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first
 
 
 def _compute_stride(steps: Sequence[MeasuredStep]) -> int:
-    stages = {s.about.stage for s in steps}
+    stages = {s.header.stage for s in steps}
     return len(steps) // len(stages)
 
 
-def process_name(process: int, name: str, place: int) -> list[Event]:
+def make_process_name_events(process: int, name: str, place: int) -> list[Event]:
     """Return the trace events that give the process number ``process`` a name, and ``place``, its position in the order
     in which a viewer shows the processes.
     """

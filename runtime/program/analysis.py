@@ -16,18 +16,24 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from partitioner.passes.experts.sorted_rows import kept_sorted
-from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
+from partitioner.passes.experts.sorted_rows import keep_rows_sorted
+from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, compute_gradient_flow, find_gradient_paths
 from partitioner.passes.ir.model import Block, TensorSpec
 from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
 from partitioner.passes.ir.verify import GraphError, check_block
 from partitioner.passes.padding.resize import JointShapes
-from partitioner.passes.shard.differentiate import CollectiveUse, Differentiated, JointGraph, collectives_of, joint_of
+from partitioner.passes.shard.differentiate import (
+    BlockDerivatives,
+    CollectiveUse,
+    JointGraph,
+    build_joint_graph,
+    list_collectives,
+)
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import wire_share
 from partitioner.runtime.program.instructions import Listing
 from partitioner.runtime.program.program import CallData, Program, Value, keep_first_microbatches
-from partitioner.runtime.program.state_bytes import StateSizes, state_sizes, staying_values
+from partitioner.runtime.program.state_bytes import StateSizes, list_staying_values, state_sizes
 
 Flags = tuple[bool, ...]
 
@@ -46,7 +52,7 @@ class CallFacts:
     tensors. ``moves``: the part of ``keeps`` that offloading moves to host memory, because no other call of the stage
     reads it.
 
-    ``recomputed``: whether backward recomputes the whole call. ``slim``: whether it recomputes only cheap nodes.
+    ``recomputed``: whether backward recomputes the whole call. ``selective``: whether it recomputes only cheap nodes.
     ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs. ``carries`` and ``carried_bytes``:
     names of the inputs and outputs, and bytes of other tensors, held between the input half of the backward (I) and the
     weight half (W).
@@ -64,7 +70,7 @@ class CallFacts:
     kept_bytes: int = 0
     recomputed_bytes: int = 0
     recomputed: bool = False
-    slim: bool = False
+    selective: bool = False
     carries: tuple[str, ...] = ()
     carried_bytes: int = 0
     moves: tuple[str, ...] = ()
@@ -104,7 +110,7 @@ class ProgramFacts:
         self.passes_over = passes_over  # the rank has fewer microbatches than others, whose collectives it joins
         self._sizes: dict[str, StateSizes] = {}
 
-    def grown(self, steps: int) -> ProgramFacts:
+    def extend(self, steps: int) -> ProgramFacts:
         """Return the facts (gradients, collectives and memory of all calls) of the same program for another number of
         microbatches. The instruction list of each pipeline stage must be a :class:`Listing`, which stores the
         instructions that repeat with the microbatches once.
@@ -117,10 +123,10 @@ class ProgramFacts:
             instructions = stage.instructions
             assert isinstance(instructions, Listing), "a list that does not grow"
             microbatches = self.program.num_microbatches - (instructions.steps - steps) * instructions.unit
-            stages.append(stage.model_copy(update={"instructions": instructions.grown(steps)}))
+            stages.append(stage.model_copy(update={"instructions": instructions.extend(steps)}))
         return self._copy_with_changes(stages=tuple(stages), num_microbatches=microbatches)
 
-    def of_share(self, num_microbatches: int) -> ProgramFacts:
+    def restrict_to_share(self, num_microbatches: int) -> ProgramFacts:
         """Return the facts (gradients, collectives and memory of all calls) for ranks that run only the first
         ``num_microbatches`` microbatches.
         """
@@ -188,8 +194,8 @@ class ProgramFacts:
         """Return which tensors and parameters of the program get a gradient, and, for each call of a block, which of
         its inputs and parameters do. The calls are in the order of :attr:`order`.
         """
-        paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
-        return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
+        paths = {name: find_gradient_paths(block) for name, block in self.blocks.items()}
+        return compute_gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
 
     @cached_property
     def stages(self) -> tuple[tuple[CallFacts, ...], ...]:
@@ -201,7 +207,7 @@ class ProgramFacts:
         """Return, for each pipeline stage, the names of the tensors that stay on the device when activations are
         offloaded to host memory.
         """
-        return tuple(map(staying_values, self.program.stages))
+        return tuple(map(list_staying_values, self.program.stages))
 
     @cached_property
     def with_gradient(self) -> frozenset[str]:
@@ -212,20 +218,20 @@ class ProgramFacts:
         """Return the bytes of the shard over ``ep`` and ``tp`` that one rank has of the parameter or buffer ``name``,
         before ZeRO divides the shard.
         """
-        return self._sizes_of(name).part
+        return self._get_sizes(name).part
 
     def gradient_bytes(self, name: str) -> int:
         """Return the bytes of the gradient of the shard over ``ep`` and ``tp`` that one rank has of the parameter
         ``name``, before ZeRO divides the gradient.
         """
-        return self._sizes_of(name).gradient
+        return self._get_sizes(name).gradient
 
     def piece_bytes(self, name: str) -> int:
         """Return the bytes of the piece of the parameter or buffer ``name`` that ZeRO leaves on one rank, with padding.
 
         Without ZeRO this is the rank's whole shard.
         """
-        return self._sizes_of(name).piece
+        return self._get_sizes(name).piece
 
     def gradient_piece_bytes(self, name: str) -> int:
         """Return the bytes of the gradient of the piece of the parameter ``name`` that ZeRO leaves on one rank, with
@@ -233,7 +239,7 @@ class ProgramFacts:
 
         Without ZeRO this is the gradient of the rank's whole shard.
         """
-        return self._sizes_of(name).gradient_piece
+        return self._get_sizes(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
         """Return the bytes that the gradients of ``bucket`` take on one rank: those of the pieces that ZeRO leaves
@@ -251,7 +257,7 @@ class ProgramFacts:
         dtype = accumulated_in(dtype_of(self.program.states[bucket.states[0]].dtype))
         return wire_share(bucket.compression, dtype.itemsize)
 
-    def _sizes_of(self, name: str) -> StateSizes:
+    def _get_sizes(self, name: str) -> StateSizes:
         if name not in self._sizes:
             self._sizes[name] = state_sizes(self.program, name)
         return self._sizes[name]
@@ -275,12 +281,12 @@ class ProgramFacts:
             tuple(v in self.flow.values for v in call.outputs),
         )
 
-    def differentiated(self, call: CallData, slim: bool = False) -> Differentiated:
+    def differentiated(self, call: CallData, selective: bool = False) -> BlockDerivatives:
         """Return the forward and backward graphs of ``call``, an execution of a block (a piece of the model), for
-        analysis. ``slim``: whether backward recomputes the nodes that the block lists as cheap."""
+        analysis. ``selective``: whether backward recomputes the nodes that the block lists as cheap."""
         fused = self.program.fused_attention
         return differentiate_for_cpu(
-            self.program, call.block, *self.needs(call), slim=slim, fused=fused, only_analysed=True
+            self.program, call.block, *self.needs(call), selective=selective, fused=fused, for_analysis=True
         )
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
@@ -292,16 +298,18 @@ class ProgramFacts:
         call = self.call(place)
         gives, adds = self.flow.inputs[index], self.flow.states[index]
         if not (gives or adds):
-            forward = tuple(collectives_of(self.blocks[call.block].graph))
+            forward = tuple(list_collectives(self.blocks[call.block].graph))
             return CallFacts(call, (), (), (), forward)
         stage = self.program.stages[place[0]]
-        recomputed, slim = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
-        pieces = self.differentiated(call, slim)
+        recomputed, selective = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
+        pieces = self.differentiated(call, selective)
         keeps, kept_bytes = _list_saved_tensors(self.blocks[call.block], call, pieces)
         keeps = call.inputs if recomputed else keeps
         staying = self._staying_values[place[0]]
         made = (
-            _list_saved_tensors(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
+            _list_saved_tensors(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes
+            if selective
+            else 0
         )
         carries, carried_bytes = _list_carried_tensors(self.blocks[call.block], call, pieces)
         return CallFacts(
@@ -309,43 +317,43 @@ class ProgramFacts:
             takes=tuple(v for v in call.outputs if v in self.flow.values),
             gives=gives,
             adds=adds,
-            forward=tuple(collectives_of(pieces.forward.graph)),
-            backward=tuple(collectives_of(pieces.backward.graph)),
-            input_backward=tuple(collectives_of(pieces.backward_input.graph)),
-            weight_backward=tuple(collectives_of(pieces.backward_weight.graph)),
+            forward=tuple(list_collectives(pieces.forward.graph)),
+            backward=tuple(list_collectives(pieces.backward.graph)),
+            input_backward=tuple(list_collectives(pieces.backward_input.graph)),
+            weight_backward=tuple(list_collectives(pieces.backward_weight.graph)),
             keeps=keeps,
             moves=tuple(v for v in keeps if v not in staying),
             kept_bytes=0 if recomputed else kept_bytes,
             recomputed_bytes=kept_bytes if recomputed else max(0, made),
             recomputed=recomputed,
-            slim=slim,
+            selective=selective,
             carries=carries,
             carried_bytes=carried_bytes,
         )
 
 
-def _list_saved_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+def _list_saved_tensors(block: Block, call: CallData, pieces: BlockDerivatives) -> tuple[tuple[str, ...], int]:
     """Return two values for one execution of a block: the names of its inputs and outputs that are saved for backward,
     and the bytes of all other saved tensors.
 
     Parameters and buffers are not counted. ``call``: gives these names. ``pieces``: the forward and backward graphs of
     ``block``.
     """
-    return _memory_of(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
+    return _measure_saved_memory(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
 
 
-def _list_carried_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+def _list_carried_tensors(block: Block, call: CallData, pieces: BlockDerivatives) -> tuple[tuple[str, ...], int]:
     """Return what the weight half of the backward of one execution of a block reads: the names of inputs and outputs of
     the execution, and the bytes of other tensors.
 
     Parameters and buffers are not counted. ``call``: gives these names. ``pieces``: the forward and backward graphs of
     ``block``.
     """
-    return _memory_of(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
+    return _measure_saved_memory(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
 
 
-def _memory_of(
-    block: Block, call: CallData, pieces: Differentiated, nodes: Iterable[Node]
+def _measure_saved_memory(
+    block: Block, call: CallData, pieces: BlockDerivatives, nodes: Iterable[Node]
 ) -> tuple[tuple[str, ...], int]:
     """Return two values for one execution of a block: the names of those of its inputs and outputs that are among
     ``nodes``, and the bytes of the storages of the other nodes.
@@ -362,7 +370,7 @@ def _memory_of(
     return values, sum(v.untyped_storage().nbytes() for s, v in found.items() if s not in named and s not in held)
 
 
-def _list_forward_results(pieces: Differentiated) -> tuple[Node, ...]:
+def _list_forward_results(pieces: BlockDerivatives) -> tuple[Node, ...]:
     """Return the result nodes of the forward graph in ``pieces``, the forward and backward graphs of a block: first the
     block's outputs, then the tensors saved for backward.
     """
@@ -385,25 +393,24 @@ def load_block(program: Program, name: str) -> Block:
 
 
 def differentiate_for_cpu(
-    program: Program, name: str, *needs: Flags, slim: bool = False, fused: bool = False, only_analysed: bool = False
-) -> Differentiated:
+    program: Program, name: str, *needs: Flags, selective: bool = False, fused: bool = False, for_analysis: bool = False
+) -> BlockDerivatives:
     """Return the forward and backward graphs of a block (a piece of the model), traced with the operators of a CPU.
 
     The result is cached for the process and must not be modified. ``name``: the block's name. ``needs``: three tuples
-    of flags: which inputs need a gradient, which parameters and buffers need one, and which outputs have one. ``slim``:
-    whether backward recomputes the nodes that the block lists as cheap. ``fused``: whether attention is traced as a
-    fused kernel, which accelerators have. ``only_analysed``: the graphs are not executed. They may then be derived from
-    those of two blocks that differ from this one in sizes alone, which is faster. ``program``: the program of all
-    ranks.
-    """
+    of flags: which inputs need a gradient, which parameters and buffers need one, and which outputs have one.
+    ``selective``: whether backward recomputes the nodes that the block lists as cheap. ``fused``: whether attention is
+    traced as a fused kernel, which accelerators have. ``for_analysis``: the graphs are not executed. They may then be
+    derived from those of two blocks that differ from this one in sizes alone, which is faster. ``program``: the program
+    of all ranks."""
     graph = program.blocks[name]
-    again = graph.again if slim else ()
+    again = graph.again if selective else ()
     return _differentiate_block(
-        _nodes_to_key(graph.nodes), name, graph.states, graph.inputs, again, fused, only_analysed, *needs
+        _nodes_to_key(graph.nodes), name, graph.states, graph.inputs, again, fused, for_analysis, *needs
     )
 
 
-def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
+def find_graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
     """Return the first fault of the graph of the block ``name`` (a piece of the model) of ``program`` as (message, node
     name), or ``None`` if the graph is valid. ``axes``: mesh axis -> number of ranks.
     """
@@ -449,17 +456,17 @@ def _differentiate_block(
     inputs: tuple[str, ...],
     again: tuple[str, ...],
     fused: bool,
-    only_analysed: bool,
+    for_analysis: bool,
     *needs: Flags,
-) -> Differentiated:
+) -> BlockDerivatives:
     """Return the forward and backward graphs of a block (a piece of the model); cached for equal arguments.
 
     ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
     ``again``: names of the nodes that backward recomputes. ``fused``: whether attention is traced as a fused kernel.
-    ``only_analysed``: the graphs are not executed, so they may be derived from those of other sizes. ``needs``: three
+    ``for_analysis``: the graphs are not executed, so they may be derived from those of other sizes. ``needs``: three
     tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
     """
-    find = _derive_joint_graph if only_analysed else _trace_joint_graph
+    find = _derive_joint_graph if for_analysis else _trace_joint_graph
     return find(nodes, name, states, inputs, fused, *needs).cut(again)
 
 
@@ -480,7 +487,7 @@ def _derive_joint_graph(
         nodes,
         (name, states, inputs, fused, *needs),
         partial(_trace_joint_graph, *given, fused, *needs),
-        lambda: kept_sorted(_parse_block(*given)),
+        lambda: keep_rows_sorted(_parse_block(*given)),
     )
 
 
@@ -495,4 +502,4 @@ def _trace_joint_graph(
     ``fused``: whether attention is traced as a fused kernel. ``needs``: three tuples of flags: which inputs need a
     gradient, which states need one, and which outputs have one.
     """
-    return joint_of(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)
+    return build_joint_graph(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

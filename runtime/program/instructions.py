@@ -190,7 +190,7 @@ class Listing(Data, Sequence[Instruction]):
     parts: tuple[Part, ...]
 
     @cached_property
-    def expanded(self) -> tuple[Instruction, ...]:
+    def all_instructions(self) -> tuple[Instruction, ...]:
         """Return all instructions of this compact list, with repetitions written out, in execution order."""
         return tuple(
             _shift_microbatch(instruction, part.moved * self.steps + part.shift * again)
@@ -210,7 +210,7 @@ class Listing(Data, Sequence[Instruction]):
         unit = self.unit
         return all(p.moved in (0, unit) and p.more * (p.shift or unit + 1) in (0, unit) for p in self.parts)
 
-    def grown(self, steps: int) -> Listing:
+    def extend(self, steps: int) -> Listing:
         """Return this list for another number of microbatches: its shortest form (that with the fewest microbatches),
         extended ``steps`` times by ``unit`` microbatches each.
         """
@@ -224,10 +224,10 @@ class Listing(Data, Sequence[Instruction]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Instruction, ...]: ...
     def __getitem__(self, index: int | slice) -> Instruction | tuple[Instruction, ...]:
-        return self.expanded[index]
+        return self.all_instructions[index]
 
     def __iter__(self) -> Iterator[Instruction]:  # type: ignore[override]  # its fields are nobody's to iterate over
-        return iter(self.expanded)
+        return iter(self.all_instructions)
 
 
 # A listing first: it would pass for a tuple, written out.
@@ -277,13 +277,13 @@ class CollectiveEvent:
     """A collective that a rank starts, over the mesh axes ``axes`` or, if these are empty, over the pipeline stages
     ``stages`` (indices).
 
-    ``what``: data that all participants must agree on, such as operation, shape and type. ``text``: description for
+    ``key``: data that all participants must agree on, such as operation, shape and type. ``text``: description for
     people. ``node``: name of the graph node, if a graph runs it. ``waits``: whether the rank blocks until all members
     have entered the collective. ``count``: number of such collectives in a row; ``text`` describes the first.
     """
 
     axes: tuple[str, ...]
-    what: Hashable
+    key: Hashable
     text: str  # for people: all_reduce float32[4, 8] over tp
     node: str = ""
     stages: tuple[int, ...] = ()
@@ -295,7 +295,7 @@ class CollectiveEvent:
 class SendEvent:
     direction: Literal["F", "B"]
     peer: int
-    what: Hashable
+    key: Hashable
     text: str
 
 
@@ -303,17 +303,17 @@ class SendEvent:
 class ReceiveEvent:
     direction: Literal["F", "B"]
     peer: int
-    what: Hashable
+    key: Hashable
     text: str
 
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The event that a rank waits until collectives that it started have ended: all of them, or, if ``what`` is not
-    ``None``, those that it started with an equal ``what`` (the data on which all participants of a collective agree).
+    """The event that a rank waits until collectives that it started have ended: all of them, or, if ``key`` is not
+    ``None``, those that it started with an equal ``key`` (the data on which all participants of a collective agree).
     """
 
-    what: Hashable = None
+    key: Hashable = None
 
 
 Event = CollectiveEvent | SendEvent | ReceiveEvent | FinishEvent

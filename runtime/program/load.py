@@ -13,7 +13,7 @@ from partitioner.runtime.files import parse_json
 from partitioner.runtime.program.program import Program
 
 
-def program_of(plan: Any) -> Program:
+def load_program(plan: Any) -> Program:
     """Return the program in ``plan``: a :class:`Program` itself, an object with an attribute ``program``, or the path
     of a plan file.
 
@@ -28,7 +28,7 @@ def program_of(plan: Any) -> Program:
     raise LaunchError(f"expected a plan, a Program or the path of a plan file, got {type(plan).__name__}")
 
 
-def placement_of(plan: Any) -> tuple[int, ...]:
+def load_placement(plan: Any) -> tuple[int, ...]:
     """Return, for each rank, the number of the device in the topology on which it runs, as the plan or the plan file
     ``plan`` says. Empty: rank i runs on device i.
     """
@@ -40,7 +40,7 @@ def placement_of(plan: Any) -> tuple[int, ...]:
     return tuple(getattr(plan, "devices", ()))
 
 
-def execution_of(plan: Any) -> str | None:
+def load_execution_mode(plan: Any) -> str | None:
     """Return how ranks execute instructions (``"eager"``, ``"compiled"`` or ``"graph"``), as the constraints of the
     plan or the plan file ``plan`` say; ``None`` if they do not say it, or for a program.
     """
@@ -52,7 +52,7 @@ def execution_of(plan: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def disk_of(plan: Any, stage: int) -> int:
+def load_disk_bytes(plan: Any, stage: int) -> int:
     """Return the planner's estimate of the bytes that each rank of a pipeline stage has on disk; 0 without an estimate.
 
     ``plan``: a plan or the path of a plan file. ``stage``: the stage's index.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from partitioner.runtime.program.mesh import AXES, MESH_AXES
 from partitioner.runtime.program.program import Program, RankProgram
-from partitioner.runtime.program.sharded_buckets import rest_axes
+from partitioner.runtime.program.sharded_buckets import list_all_reduce_axes
 
 
 class PipelineEdge(NamedTuple):
@@ -24,7 +24,7 @@ class PipelineEdge(NamedTuple):
 CHANNEL = "L"
 
 
-def loss_stage(program: Program) -> int:
+def find_loss_stage(program: Program) -> int:
     """Return the index of the pipeline stage that computes the loss. ``program``: the program of all ranks."""
     return next(i for i, stage in enumerate(program.stages) if any(program.loss in c.outputs for c in stage.calls))
 
@@ -44,24 +44,24 @@ def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int
     return (stage + 1, below) if stage < source else (stage - 1, above)
 
 
-def loss_edges(program: Program) -> set[tuple[int, int, str]]:
+def list_loss_edges(program: Program) -> set[tuple[int, int, str]]:
     """Return the links over which the loss is sent to all pipeline stages, as (from stage, to stage, "L").
 
     Empty if there is no loss or only one stage. ``program``: the program of all ranks.
     """
     if program.loss is None or len(program.stages) == 1:
         return set()
-    source, count = loss_stage(program), len(program.stages)
+    source, count = find_loss_stage(program), len(program.stages)
     return {
         (stage, target, CHANNEL) for stage in range(count) for target in find_neighbour_stages(stage, source, count)[1]
     }
 
 
 # The loss is summed over data; norms over stages and shards; checkpoints gather shards.
-_ALWAYS = (("dp",), ("pp", "tp"), ("tp",))
+_DEFAULT_GROUP_AXES = (("dp",), ("pp", "tp"), ("tp",))
 
 
-def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
+def list_groups(rank: RankProgram) -> list[tuple[int, ...]]:
     """Return the process groups that ``rank`` belongs to, as tuples of global ranks; groups of one rank are left out.
 
     All ranks list common groups in the same order, so that opening overlapping groups does not deadlock.
@@ -76,7 +76,7 @@ def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(g for g in (*over_axes, *over_stages) if len(g) > 1))
 
 
-def gathers_of(rank: RankProgram) -> list[tuple[int, ...]]:
+def list_gather_groups(rank: RankProgram) -> list[tuple[int, ...]]:
     """Return the process groups in which ``rank`` all-gathers parameters that ZeRO shards, as tuples of global ranks.
 
     The order is the same on all ranks. Groups of one rank are left out.
@@ -91,7 +91,7 @@ def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
 
     ``program``: the program of all ranks.
     """
-    axes: set[tuple[str, ...]] = set(_ALWAYS)
+    axes: set[tuple[str, ...]] = set(_DEFAULT_GROUP_AXES)
     if program.size("ep") > 1:  # norms of experts' gradients and checkpoints of their weights
         axes |= {AXES, ("ep",)}
     if program.zero:  # norms of pieces
@@ -99,7 +99,7 @@ def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
     axes.update(state.zero_axes for state in program.states.values())
     for stage in program.stages:
         axes.update(b.axes for b in stage.buckets)
-        axes.update(rest_axes(program, b) for b in stage.buckets)
+        axes.update(list_all_reduce_axes(program, b) for b in stage.buckets)
         axes.update(level for b in stage.buckets for level in b.levels)
         axes.update(i.axes for i in stage.instructions if i.axes)
     for block in program.blocks.values():
@@ -124,11 +124,11 @@ def _find_tied_stages(program: Program) -> set[tuple[int, ...]]:
     }
 
 
-def links_of(rank: RankProgram) -> list[PipelineEdge]:
+def list_links(rank: RankProgram) -> list[PipelineEdge]:
     """Return the links between pipeline stages that start or end at ``rank``, in an order that is the same on all
     ranks.
     """
-    edges = loss_edges(rank.program) | {
+    edges = list_loss_edges(rank.program) | {
         (stage, i.peer, i.op[-1])
         for stage, held in enumerate(rank.program.stages)
         for i in held.instructions

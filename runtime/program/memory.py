@@ -18,7 +18,7 @@ from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import CODECS
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.sharded_buckets import BACKWARD, ScatterQueue, count_gradient_shards, zero_axes
-from partitioner.runtime.program.state_bytes import host_states
+from partitioner.runtime.program.state_bytes import list_host_states
 
 # Copies of what is compressed while that is done: rounded numbers, and those made again to see what is lost.
 WORKING = {"bf16": 0.0, "int8": 2.0}
@@ -50,7 +50,7 @@ class LevelReductionBytes:
         self._of: dict[int, int] = {}
         self._gathering: int | None = None  # the bucket whose sums are on their way to all that need them
 
-    def turn(self, i: Instruction) -> int:
+    def add_collective(self, i: Instruction) -> int:
         """Count the extra bytes that the instruction ``i``, one step of a hierarchical gradient reduction, allocates
         and releases, and update ``held``.
 
@@ -148,7 +148,7 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
     Both include parameters, buffers and gradients. ``stage``: index of the rank's pipeline stage. ``instructions``: a
     list that the prover accepts. ``facts``: the program, with gradients, collectives and memory of its calls.
     """
-    holder = _Holder(facts, stage)
+    holder = _MemoryCounter(facts, stage)
     for instruction in instructions:
         yield holder.run_instruction(instruction)
 
@@ -163,7 +163,7 @@ def memory_moments(
     if the memory is never higher than after the instruction. ``facts``: the program, with gradients, collectives and
     memory of its calls.
     """
-    holder = _Holder(facts, stage)
+    holder = _MemoryCounter(facts, stage)
     for instruction in instructions:
         holder.moments = []
         peak, held = holder.run_instruction(instruction)
@@ -195,12 +195,12 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
     ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. Optimizer states are not counted.
     ``facts``: the program, with gradients, collectives and memory of its calls.
     """
-    holder = _Holder(facts, stage)
+    holder = _MemoryCounter(facts, stage)
     most = 0
     for instruction in instructions:
         holder.run_instruction(instruction)
         most = max(most, holder.host)
-    return most + sum(master_bytes(facts, s) for s in host_states(facts.program, stage))
+    return most + sum(master_bytes(facts, s) for s in list_host_states(facts.program, stage))
 
 
 def master_bytes(facts: ProgramFacts, state: str) -> int:
@@ -220,7 +220,7 @@ def disk_bytes(facts: ProgramFacts, stage: int) -> int:
     a wider type, which the optimizer updates. Optimizer states are not counted. 0 if the program does not offload to
     disk. ``facts``: the program, with gradients, collectives and memory of its calls.
     """
-    trained = (s for s in host_states(facts.program, stage) if s in facts.with_gradient)
+    trained = (s for s in list_host_states(facts.program, stage) if s in facts.with_gradient)
     return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0
 
 
@@ -232,7 +232,7 @@ def _copy_bytes(facts: ProgramFacts, state: str) -> int:
     return wide if short < wide else 0
 
 
-class _Holder:
+class _MemoryCounter:
     """Counts the bytes that one rank of a pipeline stage holds, instruction after instruction, on the device and in the
     host.
     """
@@ -265,10 +265,10 @@ class _Holder:
 
     @property
     def held(self) -> int:
-        return self.states + self.saved + self.flowing + self.of_shared + self.leaving
+        return self.states + self.saved + self.flowing + self.shared_bytes + self.leaving
 
     @property
-    def of_shared(self) -> int:
+    def shared_bytes(self) -> int:
         sent = sum(size for _, size in self.scattering)
         return self.gathered + self.whole + sent + self.pieces + self.turning.held
 
@@ -292,7 +292,7 @@ class _Holder:
         return sum(self.facts.state_bytes(s) for s in self.shared[number])
 
     def build_moment(self, call: int | None = None, recomputed: int = 0) -> MemoryMoment:
-        return MemoryMoment(call, self.saved + self.leaving, self.flowing, recomputed, self.of_shared, self.host)
+        return MemoryMoment(call, self.saved + self.leaving, self.flowing, recomputed, self.shared_bytes, self.host)
 
     def note_moment(self, call: int, recomputed: int = 0) -> None:
         if self.moments is not None:
@@ -320,7 +320,7 @@ class _Holder:
             case "B" | "I" | "W":
                 peak = self.run_backward(i)
             case "GATHER" if i.gradients:
-                peak = max(peak, self.turning.turn(i) + self.held)
+                peak = max(peak, self.turning.add_collective(i) + self.held)
             case "GATHER" if self.facts.program.zero == 3:
                 assert i.bucket is not None
                 self.gathered += self.bucket_bytes(i.bucket)
@@ -341,7 +341,7 @@ class _Holder:
             case "REDUCE" | "SCATTER" if i.bucket is not None:
                 while any(bucket == i.bucket for bucket, _ in self.scattering):
                     peak = max(peak, self.collect_scatter())
-                peak = max(peak, self.turning.turn(i) + self.held)
+                peak = max(peak, self.turning.add_collective(i) + self.held)
             case "SYNC" | "STEP":
                 while self.scattering:
                     peak = max(peak, self.collect_scatter())
@@ -371,7 +371,7 @@ class _Holder:
         """
         assert i.bucket is not None
         peak = self.held
-        for _ in self.scattering.before_next():
+        for _ in self.scattering.list_blocking():
             peak = max(peak, self.collect_scatter())
         states = self.shared[i.bucket]
         whole = sum(map(self.facts.gradient_bytes, states))
@@ -416,8 +416,8 @@ class _Holder:
         """Return the bytes that are copied from host memory to the device for the parameters ``states`` (names); 0 if
         parameters are not offloaded.
         """
-        hosted = "parameters" in self.facts.program.offload
-        return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
+        host_parameters = "parameters" in self.facts.program.offload
+        return sum(self.facts.piece_bytes(s) for s in states) if host_parameters else 0
 
     def list_moved_calls(self, i: Instruction) -> list[CallFacts]:
         """Return the calls (executions of blocks, such as layers) whose activations the OFFLOAD or FETCH instruction

@@ -48,7 +48,7 @@ def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dic
     return {"dp_replicate": dp // shard, "dp_shard": shard, "edp_replicate": edp // inner, "edp_shard": inner}
 
 
-def axes_beside(axes: Iterable[str], shared: Collection[str]) -> tuple[str, ...]:
+def subtract_axes(axes: Iterable[str], shared: Collection[str]) -> tuple[str, ...]:
     """Return the mesh axes of ``axes`` without those in ``shared``, in the same order.
 
     ``shared`` may contain one half of an axis that hybrid sharding splits: if it contains ``dp_shard``, the axis ``dp``

@@ -10,9 +10,9 @@ import torch
 
 from partitioner.passes.errors import InputsError
 from partitioner.passes.ir.model import Block
-from partitioner.passes.ir.rewrite import as_type, cast_graph_dtype
+from partitioner.passes.ir.rewrite import cast_graph_dtype, replace_floating_dtype
 from partitioner.passes.ir.serialize import block_from_data, block_to_data, dtype_name, dtype_of, target_name
-from partitioner.passes.ops.fp8 import as_it_was, in_eight_bits, ops
+from partitioner.passes.ops.fp8 import convert_products_to_fp8, ops, restore_products
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.program.program import BlockGraph, Program, Stage
 
@@ -21,7 +21,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 _WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with products in 8 bits
 
 
-def with_precision(program: Program, precision: str | None) -> Program:
+def convert_precision(program: Program, precision: str | None) -> Program:
     """Return a copy of ``program`` in which every floating type, of tensors and inside graphs, is replaced by
     ``precision``.
 
@@ -36,27 +36,27 @@ def with_precision(program: Program, precision: str | None) -> Program:
     return program.model_copy(
         update={
             "blocks": {name: _retype_block(name, block, dtype) for name, block in program.blocks.items()},
-            "states": {name: _with_dtype(s, dtype) for name, s in program.states.items()},
-            "values": {name: _with_dtype(v, dtype) for name, v in program.values.items()},
-            "inputs": tuple(_with_dtype(i, dtype) for i in program.inputs),
+            "states": {name: _replace_dtype(s, dtype) for name, s in program.states.items()},
+            "values": {name: _replace_dtype(v, dtype) for name, v in program.values.items()},
+            "inputs": tuple(_replace_dtype(i, dtype) for i in program.inputs),
         }
     )
 
 
-def with_fp8(program: Program) -> Program:
+def convert_to_fp8(program: Program) -> Program:
     """Return a copy of ``program`` in which matrix products with weights are computed in 8-bit floats, where the
     kernels support the types and shapes.
     """
 
-    def rounded(name: str, data: BlockGraph) -> BlockGraph:
+    def round_input(name: str, data: BlockGraph) -> BlockGraph:
         block = block_from_data(name, data.nodes, data.states, data.inputs)
-        return data.model_copy(update={"nodes": block_to_data(block)}) if in_eight_bits(block) else data
+        return data.model_copy(update={"nodes": block_to_data(block)}) if convert_products_to_fp8(block) else data
 
-    return program.model_copy(update={"blocks": {n: rounded(n, block) for n, block in program.blocks.items()}})
+    return program.model_copy(update={"blocks": {n: round_input(n, block) for n, block in program.blocks.items()}})
 
 
 @contextmanager
-def products_of(program: Program, device: torch.device) -> Iterator[None]:
+def allow_tf32_products(program: Program, device: torch.device) -> Iterator[None]:
     """Return a context in which float32 matrix products are computed in TF32, if ``program`` asks for it and ``device``
     is a GPU. Otherwise the context changes nothing. The previous setting is restored at the end.
     """
@@ -89,21 +89,21 @@ def check_fp8(program: Program, device: torch.device) -> None:
 def remove_compression(program: Program) -> Program:
     """Return a copy of ``program`` that sends gradients uncompressed. The collectives stay the same otherwise."""
 
-    def as_they_are(stage: Stage) -> Stage:
+    def make_uncompressed(stage: Stage) -> Stage:
         buckets = tuple(bucket.model_copy(update={"compression": None}) for bucket in stage.buckets)
         return stage.model_copy(update={"buckets": buckets})
 
-    return program.model_copy(update={"stages": tuple(map(as_they_are, program.stages))})
+    return program.model_copy(update={"stages": tuple(map(make_uncompressed, program.stages))})
 
 
-def _with_dtype(data: Any, dtype: torch.dtype) -> Any:
+def _replace_dtype(data: Any, dtype: torch.dtype) -> Any:
     given = dtype_of(data.dtype)
-    wanted = as_type(given, dtype)
+    wanted = replace_floating_dtype(given, dtype)
     return data if wanted == given else data.model_copy(update={"dtype": dtype_name(wanted)})
 
 
 def _retype_block(name: str, data: BlockGraph, dtype: torch.dtype) -> BlockGraph:
     block: Block = block_from_data(name, data.nodes, data.states, data.inputs)
-    as_it_was(block)
+    restore_products(block)
     cast_graph_dtype(block.graph, dtype)
     return data.model_copy(update={"nodes": block_to_data(block)})

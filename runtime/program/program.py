@@ -23,10 +23,10 @@ from partitioner.runtime.program.mesh import (
     AXES,
     EXPERT_AXES,
     HYBRID_AXES,
-    axes_beside,
     expert_mesh,
     hybrid_mesh,
     num_ranks,
+    subtract_axes,
 )
 
 FORMAT_VERSION = 1
@@ -52,10 +52,10 @@ __all__ = [
     "Stage",
     "StateData",
     "Value",
+    "hash_weights",
+    "list_shards",
+    "list_updated_states",
     "shard_shape",
-    "shards_of",
-    "updated_states",
-    "weights_fingerprint",
 ]
 
 
@@ -250,53 +250,70 @@ class Program(Data):
     """
 
     mesh: dict[str, int] = Field(
-        description="Ranks per axis. ep is folded over the dp x cp x tp ranks; the sizes of the others multiply."
+        description="The number of ranks along each mesh axis. The sizes of all axes but ep multiply to the number "
+        "of ranks; ep reuses the ranks of dp, cp and tp."
     )
-    objective: Literal["train", "infer"] = Field(description="What a step is: training, or inference.")
-    num_microbatches: int = Field(description="Microbatches of a step, of the rank with the most.")
+    objective: Literal["train", "infer"] = Field(
+        description="Whether a step trains the model or only runs forward (inference)."
+    )
+    num_microbatches: int = Field(description="The number of microbatches in a step, on the rank that has the most.")
     data_shares: tuple[int, ...] = Field(
         default=(),
-        description="Microbatches of each dp rank, in the order of the batch; empty: equally many. A rank with fewer "
-        "than num_microbatches skips the instructions of the others.",
+        description="The number of microbatches of each dp rank, in the order of the batch. If the list is empty, "
+        "all ranks have equally many. A rank with fewer than num_microbatches skips the instructions of the missing "
+        "ones.",
     )
-    schedule: str = Field(description="Name of the pipeline schedule.")
-    blocks: dict[str, BlockGraph] = Field(description="Name to graph of each block type.")
-    states: dict[str, StateData] = Field(description="Name to parameter or buffer.")
-    values: dict[str, Value] = Field(description="Name to shape, type and layout of what calls exchange.")
-    inputs: tuple[InputData, ...] = Field(description="What a step reads of the batch.")
-    outputs: tuple[OutputData, ...] = Field(description="What a step returns.")
-    loss: str | None = Field(description="The value that is the loss.")
-    stages: tuple[Stage, ...] = Field(description="Calls and instructions of each pipeline stage.")
-    fingerprint: str = Field(description="Hash of the names, shapes and types of the weights.")
+    schedule: str = Field(description="The name of the pipeline schedule.")
+    blocks: dict[str, BlockGraph] = Field(
+        description="The graph of each block type (a piece of the model that calls execute), by name."
+    )
+    states: dict[str, StateData] = Field(description="The parameters, buffers and constants, by name.")
+    values: dict[str, Value] = Field(
+        description="The shape, type and layout of each tensor that passes between calls, by name."
+    )
+    inputs: tuple[InputData, ...] = Field(description="The tensors of the batch that a step reads.")
+    outputs: tuple[OutputData, ...] = Field(description="The tensors and constants that a step returns.")
+    loss: str | None = Field(description="The name of the tensor that is the loss; null if there is none.")
+    stages: tuple[Stage, ...] = Field(description="The calls and instructions of each pipeline stage, in order.")
+    fingerprint: str = Field(description="A hash of the names, shapes and types of the weights.")
     constants: dict[str, Any] = Field(
-        default_factory=dict, description="Name to nested lists; checkpoints have no constants."
+        default_factory=dict,
+        description="The values of constants as nested lists, by name; checkpoints do not have them.",
     )
     initial: dict[str, Any] = Field(
-        default_factory=dict, description="Buffer to its initial number or nested lists, where there are no weights."
+        default_factory=dict,
+        description="The initial value of each buffer, a number or nested lists, for engines without weights.",
     )
-    tree: str | None = Field(default=None, description="The structure in which the outputs are returned.")
-    signature: SignatureData = Field(default_factory=SignatureData, description="The arguments of the model.")
-    etp: int = Field(default=0, description="Ranks that share one expert; 0: as many as tp.")
+    tree: str | None = Field(default=None, description="The pytree structure of the model's result, as text.")
+    signature: SignatureData = Field(default_factory=SignatureData, description="The arguments of the model's forward.")
+    etp: int = Field(default=0, description="The number of ranks that share one expert; 0 means the size of tp.")
     zero: Literal[0, 1, 2, 3] = Field(
         default=0,
-        description="ZeRO stage: the ranks of the zero_axes of a state share optimizer states (1), also gradients (2), "
-        "also parameters (3).",
+        description="The ZeRO stage: 1 shards optimizer states over the data-parallel ranks, 2 also gradients, 3 also "
+        "parameters.",
     )
     dp_shard: int = Field(
         default=0,
-        description="Neighbouring dp ranks that share states, with replicas along dp_replicate; 0: all. Without zero, "
-        "a hierarchical reduction scatters gradients over them first.",
+        description="The number of neighbouring dp ranks over which ZeRO shards states (hybrid sharding); 0 means all. "
+        "Without ZeRO, a hierarchical reduction reduce-scatters gradients over them first.",
     )
-    fused_attention: bool = Field(default=True, description="Attention kernels save no scores, for any width of heads.")
+    fused_attention: bool = Field(
+        default=True,
+        description="Whether attention kernels save no scores for backward, whatever the width of the heads.",
+    )
     tf32: bool = Field(
-        default=False, description="Products in float32 round their operands to TF32, for the tensor cores of GPUs."
+        default=False,
+        description="Whether float32 matrix products round their operands to TF32, for the tensor cores of GPUs.",
     )
     whole_scatter: bool = Field(
         default=False,
-        description="A reduce-scatter receives the parts of all ranks before it sums them (Gloo), which takes memory.",
+        description="Whether a reduce-scatter receives the parts of all ranks before it sums them, as on Gloo; this "
+        "takes memory.",
     )
     offload: tuple[Offload, ...] = Field(
-        default=(), description='Kinds of states that are in host memory; "disk": optimizer states are on disk instead.'
+        default=(),
+        description='The kinds of states that are in host memory; "disk" means that optimizer states are on disk '
+        "instead.",
     )
 
     @property
@@ -438,7 +455,7 @@ class Program(Data):
         return RankProgram(program=self, rank=rank)
 
 
-def weights_fingerprint(states: dict[str, StateData]) -> str:
+def hash_weights(states: dict[str, StateData]) -> str:
     """Return a hash (hex text) of the names, shapes and types of the parameters and buffers. Constants do not count.
 
     ``states``: name -> parameter, buffer or constant.
@@ -447,7 +464,7 @@ def weights_fingerprint(states: dict[str, StateData]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
-def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
+def list_shards(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
     """Return the divisions that give the part of a parameter or buffer that ``rank`` holds, to be applied one after the
     other: first over ``ep``, then over ``tp``. Each has the layout, the number of ranks, and the index of this rank
     among them.
@@ -477,7 +494,7 @@ def shard_shape(program: Program, state: str) -> tuple[int, ...]:
     return shape
 
 
-def updated_states(program: Program) -> list[str]:
+def list_updated_states(program: Program) -> list[str]:
     """Return the names of the buffers whose value a step changes. ``program``: the program of all ranks."""
     return [name for name, state in program.states.items() if state.update is not None]
 
@@ -498,9 +515,9 @@ class RankProgram(Data):
     """The program of one rank: its instructions, shards and process groups, derived from the program of all ranks."""
 
     program: Program = Field(description="The program of all ranks.")
-    rank: int = Field(description="The rank, from 0 on.")
+    rank: int = Field(description="The number of the rank, from 0.")
     own: tuple[Instruction, ...] | None = Field(
-        default=None, description="An edited list of instructions. None: that of the stage."
+        default=None, description="The rank's own list of instructions; None means the list of its pipeline stage."
     )
 
     @cached_property
@@ -558,7 +575,7 @@ class RankProgram(Data):
         buffer named ``state``. Each has the layout, the number of ranks, and the index of this rank among them. Empty
         if the rank holds all of it.
         """
-        return shards_of(self.program, state, self.rank)
+        return list_shards(self.program, state, self.rank)
 
     @cached_property
     def expert_coordinates(self) -> dict[str, int]:
@@ -574,7 +591,7 @@ class RankProgram(Data):
         if Layout.parse(data.layout).is_shard:
             alike.pop()
         # ranks that share a state hold different pieces; only replicas hold the same piece
-        same = axes_beside(alike, data.zero_axes)
+        same = subtract_axes(alike, data.zero_axes)
         return all(self.program.place(self.rank, axis) == 0 for axis in same)
 
     def zero_group(self, state: str) -> tuple[int, ...]:

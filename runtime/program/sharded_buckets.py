@@ -20,7 +20,7 @@ from typing import Generic, Literal, TypeVar
 
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.instructions import Instruction
-from partitioner.runtime.program.mesh import ALL_AXES, axes_beside
+from partitioner.runtime.program.mesh import ALL_AXES, subtract_axes
 from partitioner.runtime.program.program import CallData, Program, Stage, shard_shape
 
 
@@ -82,7 +82,7 @@ class ScatterQueue(Generic[Scatter]):
         """
         self._computed = True
 
-    def before_next(self) -> list[Scatter]:
+    def list_blocking(self) -> list[Scatter]:
         """Return the reduce-scatters that must end before another one starts, oldest first.
 
         They are all that are in progress if a backward instruction has run since the last one started, else none.
@@ -90,9 +90,8 @@ class ScatterQueue(Generic[Scatter]):
         return [*self._under_way] if self._computed else []
 
     def begin(self, scatter: Scatter) -> None:
-        """Add ``scatter``, a reduce-scatter of gradients that starts now, to the queue. Those that :meth:`before_next`
-        returned must have ended; they are removed.
-        """
+        """Add ``scatter``, a reduce-scatter of gradients that starts now, to the queue. Those that
+        :meth:`list_blocking` returned must have ended; they are removed."""
         if self._computed:
             self._under_way.clear()
         self._computed = False
@@ -112,14 +111,14 @@ class ScatterQueue(Generic[Scatter]):
         self._computed = False
 
 
-def states_read(instruction: Instruction, stage: Stage) -> list[str]:
+def list_states_read(instruction: Instruction, stage: Stage) -> list[str]:
     """Return the names of the parameters and buffers that the computation of ``instruction`` reads; empty if it
     computes nothing. ``stage``: the pipeline stage whose list has the instruction.
     """
-    return reads_of(instruction, stage.calls)
+    return list_states_read_by(instruction, stage.calls)
 
 
-def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
+def list_states_read_by(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
     """Return the names of the parameters and buffers that the computation of ``instruction`` reads; empty if it
     computes nothing.
 
@@ -141,7 +140,7 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
     return program.states[states[0]].zero_axes
 
 
-def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
+def find_flat_shards(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
     """Return, for each parameter named in ``states``, which elements of its flattened shard one rank holds, if ZeRO
     cuts the shard into ``ranks`` equal pieces. ``index``: number of the rank's piece, from 0.
 
@@ -157,16 +156,18 @@ Levels = Sequence[tuple[str, ...]]
 Turn = tuple[Literal["SCATTER", "REDUCE", "GATHER"], tuple[str, ...]]
 
 
-def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
+def list_all_reduce_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
     """Return the mesh axes over which the gradients of ``bucket`` are all-reduced: all axes of their reduction, except
     those of a reduce-scatter. A bucket is a set of parameters whose gradients are reduced together.
 
     ``program``: the program of all ranks.
     """
-    return left_of(bucket.axes, zero_axes(program, bucket.states), bucket.levels, program.size)
+    return list_remaining_axes(bucket.axes, zero_axes(program, bucket.states), bucket.levels, program.size)
 
 
-def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Callable[[str], int]) -> tuple[str, ...]:
+def list_remaining_axes(
+    axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Callable[[str], int]
+) -> tuple[str, ...]:
     """Return the mesh axes of a gradient reduction that remain for an all-reduce after the reduce-scatters.
 
     ``axes``: all axes of the reduction. ``shared``: axes over which ZeRO scatters. ``levels``: the axes of each step of
@@ -174,28 +175,27 @@ def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Ca
     is removed, the other one (``dp_replicate``) remains. Axes with one rank are left out.
     """
     scattered = {*shared, *(axis for level in levels for axis in level)}
-    return tuple(a for a in axes_beside(axes, scattered) if a not in scattered and size(a) > 1)
+    return tuple(a for a in subtract_axes(axes, scattered) if a not in scattered and size(a) > 1)
 
 
-def list_reduction_turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
+def list_reduction_collectives(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
     """Return the collectives that reduce the gradients of ``bucket``, in order, as pairs (SCATTER, REDUCE or GATHER;
     mesh axes).
 
     ``bucket``: the parameters whose gradients are reduced together. The collectives start once these gradients are
     computed and, under ZeRO, are reduce-scattered to shards. ``program``: the program of all ranks.
     """
-    return turns_of(bucket.levels, rest_axes(program, bucket))
+    return list_level_collectives(bucket.levels, list_all_reduce_axes(program, bucket))
 
 
-def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
+def list_level_collectives(levels: Levels, remaining: tuple[str, ...]) -> tuple[Turn, ...]:
     """Return the collectives of a hierarchical reduction, in order, as pairs (name, mesh axes).
 
-    ``levels``: axes of each step. SCATTER over each level, REDUCE over the axes ``rest`` (if any), then GATHER over the
-    levels in reverse order.
-    """
+    ``levels``: axes of each step. SCATTER over each level, REDUCE over the axes ``remaining`` (if any), then GATHER
+    over the levels in reverse order."""
     return (
         *(("SCATTER", level) for level in levels),
-        *((("REDUCE", rest),) if rest else ()),
+        *((("REDUCE", remaining),) if remaining else ()),
         *(("GATHER", level) for level in reversed(levels)),
     )
 
@@ -209,7 +209,7 @@ def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 
 
-def level_problem(program: Program, bucket: Bucket) -> str:
+def find_level_problem(program: Program, bucket: Bucket) -> str:
     """Return why the hierarchical reduction of the gradients of ``bucket`` does not sum them exactly once, as the end
     of an error message; empty if it does.
 
@@ -223,15 +223,17 @@ def level_problem(program: Program, bucket: Bucket) -> str:
     for axis in named:
         if program.size(axis) == 1 or axis in shared or named.count(axis) > 1:
             return f"is scattered over {axis!r} twice, or for nothing"
-    covered = math.prod(program.size(a) for a in (*named, *shared, *rest_axes(program, bucket)))
+    covered = math.prod(program.size(a) for a in (*named, *shared, *list_all_reduce_axes(program, bucket)))
     if bucket.axes and covered != math.prod(program.size(a) for a in bucket.axes):
         return f"has the levels {bucket.levels}, which do not make up {bucket.axes}"
     if bucket.levels and set(named) - set(_split_hybrid_axes(bucket.axes)):
         return f"has the levels {bucket.levels} of axes that are not among {bucket.axes}"
     if bucket.compression and not (bucket.levels or shared):
         return f"is compressed ({bucket.compression}), but nothing is scattered"
-    if bucket.compression and bucket.levels and rest_axes(program, bucket):
-        return f"is compressed over {bucket.levels[-1]} and added up over {rest_axes(program, bucket)} beside"
+    if bucket.compression and bucket.levels and list_all_reduce_axes(program, bucket):
+        return (
+            f"is compressed over {bucket.levels[-1]} and added up over {list_all_reduce_axes(program, bucket)} beside"
+        )
     return ""
 
 

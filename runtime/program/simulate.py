@@ -25,9 +25,9 @@ from partitioner.runtime.program.sharded_buckets import (
     BACKWARD,
     ScatterQueue,
     count_gradient_shards,
-    rest_axes,
+    list_all_reduce_axes,
+    list_states_read,
     split_axes,
-    states_read,
     zero_axes,
 )
 
@@ -36,20 +36,19 @@ from partitioner.runtime.program.sharded_buckets import (
 class OverlappedCollective:
     """A collective that may overlap with computation on a simulated rank. All times are in seconds.
 
-    ``ready``: time at which it may begin. ``left``: the duration that remains. ``begun`` and ``ended``: times at which
-    it began and ended; ``None`` while the rank's clock has not reached them.
-    """
+    ``ready``: time at which it may begin. ``remaining``: the duration that remains. ``started`` and ``ended``: times at
+    which it began and ended; ``None`` while the rank's clock has not reached them."""
 
     ready: float
-    left: float
-    begun: float | None = None
+    remaining: float
+    started: float | None = None
     ended: float | None = None
 
 
 @dataclass
 class RankClock:
     """The clock of one simulated rank, in seconds since its start, with the collectives that run while it computes
-    (``under_way``: those that have not ended, in order).
+    (``in_progress``: those that have not ended, in order).
 
     Collectives run one after another, in the order in which they are posted, because they share the links. While a
     collective and a computation overlap, each takes ``slowdown`` times as long.
@@ -57,68 +56,68 @@ class RankClock:
 
     slowdown: float = 1.0
     clock: float = 0.0
-    under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
+    in_progress: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
     def begin(self, collective: OverlappedCollective) -> None:
         """Add ``collective`` behind those in progress on this rank. It begins when they have ended, and no earlier than
         the time of the clock.
         """
         collective.ready = max(collective.ready, self.clock)
-        self.under_way.append(collective)
+        self.in_progress.append(collective)
 
     def compute(self, work: float) -> None:
         """Advance the clock by ``work`` seconds of computation, which takes longer while a collective overlaps."""
-        while work > 0 and self.under_way:
-            first = self.under_way[0]
+        while work > 0 and self.in_progress:
+            first = self.in_progress[0]
             if first.ready > self.clock:
                 alone = min(work, first.ready - self.clock)
                 self.clock, work = self.clock + alone, work - alone
                 continue
-            first.begun = self.clock if first.begun is None else first.begun
-            both = min(work, first.left)
-            self.clock, work, first.left = self.clock + both * self.slowdown, work - both, first.left - both
-            if first.left <= 0:
+            first.started = self.clock if first.started is None else first.started
+            both = min(work, first.remaining)
+            self.clock, work, first.remaining = self.clock + both * self.slowdown, work - both, first.remaining - both
+            if first.remaining <= 0:
                 self._end_first_collective()
         self.clock += work
 
     def wait(self, until: float) -> None:
         """Advance the clock to the time ``until`` (seconds) without computation; collectives continue."""
-        while self.under_way and self.clock < until:
-            first = self.under_way[0]
+        while self.in_progress and self.clock < until:
+            first = self.in_progress[0]
             begin = max(self.clock, first.ready)
             if begin >= until:
                 break
-            first.begun = begin if first.begun is None else first.begun
-            if begin + first.left > until:
-                first.left -= until - begin
+            first.started = begin if first.started is None else first.started
+            if begin + first.remaining > until:
+                first.remaining -= until - begin
                 break
-            self.clock = begin + first.left
+            self.clock = begin + first.remaining
             self._end_first_collective()
         self.clock = max(self.clock, until)
 
     def wait_for(self, collective: OverlappedCollective) -> None:
         """Advance the clock of this simulated rank without computation until ``collective`` has ended."""
         while collective.ended is None:
-            first = self.under_way[0]
-            self.wait(max(self.clock, first.ready) + first.left)
+            first = self.in_progress[0]
+            self.wait(max(self.clock, first.ready) + first.remaining)
             if first.ended is None:  # nothing was left of it, but for rounding
                 self._end_first_collective()
 
     def wait_for_all(self) -> None:
-        if self.under_way:
-            self.wait_for(self.under_way[-1])
+        if self.in_progress:
+            self.wait_for(self.in_progress[-1])
 
     def _end_first_collective(self) -> None:
         """Record that the oldest collective in progress ends at the clock's time, remove it, and pass it to the method
-        :meth:`ended`.
+        :meth:`handle_end`.
         """
-        first = self.under_way.popleft()
-        first.ended, first.left = self.clock, 0.0
-        if first.begun is None:
-            first.begun = self.clock
-        self.ended(first)
+        first = self.in_progress.popleft()
+        first.ended, first.remaining = self.clock, 0.0
+        if first.started is None:
+            first.started = self.clock
+        self.handle_end(first)
 
-    def ended(self, collective: OverlappedCollective) -> None:
+    def handle_end(self, collective: OverlappedCollective) -> None:
         """Process ``collective``, which has just ended on this simulated rank. Subclasses override this method; here it
         does nothing.
         """
@@ -293,7 +292,7 @@ def simulate(
             of the instructions are those of the first step.
     """
     facts = facts or ProgramFacts(program)
-    lanes, updates = _follow_step(facts, durations)
+    lanes, updates = _simulate_step(facts, durations)
     gradients_s = max((lane.clock for lane in lanes), default=0.0)
     step_time = _find_step_time(facts, durations, lanes, updates, overlap_steps)
     stages = []
@@ -322,10 +321,10 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
     the seconds between the ends of two steps. ``facts``: the program, with gradients, collectives and memory of its
     calls. ``durations``: the cost model, which gives the seconds of instructions.
     """
-    return _find_step_time(facts, durations, *_follow_step(facts, durations), overlap_steps)
+    return _find_step_time(facts, durations, *_simulate_step(facts, durations), overlap_steps)
 
 
-def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
+def _simulate_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
     """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives. Return two lists over
     the pipeline stages: the simulated rank after its last instruction, and the seconds of the optimizer's update.
     """
@@ -415,10 +414,10 @@ class _SimulatedRank(RankClock):
     together. ``gathered``: index of a bucket -> the all-gather of its parameters, until a computation has waited for
     it. ``scattered``: index of a bucket -> the collective of its gradients that was started last. ``summed``: the final
     all-gather of a hierarchical reduction that was started last; ``None``: there was none. ``scattering``: the
-    reduce-scatters over ZeRO axes in progress. ``leaving``, ``coming``: the times until which copies to and from host
-    memory are in progress. ``parked``: (position of a call, microbatch) -> time at which its activations are back on
-    the device. ``fetched``: name of a parameter -> time at which its copy is on the device. ``spans``: the times of its
-    instructions so far. ``background``: the times of its transfers and collectives so far.
+    reduce-scatters over ZeRO axes in progress. ``offload_until``, ``fetch_until``: the times until which copies to and
+    from host memory are in progress. ``offloaded_at``: (position of a call, microbatch) -> time at which its
+    activations are back on the device. ``fetched_at``: name of a parameter -> time at which its copy is on the device.
+    ``spans``: the times of its instructions so far. ``background``: the times of its transfers and collectives so far.
     """
 
     stage: int = 0
@@ -434,10 +433,12 @@ class _SimulatedRank(RankClock):
         None  # the gather that makes the last bucket whole, of those reduced level by level
     )
     scattering: ScatterQueue[_InstructionJob] = field(default_factory=lambda: ScatterQueue())
-    leaving: float = 0.0  # until when what goes to host memory keeps the way there busy
-    coming: float = 0.0  # the same for what comes back
-    parked: dict[tuple[int, int | None], float] = field(default_factory=dict)  # (call, microbatch) -> when it is there
-    fetched: dict[str, float] = field(default_factory=dict)  # state -> when it is there, until it was waited for
+    offload_until: float = 0.0  # until when what goes to host memory keeps the way there busy
+    fetch_until: float = 0.0  # the same for what comes back
+    offloaded_at: dict[tuple[int, int | None], float] = field(
+        default_factory=dict
+    )  # (call, microbatch) -> when it is there
+    fetched_at: dict[str, float] = field(default_factory=dict)  # state -> when it is there, until it was waited for
     spans: list[SimulatedSpan] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
 
@@ -472,10 +473,10 @@ class _SimulatedRank(RankClock):
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
-    def ended(self, collective: OverlappedCollective) -> None:
+    def handle_end(self, collective: OverlappedCollective) -> None:
         assert isinstance(collective, _InstructionJob)
-        assert collective.begun is not None
-        begun, index, instruction = collective.begun, collective.index, collective.instruction
+        assert collective.started is not None
+        begun, index, instruction = collective.started, collective.index, collective.instruction
         self.background.append(Background(begun, self.clock, index, instruction, collective.nbytes))
 
 
@@ -547,7 +548,7 @@ class _Simulation:
             case "FETCH":
                 self.start_fetch(lane, i)
             case "STEP":
-                lane.spend_time(lane.leaving if self.program.offload else 0.0, 0.0, [*lane.under_way])
+                lane.spend_time(lane.offload_until if self.program.offload else 0.0, 0.0, [*lane.in_progress])
                 lane.scattering.clear()
             case _:
                 lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
@@ -605,7 +606,7 @@ class _Simulation:
         nbytes = self.facts.bucket_bytes(bucket) // count_gradient_shards(self.program, bucket, level)
         coding = 0.0
         if i.op == "REDUCE":
-            seconds = self.durations.all_reduce(rest_axes(self.program, bucket), nbytes, (lane.stage,))
+            seconds = self.durations.all_reduce(list_all_reduce_axes(self.program, bucket), nbytes, (lane.stage,))
         elif bucket.compression is not None and level == len(bucket.levels) - 1:
             sent = self.time_exchange(bucket, i.axes, nbytes, lane.stage)
             seconds, coding = sent[i.op == "GATHER"], self.durations.coding(lane.stage, bucket.compression, nbytes)
@@ -637,7 +638,7 @@ class _Simulation:
         """
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
-        ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
+        ready = max([0.0, *(lane.fetched_at.pop(s) for s in states if s in lane.fetched_at)])
         lane.gathered[i.bucket] = lane.post_collective(lane.position, *self.time_sharing(lane, i, "all_gather"), ready)
         lane.spend_time(lane.clock, 0.0)
 
@@ -652,7 +653,7 @@ class _Simulation:
             coding = self.durations.coding(lane.stage, bucket.compression, nbytes)
             seconds = self.time_exchange(bucket, zero_axes(self.program, bucket.states), nbytes, lane.stage)[0]
         index = lane.position
-        lane.spend_time(lane.clock, coding, lane.scattering.before_next())
+        lane.spend_time(lane.clock, coding, lane.scattering.list_blocking())
         job = lane.scattered[i.bucket] = lane.post_collective(index, seconds, nbytes)
         lane.scattering.begin(job)
 
@@ -671,14 +672,16 @@ class _Simulation:
         (seconds) at which the data that it needs from host memory has arrived, the computation's own duration in
         seconds, and the all-gathers in progress of the parameters that it reads.
         """
-        there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
+        there = [
+            lane.fetched_at.pop(s) for s in list_states_read(i, self.program.stages[lane.stage]) if s in lane.fetched_at
+        ]
         if i.calls is not None and i.op in ("B", "I"):
-            there += [lane.parked.pop((p, i.microbatch), 0.0) for p in range(*i.calls)]
+            there += [lane.offloaded_at.pop((p, i.microbatch), 0.0) for p in range(*i.calls)]
         start, seconds = max([lane.clock, *there]), self.compute_seconds(lane.stage, i)
         if not lane.gathered:
             return start, seconds, []
         stage = self.program.stages[lane.stage]
-        read = set(states_read(i, stage))
+        read = set(list_states_read(i, stage))
         needed = [b for b in lane.gathered if not read.isdisjoint(stage.buckets[b].states)]
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
@@ -689,24 +692,24 @@ class _Simulation:
         """
         nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
-            nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.under_way]
+            nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.in_progress]
         # what was kept before has left by then, so that no more memory is taken
-        lane.spend_time(lane.clock if i.states else lane.leaving, 0.0, needed)
-        start = max(lane.clock, lane.leaving)
-        lane.leaving = start + self.durations.host(lane.stage, nbytes)
-        lane.background.append(Background(start, lane.leaving, lane.position - 1, i, nbytes))
+        lane.spend_time(lane.clock if i.states else lane.offload_until, 0.0, needed)
+        start = max(lane.clock, lane.offload_until)
+        lane.offload_until = start + self.durations.host(lane.stage, nbytes)
+        lane.background.append(Background(start, lane.offload_until, lane.position - 1, i, nbytes))
 
     def start_fetch(self, lane: _SimulatedRank, i: Instruction) -> None:
         """Start the copy of activations or parameters from host memory that the FETCH instruction ``i`` of the
         simulated rank ``lane`` describes, after earlier copies.
         """
         nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.count_kept_bytes(lane, i)
-        start = max(lane.clock, lane.coming)
-        lane.coming = start + self.durations.host(lane.stage, nbytes)
+        start = max(lane.clock, lane.fetch_until)
+        lane.fetch_until = start + self.durations.host(lane.stage, nbytes)
         if i.calls is not None:
-            lane.parked.update(((p, i.microbatch), lane.coming) for p in range(*i.calls))
-        lane.fetched.update(dict.fromkeys(i.states, lane.coming))
-        lane.background.append(Background(start, lane.coming, lane.position, i, nbytes))
+            lane.offloaded_at.update(((p, i.microbatch), lane.fetch_until) for p in range(*i.calls))
+        lane.fetched_at.update(dict.fromkeys(i.states, lane.fetch_until))
+        lane.background.append(Background(start, lane.fetch_until, lane.position, i, nbytes))
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:

@@ -11,7 +11,7 @@ from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
 from partitioner.runtime.program.program import Program, Stage, StateData, shard_shape
 
 
-def host_states(program: Program, stage: int) -> frozenset[str]:
+def list_host_states(program: Program, stage: int) -> frozenset[str]:
     """Return the names of the parameters of the pipeline stage ``stage`` (an index) whose values are in host memory:
     either the program offloads parameters, or the optimizer runs on the host and updates them there.
 
@@ -19,10 +19,10 @@ def host_states(program: Program, stage: int) -> frozenset[str]:
     """
     held = {n: s for n, s in program.states.items() if stage in s.stages}
     train = program.objective == "train"
-    return frozenset(n for n, state in held.items() if is_hosted(state, program.offload, train))
+    return frozenset(n for n, state in held.items() if is_in_host_memory(state, program.offload, train))
 
 
-def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
+def is_in_host_memory(state: StateData, offload: Sequence[str], train: bool) -> bool:
     """Return whether the values of ``state`` are in host memory, because it is a parameter and parameters or the
     optimizer are offloaded.
 
@@ -34,7 +34,7 @@ def is_hosted(state: StateData, offload: Sequence[str], train: bool) -> bool:
     return "parameters" in offload or ("optimizer" in offload and train and state.requires_grad)
 
 
-def staying_values(stage: Stage) -> frozenset[str]:
+def list_staying_values(stage: Stage) -> frozenset[str]:
     """Return the names of the tensors that stay on the device when the pipeline stage ``stage`` moves activations to
     host memory: totals (sums over the global batch that are computed before the pipeline starts), and tensors that
     several calls of the stage read.

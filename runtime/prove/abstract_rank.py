@@ -20,17 +20,17 @@ from partitioner.runtime.program.instructions import (
     Trace,
 )
 from partitioner.runtime.program.sharded_buckets import split_axes
-from partitioner.runtime.prove.errors import FaultLocation, Place, Refusal, moved_text, place_text
+from partitioner.runtime.prove.errors import FaultLocation, Place, Refusal, format_moved, format_value_place
 from partitioner.runtime.prove.gradient_ledger import Returns, StateGradients, ValueGradients
-from partitioner.runtime.prove.host_memory import ActivationOffloads, HostStates, WrittenUpdates
+from partitioner.runtime.prove.host_memory import ActivationOffloads, BufferUpdateChecks, HostStates
 from partitioner.runtime.prove.instruction_fields import check_fields
-from partitioner.runtime.prove.states import Bundle, Parameters, PendingReductions, bundles_of
+from partitioner.runtime.prove.states import Bundle, Parameters, PendingReductions, list_collective_bundles
 from partitioner.runtime.prove.structure import DATA_AXES
 
 TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gather"}
 
 
-def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
+def trace_instructions(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
     """Return the communication events of a rank that runs ``instructions``, as pairs (instruction index, event).
 
     The events are collectives, sends and receives, in order. ``stage``: index of the rank's pipeline stage.
@@ -94,7 +94,7 @@ class _StageInterpreter:
         self.parameters = Parameters(facts, stage)
         self.parked = ActivationOffloads(facts, stage)
         self.hosted = HostStates(facts, stage, self.states)
-        self.updates = WrittenUpdates(facts, stage)
+        self.updates = BufferUpdateChecks(facts, stage)
         self.reductions, self.buckets = PendingReductions(), self.states.here.buckets
 
     # --- values -----------------------------------------------------------------------------------------------------
@@ -109,7 +109,11 @@ class _StageInterpreter:
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
             at = self.alive.get(place, self.freed.get(place))
-            raise Refusal("twice", f"makes {place_text(place)} a second time: see instruction {at}")
+            raise Refusal(
+                "twice",
+                f"computes or receives {format_value_place(place)} a second time, after instruction {at}: remove one "
+                "of them",
+            )
         self.alive[place] = self.index
 
     def find_place(self, value: str, microbatch: int | None) -> Place:
@@ -125,8 +129,13 @@ class _StageInterpreter:
         place = self.find_place(value, microbatch)
         if place not in self.alive:
             if place in self.freed:
-                raise Refusal("order", f"reads {place_text(place)}, which was freed at instruction {self.freed[place]}")
-            raise Refusal("order", f"reads {place_text(place)}, which is not there")
+                raise Refusal(
+                    "order", f"reads {format_value_place(place)}, which was freed at instruction {self.freed[place]}"
+                )
+            raise Refusal(
+                "order",
+                f"reads {format_value_place(place)} before an instruction has computed or received it: move it behind",
+            )
 
     def load(self, i: Instruction) -> None:
         """Check the LOAD instruction ``i``, which slices inputs of the batch for a microbatch, and record that the
@@ -136,7 +145,9 @@ class _StageInterpreter:
         """
         for value in i.values:
             if value not in self.is_input:
-                raise Refusal("fields", f"{value!r} is no input of the batch")
+                raise Refusal(
+                    "fields", f"loads {value!r}, which is no input of the batch: name an input of the program"
+                )
             self.make_value(value, i.microbatch, again=True)
 
     def free(self, i: Instruction) -> None:
@@ -153,14 +164,22 @@ class _StageInterpreter:
         for value in i.values:
             if i.gradients:
                 if i.microbatch is None:
-                    raise Refusal("fields", "FREE of gradients needs a microbatch")
+                    raise Refusal("fields", "frees gradients without naming the microbatch: give the microbatch")
                 self.gradients.free((value, i.microbatch), self.index)
                 continue
             place = value, i.microbatch
             if place in self.freed and place not in self.alive:
-                raise Refusal("twice", f"{place_text(place)} was freed at instruction {self.freed[place]}")
+                raise Refusal(
+                    "twice",
+                    f"frees {format_value_place(place)}, which was freed at instruction {self.freed[place]}: remove "
+                    "one FREE",
+                )
             if place not in self.alive:
-                raise Refusal("order", f"there is no {place_text(place)} to free")
+                raise Refusal(
+                    "order",
+                    f"frees {format_value_place(place)}, which no instruction has computed or received: there is "
+                    "nothing to free",
+                )
             del self.alive[place]
             self.freed[place] = self.index
 
@@ -175,11 +194,14 @@ class _StageInterpreter:
         """
         assert i.microbatch is not None
         if not self.of_prologue:
-            raise Refusal("fields", "the stage has no prologue calls")
+            raise Refusal("fields", "runs prologue calls, of which the stage has none: remove the instruction")
         if self.total_at is not None:
-            raise Refusal("order", f"comes after TOTAL at instruction {self.total_at}")
+            raise Refusal(
+                "order",
+                f"adds to the totals after TOTAL at instruction {self.total_at} has summed them: move it before TOTAL",
+            )
         if i.microbatch in self.added_up:
-            raise Refusal("twice", f"adds microbatch {i.microbatch} a second time")
+            raise Refusal("twice", f"adds microbatch {i.microbatch} to the totals a second time: remove one TOTAL_F")
         self.agree_on_totals(i)
         temporary: set[str] = set()
         for position, call in enumerate(self.calls):
@@ -199,7 +221,9 @@ class _StageInterpreter:
         if self.totals is None:
             self.totals = i.values
         if i.values != self.totals or set(i.values) - self.of_prologue:
-            raise Refusal("fields", f"the totals are {', '.join(self.totals)}, made by prologue calls; got {i.values}")
+            raise Refusal(
+                "fields", f"names the totals {i.values}; expected {', '.join(self.totals)}, computed by prologue calls"
+            )
 
     def total(self, i: Instruction) -> None:
         """Check the TOTAL instruction ``i``, which all-reduces the totals (sums over the batch), and record the
@@ -208,14 +232,21 @@ class _StageInterpreter:
         Raise :class:`Refusal` if a microbatch was not added to them, or if the axes of the all-reduce are wrong.
         """
         if self.total_at is not None:
-            raise Refusal("twice", f"the totals were already added up at instruction {self.total_at}")
+            raise Refusal(
+                "twice", f"sums the totals a second time, after instruction {self.total_at}: remove one TOTAL"
+            )
         missing = set(range(self.program.num_microbatches)) - self.added_up
         if missing:
-            raise Refusal("order", f"the totals lack microbatch {min(missing)}")
+            raise Refusal(
+                "order",
+                f"sums the totals before microbatch {min(missing)} was added to them: move TOTAL behind its TOTAL_F",
+            )
         self.agree_on_totals(i)
         axes = split_axes(self.program, DATA_AXES)
         if split_axes(self.program, i.axes) != axes or set(i.axes) - set(self.program.mesh):
-            raise Refusal("fields", f"totals are over the whole batch: axes {axes}, got {i.axes}")
+            raise Refusal(
+                "fields", f"sums the totals over the axes {i.axes}; expected {axes}, over which the batch is split"
+            )
         for value in i.values:
             self.make_value(value, None)
         self.trace_collective(axes, ("TOTAL", i.values), f"all_reduce of {', '.join(i.values)}")
@@ -233,7 +264,11 @@ class _StageInterpreter:
         for position in range(*i.calls):
             run = position, i.microbatch
             if run in self.forward:
-                raise Refusal("twice", f"runs {self.format_path(position)} forward on microbatch {i.microbatch} again")
+                raise Refusal(
+                    "twice",
+                    f"runs {self.format_path(position)} forward on microbatch {i.microbatch} a second time: remove "
+                    "one F",
+                )
             for value in self.calls[position].data.inputs:
                 self.read_value(value, i.microbatch)
             self.read_states(position)
@@ -293,13 +328,15 @@ class _StageInterpreter:
         self.reductions.computed()
         runs = [(p, i.microbatch) for p in reversed(range(*i.calls)) if self.calls[p].has_backward]
         for run in runs:
-            what = f"{self.format_path(run[0])} backward on microbatch {run[1]}"
+            key = f"{self.format_path(run[0])} backward on microbatch {run[1]}"
             if run not in self.forward:
-                raise Refusal("order", f"runs {what} before forward")
+                raise Refusal("order", f"runs {key} before its forward: move it behind the forward")
             if run in self.backward or (run in self.halfway and not after_inputs):
-                raise Refusal("twice", f"runs {what} again")
+                raise Refusal("twice", f"runs {key} a second time: remove one of them")
             if after_inputs and run not in self.halfway:
-                raise Refusal("order", f"runs {what} for weights before the half for inputs")
+                raise Refusal(
+                    "order", f"runs {key}: the half for weights comes before the half for inputs; exchange them"
+                )
             self.read_states(run[0])
             self.parked.read(run)
         self.states.before_step()
@@ -329,7 +366,7 @@ class _StageInterpreter:
         for value in i.values:
             self.make_value(value, i.microbatch)
             self.origin[value, i.microbatch] = i.peer
-        self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), format_moved(i))))
 
     def send_f(self, i: Instruction) -> None:
         """Check the SEND_F instruction ``i``, which sends values to another pipeline stage, and record the send.
@@ -339,7 +376,7 @@ class _StageInterpreter:
         assert i.peer is not None
         for value in i.values:
             self.read_value(value, i.microbatch)
-        self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), format_moved(i))))
 
     def recv_b(self, i: Instruction) -> None:
         """Check the RECV_B instruction ``i``, which receives gradients of values from another pipeline stage. Record
@@ -351,7 +388,7 @@ class _StageInterpreter:
         assert i.microbatch is not None
         for value in i.values:
             self.gradients.receive((value, i.microbatch), i.peer, self.index)
-        self.trace.append((self.index, ReceiveEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, ReceiveEvent("B", i.peer, (i.values, i.microbatch), format_moved(i))))
 
     def send_b(self, i: Instruction) -> None:
         """Check the SEND_B instruction ``i``, which sends the gradients of values to the pipeline stage from which the
@@ -365,10 +402,12 @@ class _StageInterpreter:
             place = value, i.microbatch
             if self.origin.get(place) != i.peer:
                 raise Refusal(
-                    "match", f"sends the gradient of {place_text(place)} to a stage that it did not come from"
+                    "match",
+                    f"sends the gradient of {format_value_place(place)} to a stage that did not send the value: send "
+                    "it to the stage that did",
                 )
             self.gradients.take((value, i.microbatch), self.index)
-        self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), format_moved(i))))
 
     def gather(self, i: Instruction) -> None:
         """Check the GATHER instruction ``i``, and record its collective: an all-gather of parameters, or of gradients
@@ -381,9 +420,9 @@ class _StageInterpreter:
         if i.gradients:
             self.run_reduction_turn(i)
             return
-        what = self.parameters.gather(i.bucket, self.index)
+        key = self.parameters.gather(i.bucket, self.index)
         self.hosted.read(self.parameters.states(i.bucket), gather=True)
-        self.trace_collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
+        self.trace_collective(self.parameters.axes(i.bucket), key, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
         """Raise :class:`Refusal` if a parameter or buffer that a call (an execution of a block, such as a layer) reads
@@ -392,8 +431,8 @@ class _StageInterpreter:
         If ZeRO shards a parameter, record that the call waits for its all-gather. ``position``: the call's position on
         the stage.
         """
-        for what in self.parameters.read(position):
-            self.await_result(what)
+        for key in self.parameters.read(position):
+            self.await_result(key)
         self.hosted.read(self.calls[position].data.states)
         self.updates.read(self.calls[position].data.states)
 
@@ -409,9 +448,9 @@ class _StageInterpreter:
         for run in self.parked.runs(i, self.forward, self.backward, self.halfway):
             self.parked.fetch(run, self.index)
 
-    def await_result(self, what: Hashable) -> None:
-        if what is not None:
-            self.trace.append((self.index, FinishEvent(what)))
+    def await_result(self, key: Hashable) -> None:
+        if key is not None:
+            self.trace.append((self.index, FinishEvent(key)))
 
     def scatter(self, i: Instruction) -> None:
         """Check the SCATTER instruction ``i``, which reduce-scatters a set of gradients, and record the collective.
@@ -423,9 +462,9 @@ class _StageInterpreter:
             self.run_reduction_turn(i)
             return
         self.states.scatter(i.bucket, self.index)
-        waits, what = self.reductions.scatter(i.bucket, self.buckets[i.bucket])
+        waits, key = self.reductions.scatter(i.bucket, self.buckets[i.bucket])
         axes = self.parameters.axes(i.bucket)
-        self.start_collective(waits, axes, what, f"reduce_scatter of bucket {i.bucket}")
+        self.start_collective(waits, axes, key, f"reduce_scatter of bucket {i.bucket}")
 
     def reduce(self, i: Instruction) -> None:
         self.run_reduction_turn(i)
@@ -437,20 +476,20 @@ class _StageInterpreter:
         Raise :class:`Refusal` if another step is the next one, or if a gradient is incomplete.
         """
         assert i.bucket is not None
-        op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
-        waits, what = self.reductions.turn(i.bucket, self.buckets[i.bucket], (op, axes))
+        op, axes = self.states.record_reduction(i.bucket, i.op, i.axes, self.index)
+        waits, key = self.reductions.add_collective(i.bucket, self.buckets[i.bucket], (op, axes))
         of = "the gradients of bucket" if op == "GATHER" else "bucket"
-        self.start_collective(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
+        self.start_collective(waits, axes, key, f"{TURNS[op]} of {of} {i.bucket}")
 
-    def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
+    def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], key: Hashable, text: str) -> None:
         """Record a collective over the mesh axes ``axes`` that starts when the collectives with the keys ``waits`` have
         ended.
 
-        ``what``: key of the new collective, on which all participants must agree. ``text``: description for messages.
+        ``key``: key of the new collective, on which all participants must agree. ``text``: description for messages.
         """
         for other in waits:
             self.await_result(other)
-        self.trace_collective(axes, what, text, waits=False)
+        self.trace_collective(axes, key, text, waits=False)
 
     def sync(self, i: Instruction) -> None:
         """Check the SYNC instruction ``i``, which sums gradients of tied parameters over the pipeline stages that share
@@ -460,8 +499,8 @@ class _StageInterpreter:
         """
         stages = self.states.sync(i.states, self.index)
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
-            for what in self.reductions.ended(number):
-                self.await_result(what)
+            for key in self.reductions.ended(number):
+                self.await_result(key)
         event = CollectiveEvent(
             (), ("SYNC", i.states), f"sum of {', '.join(i.states)} over stages {stages}", "", stages
         )
@@ -499,26 +538,26 @@ class _StageInterpreter:
         ``op``: which part of the call runs: "F" forward, "B" backward, "I" its half for inputs, "W" its half for
         weights. ``position``: the call's position on the stage.
         """
-        for axes, what, text, node, count in self.find_bundles(op, position):
-            event = CollectiveEvent(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
+        for axes, key, text, node, count in self.find_bundles(op, position):
+            event = CollectiveEvent(axes, (key, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
             self.trace.append((self.index, event))
 
     def find_bundles(self, op: str, position: int) -> list[Bundle]:
         if (op, position) not in self.bundled:
-            self.bundled[op, position] = bundles_of(self.program, self.calls[position], op, position)
+            self.bundled[op, position] = list_collective_bundles(self.program, self.calls[position], op, position)
         return self.bundled[op, position]
 
     def trace_collective(
-        self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True
+        self, axes: tuple[str, ...], key: object, text: str, node: str = "", waits: bool = True
     ) -> None:
         """Record a collective over the mesh axes ``axes``; if ``axes`` is empty, record nothing.
 
-        ``what``: key on which all participants must agree. ``text``: description for messages. ``node``: name of the
+        ``key``: key on which all participants must agree. ``text``: description for messages. ``node``: name of the
         graph node, if a graph runs the collective. ``waits``: whether the rank blocks until all members have entered
         it.
         """
         if axes:
-            self.trace.append((self.index, CollectiveEvent(axes, what, text, node, (), waits)))
+            self.trace.append((self.index, CollectiveEvent(axes, key, text, node, (), waits)))
 
     # --- at the end -------------------------------------------------------------------------------------------------
 
@@ -534,28 +573,36 @@ class _StageInterpreter:
             if (position, microbatch) not in self.forward:
                 raise Refusal("missing", f"{self.format_path(position)} never runs forward on microbatch {microbatch}")
         if self.of_prologue and self.total_at is None:
-            raise Refusal("missing", "the totals are never added up")
+            raise Refusal("missing", "never sums the totals of the prologue over the ranks: add a TOTAL")
         if self.program.objective == "train" and self.states.stepped is None:
-            raise Refusal("missing", "there is no STEP")
+            raise Refusal("missing", "never reaches STEP; expected one, when all gradients are complete: add it")
         for output in self.program.outputs:
             if output.stage == self.stage and output.value is not None:
                 self.check_taken(output.value, f"the output {output.path!r}")
         for place, index in self.alive.items():
-            raise Refusal("leak", f"{place_text(place)} is made here and never freed", FaultLocation(index=index))
+            raise Refusal(
+                "leak",
+                f"{format_value_place(place)} is computed or received here and never freed: add a FREE",
+                FaultLocation(index=index),
+            )
         self.parameters.finish()
         self.hosted.finish()
         self.updates.finish()
         self.gradients.finish()
 
-    def check_taken(self, value: str, what: str) -> None:
+    def check_taken(self, value: str, label: str) -> None:
         """Raise :class:`Refusal` unless the tensor that is named ``value`` in the program was created on this rank in
-        every microbatch; it may be freed by now. ``what``: what the tensor is in the model, such as "the output
+        every microbatch; it may be freed by now. ``label``: what the tensor is in the model, such as "the output
         'logits'", for the message.
         """
         for microbatch in range(self.program.num_microbatches):
             place = self.find_place(value, microbatch)
             if place not in self.alive and place not in self.freed:
-                raise Refusal("missing", f"{what} is {place_text(place)}, which this stage never makes")
+                raise Refusal(
+                    "missing",
+                    f"{label} is {format_value_place(place)}, which this stage never computes or receives: add the "
+                    "instruction",
+                )
 
     def format_path(self, position: int) -> str:
         return repr(self.calls[position].data.path)

@@ -203,9 +203,9 @@ class TraceRunner:
         """
         while self.runnable:
             self.advance_rank(self.runnable.popleft())
-        stuck = [r for r, trace in self.traces.items() if r in self.inside or self.position[r] < len(trace)]
-        if stuck:
-            raise self.describe_deadlock(stuck)
+        waiting_ranks = [r for r, trace in self.traces.items() if r in self.inside or self.position[r] < len(trace)]
+        if waiting_ranks:
+            raise self.describe_deadlock(waiting_ranks)
         for (source, target, _), channel in self.channels.items():
             if channel.sent:
                 event, index = channel.sent[0]
@@ -240,7 +240,7 @@ class TraceRunner:
 
     # --- groups -----------------------------------------------------------------------------------------------------
 
-    def group_of(self, rank: int, event: CollectiveEvent) -> _GroupProgress:
+    def get_group_progress(self, rank: int, event: CollectiveEvent) -> _GroupProgress:
         """Return the record of the collectives of the process group in which ``rank`` runs the collective ``event``.
         The record is created at the group's first use.
         """
@@ -265,13 +265,13 @@ class TraceRunner:
         Return the record of the process group, and the number of the collective in it, from 0. Raise :class:`Mismatch`
         if other ranks entered a different collective.
         """
-        group = self.group_of(rank, event)
+        group = self.get_group_progress(rank, event)
         number = group.entered.get(rank, 0)
         group.entered[rank] = number + 1
         if number == len(group.operations):
             group.operations.append(_GroupOperation(rank, index, event))
         operation = group.operations[number]
-        if operation.event is not event and operation.event.what != event.what:
+        if operation.event is not event and operation.event.key != event.key:
             raise self.create_mismatch(rank, index, event, operation)
         operation.arrived += 1
         if group.is_complete(number) and group.waiting:
@@ -319,7 +319,7 @@ class TraceRunner:
         return [
             (group, number)
             for group, number in self.started[rank]
-            if not group.is_complete(number) and event.what in (None, group.operations[number].event.what)
+            if not group.is_complete(number) and event.key in (None, group.operations[number].event.key)
         ]
 
     # --- transfers --------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class TraceRunner:
             channel.waiting = True
             return False
         sent, sent_at = channel.sent.popleft()
-        if sent.what != event.what:
+        if sent.key != event.key:
             if source in self.suspects and rank not in self.suspects:
                 message = f"sends {sent.text} to rank {rank}, which receives {event.text} at its instruction {index}"
                 raise Mismatch("match", message, source, sent_at)
@@ -362,17 +362,17 @@ class TraceRunner:
 
     # --- those that wait for ever -----------------------------------------------------------------------------------
 
-    def describe_deadlock(self, stuck: list[int]) -> Mismatch:
+    def describe_deadlock(self, waiting_ranks: list[int]) -> Mismatch:
         """Return the error for a deadlock. It lists the ranks that wait for each other in a cycle.
 
         If there is no cycle, it lists the chain of waiting ranks up to one that waits for a rank which has ended.
-        ``stuck``: the ranks that cannot proceed.
+        ``waiting_ranks``: the ranks that cannot proceed.
         """
-        rank = next((r for r in stuck if r in self.suspects), stuck[0])
+        rank = next((r for r in waiting_ranks if r in self.suspects), waiting_ranks[0])
         chain: list[int] = []
         while rank not in chain:
             chain.append(rank)
-            still = [self.classes[r] for r in self.waits_for(rank)[1] if self.classes[r] in stuck]
+            still = [self.classes[r] for r in self.describe_wait(rank)[1] if self.classes[r] in waiting_ranks]
             if not still:
                 break
             rank = still[0]
@@ -381,16 +381,16 @@ class TraceRunner:
         start = circle.index(first)
         lines = []
         for r in (circle[start:] + circle[:start])[:8]:
-            what, others, index, _ = self.waits_for(r)
-            ended = [o for o in others if self.classes[o] not in stuck]
+            what, others, index, _ = self.describe_wait(r)
+            ended = [o for o in others if self.classes[o] not in waiting_ranks]
             end = f", of which {_format_ranks(ended)} will not come" if ended else ""
             lines.append(f"rank {r} at instruction {index} {what}, waiting for rank {_format_ranks(others)}{end}")
-        index, node = self.waits_for(first)[2:]
-        number = sum(c in stuck for c in self.classes)
+        index, node = self.describe_wait(first)[2:]
+        number = sum(c in waiting_ranks for c in self.classes)
         message = f"waits for ever ({number} of {len(self.classes)} ranks are stuck): " + "; ".join(lines)
         return Mismatch("deadlock", message, first, index, node)
 
-    def waits_for(self, rank: int) -> tuple[str, list[int], int, str]:
+    def describe_wait(self, rank: int) -> tuple[str, list[int], int, str]:
         """Return four values for ``rank``, which cannot proceed: what it does (as text), the ranks for which it waits,
         the position of its instruction, and the name of the graph node (empty if the instruction runs no graph).
         """

@@ -96,15 +96,15 @@ def _rebuild_error(text: str, rank: int, index: int, instruction: str, node: str
 Place = tuple[str, int | None]  # value, microbatch; a total has none
 
 
-def place_text(place: Place) -> str:
+def format_value_place(place: Place) -> str:
     return f"{place[0]!r} of microbatch {place[1]}" if place[1] is not None else f"the total {place[0]!r}"
 
 
-def moved_text(i: Instruction) -> str:
+def format_moved(i: Instruction) -> str:
     gradients = "gradients of " if i.op.endswith("_B") else ""
     return f"{gradients}{', '.join(i.values)} of microbatch {i.microbatch}"
 
 
-def use_text(use: CollectiveUse) -> str:
+def format_collective_use(use: CollectiveUse) -> str:
     source = f" ({use.source})" if use.source else ""
     return f"{use.op} {use.dtype}{list(use.shape)} over {use.axis}{source}"

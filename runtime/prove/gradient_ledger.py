@@ -1,8 +1,7 @@
 """Track the gradients of one rank through its instructions: which calls have added to each, and when it is used.
 
-:func:`gradient_returns` finds the stages that send a gradient back: those that received the value, if a call there or
-on a later stage contributes to its gradient.
-"""
+:func:`find_gradient_returns` finds the stages that send a gradient back: those that received the value, if a call there
+or on a later stage contributes to its gradient."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from collections.abc import Collection, Sequence
 
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import Instruction
-from partitioner.runtime.program.sharded_buckets import Turn, list_reduction_turns, zero_axes
+from partitioner.runtime.program.sharded_buckets import Turn, list_reduction_collectives, zero_axes
 from partitioner.runtime.prove.errors import FaultLocation, Refusal
 
 Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 
 
-def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
+def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
     """Return, for each pipeline stage, the gradients that it must receive from other stages, as (value, microbatch) ->
     the indices of the stages that send a part of the gradient.
 
@@ -96,15 +95,22 @@ class ValueGradients:
         """
         gone = self.freed.get(key, self.taken.get(key))
         if gone is not None:
-            raise Refusal("gradient", f"adds to the gradient of {_format_key(key)}, which went at instruction {gone}")
+            raise Refusal(
+                "gradient",
+                f"adds to the gradient of {_format_key(key)} after instruction {gone} has used it: move it before",
+            )
         added = self.added.setdefault(key, set())
         if adder in added:
-            raise Refusal("twice", f"adds to the gradient of {_format_key(key)} a second time")
+            raise Refusal(
+                "twice", f"adds to the gradient of {_format_key(key)} a second time: remove one of the additions"
+            )
         added.add(adder)
 
     def receive(self, key: Key, peer: int, index: int) -> None:
         if peer not in self.returns.get(key, ()):
-            raise Refusal("gradient", f"no gradient of {_format_key(key)} comes back from stage {peer}")
+            raise Refusal(
+                "gradient", f"receives a gradient of {_format_key(key)} from stage {peer}, which sends none: remove it"
+            )
         self.add(key, ("stage", peer), index)
 
     def take(self, key: Key, index: int) -> None:
@@ -114,20 +120,30 @@ class ValueGradients:
         gradient is incomplete, freed, or already used.
         """
         if key in self.freed:
-            raise Refusal("order", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
+            raise Refusal(
+                "order",
+                f"uses the gradient of {_format_key(key)}, freed at instruction {self.freed[key]}: free it later",
+            )
         if key in self.taken:
-            raise Refusal("twice", f"the gradient of {_format_key(key)} was taken at instruction {self.taken[key]}")
+            raise Refusal(
+                "twice",
+                f"uses the gradient of {_format_key(key)} after instruction {self.taken[key]} has used it: remove one",
+            )
         added = self.added.get(key, set())
         for position in self.readers.get(key[0], ()):
             if position not in added:
                 late = self.calls[position].data.path
                 raise Refusal(
-                    "gradient", f"the gradient of {_format_key(key)} is not whole: {late!r} has yet to add to it"
+                    "gradient",
+                    f"uses the gradient of {_format_key(key)} before the backward of {late!r} has added to it: move "
+                    "it behind",
                 )
         for peer in self.returns.get(key, ()):
             if ("stage", peer) not in added:
                 raise Refusal(
-                    "gradient", f"the gradient of {_format_key(key)} is not whole: stage {peer}'s part is missing"
+                    "gradient",
+                    f"uses the gradient of {_format_key(key)} before the part of stage {peer} is received: move it "
+                    "behind",
                 )
         self.taken[key] = index
 
@@ -138,17 +154,24 @@ class ValueGradients:
         ``key``: (name of the tensor, microbatch). ``index``: position of the instruction.
         """
         if key in self.freed:
-            raise Refusal("twice", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
+            raise Refusal(
+                "twice", f"frees the gradient of {_format_key(key)}, freed at instruction {self.freed[key]}: remove one"
+            )
         if key not in self.added:
-            raise Refusal("order", f"there is no gradient of {_format_key(key)} to free")
+            raise Refusal(
+                "order",
+                f"frees the gradient of {_format_key(key)}, to which nothing was added: there is nothing to free",
+            )
         if key not in self.taken:
-            raise Refusal("gradient", f"the gradient of {_format_key(key)} is freed before it is used")
+            raise Refusal(
+                "gradient", f"frees the gradient of {_format_key(key)} before it is used: move FREE behind its last use"
+            )
         self.freed[key] = index
 
     def finish(self) -> None:
         for key in self.added:
             if key not in self.freed:
-                raise Refusal("leak", f"the gradient of {_format_key(key)} is never freed")
+                raise Refusal("leak", f"never frees the gradient of {_format_key(key)}: add a FREE behind its last use")
 
 
 def _format_key(key: Key) -> str:
@@ -183,7 +206,8 @@ class StateGradients:
         self.scattered: dict[int, int] = {}  # bucket -> index of the last
         self.synced: dict[str, int] = {}
         self.due = [
-            () if n in self.idle else list_reduction_turns(self.program, b) for n, b in enumerate(self.here.buckets)
+            () if n in self.idle else list_reduction_collectives(self.program, b)
+            for n, b in enumerate(self.here.buckets)
         ]
         self.turned: dict[int, list[int]] = {}  # bucket -> index of each turn of its reduction
         self.sealed: dict[str, int] = {}  # state -> index of what took its gradient
@@ -198,7 +222,9 @@ class StateGradients:
         """
         if state in self.sealed:
             raise Refusal(
-                "gradient", f"adds to the gradient of {state!r} after instruction {self.sealed[state]} took it"
+                "gradient",
+                f"adds to the gradient of {state!r} after instruction {self.sealed[state]} has reduced it: move it "
+                "before",
             )
         self.missing[state].discard((position, microbatch))
         if state in self.home:
@@ -213,43 +239,59 @@ class StateGradients:
         further, or, under ZeRO 1, if they are incomplete.
         """
         if number not in self.shared or not self.shared[number].axes:
-            raise Refusal("fields", f"bucket {number} is not shared, or has no gradients: there is nothing to scatter")
+            raise Refusal(
+                "fields",
+                f"reduce-scatters bucket {number}, which ZeRO does not shard or which has no gradients: remove the "
+                "SCATTER",
+            )
         self.before_step()
         states = self.shared[number].states
         for state in states:
             if state in self.sealed:
-                raise Refusal("order", f"comes after instruction {self.sealed[state]} took the gradient of {state!r}")
+                raise Refusal(
+                    "order",
+                    f"comes after instruction {self.sealed[state]} has reduced the gradient of {state!r}: move it "
+                    "before",
+                )
         if self.unscattered.isdisjoint(states) and not self.passes_over:
             raise Refusal(
-                "twice", f"nothing was added to bucket {number} since instruction {self.scattered.get(number)}"
+                "twice",
+                f"reduce-scatters bucket {number}, to which nothing was added since instruction "
+                f"{self.scattered.get(number)}: remove the SCATTER",
             )
         if self.program.zero < 2:  # the whole gradient is kept, and would be counted again
             for state in states:
-                self.whole(state)
+                self.check_whole(state)
                 self.sealed[state] = index
         self.unscattered.difference_update(states)
         self.scattered[number] = index
 
-    def pieces(self, number: int) -> None:
+    def check_pieces(self, number: int) -> None:
         """Raise :class:`Refusal` unless all gradients of bucket ``number``, which ZeRO shards, are complete and
         reduce-scattered, so that this rank has its pieces of the sums.
 
         A bucket is a set of parameters that are reduced together; ``number`` is its index.
         """
         for state in self.shared[number].states:
-            self.whole(state)
+            self.check_whole(state)
             if state in self.unscattered:
-                raise Refusal("order", f"bucket {number} is to be scattered first: {state!r} was added to since")
+                raise Refusal(
+                    "order",
+                    f"needs bucket {number} before the last addition to {state!r} was reduce-scattered: add a "
+                    "SCATTER before",
+                )
 
-    def whole(self, state: str) -> None:
+    def check_whole(self, state: str) -> None:
         """Raise :class:`Refusal` unless all backwards that add to the gradient of the parameter ``state`` have run."""
         if self.missing.get(state):
             position, microbatch = min(self.missing[state])
             late = self.here.calls[position].path
-            message = f"the gradient of {state!r} lacks the backward of {late!r} on microbatch {microbatch}"
+            message = (
+                f"the gradient of {state!r} lacks the backward of {late!r} on microbatch {microbatch}: move it behind"
+            )
             raise Refusal("gradient", message, FaultLocation(state=state))
 
-    def turn(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
+    def record_reduction(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
         """Record the next collective that reduces the gradients of bucket ``number``, and return its kind and mesh
         axes.
 
@@ -261,26 +303,38 @@ class StateGradients:
         due, done = self.due[number], self.turned.setdefault(number, [])
         self.before_step()
         if not due or (op, axes) not in [(kind, () if kind == "REDUCE" else over) for kind, over in due]:
-            why = "has other levels"
+            why = "its reduction has other levels"
             if op == "REDUCE" or not due:
-                why = "nothing here adds to it" if number in self.idle else "is shared over all of its axes"
-            raise Refusal("fields", f"bucket {number}: {why}, there is nothing to {op.lower()}")
+                why = (
+                    "no backward of this stage adds to it"
+                    if number in self.idle
+                    else "ZeRO shards it over all axes of its reduction"
+                )
+            raise Refusal(
+                "fields", f"bucket {number}: {why}, so that there is nothing to {op.lower()}: remove the {op}"
+            )
         if len(done) == len(due):
-            raise Refusal("twice", f"bucket {number} was already reduced at instruction {done[-1]}")
+            raise Refusal("twice", f"bucket {number} was already reduced at instruction {done[-1]}: remove the {op}")
         kind, over = due[len(done)]
         if (op, axes) != (kind, () if kind == "REDUCE" else over):
-            raise Refusal("order", f"what comes next for bucket {number} is {kind} over {', '.join(over)}")
+            raise Refusal(
+                "order", f"the next collective of bucket {number} must be {kind} over {', '.join(over)}: got {op}"
+            )
         if number in self.shared:
-            self.pieces(number)
+            self.check_pieces(number)
         for state in self.here.buckets[number].states:
-            self.whole(state)
+            self.check_whole(state)
             if number not in self.shared and state in self.tied and state not in self.synced:
-                raise Refusal("order", f"bucket {number} has the tied state {state!r}, which must be SYNCed first")
+                raise Refusal(
+                    "order",
+                    f"reduces bucket {number} before SYNC has summed its tied state {state!r} over stages: put SYNC "
+                    "before",
+                )
             self.sealed[state] = index
         done.append(index)
         return due[len(done) - 1]
 
-    def reduced(self, number: int) -> bool:
+    def is_reduced(self, number: int) -> bool:
         """Return whether all collectives that reduce the gradients of bucket ``number`` (an index) have been started.
 
         A bucket is a set of parameters that are reduced together.
@@ -297,20 +351,33 @@ class StateGradients:
         among: set[tuple[int, ...]] = set()
         for state in states:
             if state not in self.tied:
-                raise Refusal("fields", f"the state {state!r} is not tied on this stage, or has no gradient")
+                raise Refusal(
+                    "fields",
+                    f"the state {state!r} is not tied on this stage, or has no gradient: do not name it in SYNC",
+                )
             if state in self.synced:
-                raise Refusal("twice", f"the state {state!r} was synced at instruction {self.synced[state]}")
-            self.whole(state)
+                raise Refusal(
+                    "twice",
+                    f"the gradient of {state!r} was summed over stages at instruction {self.synced[state]}: remove "
+                    "one SYNC",
+                )
+            self.check_whole(state)
             if state in self.home:
-                self.pieces(self.home[state])
-                if not self.reduced(self.home[state]):
+                self.check_pieces(self.home[state])
+                if not self.is_reduced(self.home[state]):
                     raise Refusal(
-                        "order", f"bucket {self.home[state]} has the tied state {state!r} and is to be REDUCEd"
+                        "order",
+                        f"sums the tied state {state!r} over stages before its bucket {self.home[state]} is reduced: "
+                        "REDUCE first",
                     )
             self.synced[state] = self.sealed[state] = index
             among.add(self.program.states[state].stages)
         if len(among) != 1:
-            raise Refusal("fields", f"the states {', '.join(states)} are not shared by the same stages: {among}")
+            raise Refusal(
+                "fields",
+                f"the states {', '.join(states)} are on different stages, {among}: give each set of stages its own "
+                "SYNC",
+            )
         return among.pop()
 
     def offload(self, state: str, index: int) -> None:
@@ -319,19 +386,28 @@ class StateGradients:
 
         Raise :class:`Refusal` unless the gradient is complete and reduced.
         """
-        self.whole(state)
+        self.check_whole(state)
         if state in self.tied and state not in self.synced:
-            raise Refusal("order", f"the tied state {state!r} is to be SYNCed first")
+            raise Refusal(
+                "order",
+                f"copies the gradient of the tied state {state!r} before SYNC has summed it over stages: SYNC first",
+            )
         if state in self.home:
-            self.pieces(self.home[state])
+            self.check_pieces(self.home[state])
         for number, bucket in enumerate(self.here.buckets):
-            if state in bucket.states and not self.reduced(number):
-                raise Refusal("order", f"bucket {number}, which has {state!r}, is to be REDUCEd first")
+            if state in bucket.states and not self.is_reduced(number):
+                raise Refusal(
+                    "order",
+                    f"copies the gradient of {state!r} before its bucket {number} is reduced: put REDUCE before",
+                )
         self.sealed[state] = index
 
     def before_step(self) -> None:
         if self.stepped is not None:
-            raise Refusal("order", f"comes after STEP at instruction {self.stepped}")
+            raise Refusal(
+                "order",
+                f"comes after STEP at instruction {self.stepped}, when gradients must be complete: move it before",
+            )
 
     def step(self, index: int) -> None:
         """Record the instruction at position ``index`` after which the optimizer reads the gradients.
@@ -339,15 +415,17 @@ class StateGradients:
         Raise :class:`Refusal` unless all gradients are complete and reduced.
         """
         if self.stepped is not None:
-            raise Refusal("twice", f"STEP was already reached at instruction {self.stepped}")
+            raise Refusal("twice", f"is a second STEP, after that at instruction {self.stepped}: remove one")
         for state in self.missing:
-            self.whole(state)
+            self.check_whole(state)
         for state in sorted(self.tied - self.synced.keys()):
-            raise Refusal("missing", f"the tied state {state!r} is never synced")
+            raise Refusal(
+                "missing", f"the gradient of the tied state {state!r} is never summed over its stages: add a SYNC"
+            )
         for number in self.shared:
             if self.shared[number].axes:
-                self.pieces(number)
+                self.check_pieces(number)
         for number in range(len(self.here.buckets)):
-            if not self.reduced(number):
-                raise Refusal("missing", f"bucket {number} is never reduced")
+            if not self.is_reduced(number):
+                raise Refusal("missing", f"bucket {number} is never reduced: add a REDUCE")
         self.stepped = index

@@ -14,7 +14,7 @@ from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import CollectiveEvent, Instruction
 from partitioner.runtime.program.program import Program, StateData
 from partitioner.runtime.program.sharded_buckets import zero_axes
-from partitioner.runtime.program.state_bytes import host_states
+from partitioner.runtime.program.state_bytes import list_host_states
 from partitioner.runtime.prove.errors import FaultLocation, Refusal
 from partitioner.runtime.prove.gradient_ledger import StateGradients
 
@@ -44,10 +44,16 @@ class ActivationOffloads:
         runs = [(p, i.microbatch) for p in range(*i.calls) if self.calls[p].has_backward]
         for run in runs:
             if run not in forward:
-                raise Refusal("order", f"what {self._format_run(run)} keeps is not there: it has not run forward")
+                raise Refusal(
+                    "order",
+                    f"moves the saved activations of {self._format_run(run)} before its forward: move it behind the "
+                    "forward",
+                )
             if any(run in gone for gone in backward):
                 raise Refusal(
-                    "order", f"the saved activations of {self._format_run(run)} were freed: its backward has run"
+                    "order",
+                    f"moves the saved activations of {self._format_run(run)} after its backward has freed them: move "
+                    "it before",
                 )
         return runs
 
@@ -59,10 +65,15 @@ class ActivationOffloads:
         before.
         """
         if not self.offloads:
-            raise Refusal("fields", "moves activations to host memory, which the program does not say it does")
+            raise Refusal(
+                "fields", "moves activations to host memory, but the program offloads none: remove it, or set `offload`"
+            )
         at = self.away.get(run, self.back.get(run))
         if at is not None:
-            raise Refusal("twice", f"what {self._format_run(run)} keeps was moved before: see instruction {at}")
+            raise Refusal(
+                "twice",
+                f"the saved activations of {self._format_run(run)} were moved at instruction {at}: remove one OFFLOAD",
+            )
         self.away[run] = index
 
     def fetch(self, run: Run, index: int) -> None:
@@ -73,9 +84,15 @@ class ActivationOffloads:
         as a layer.
         """
         if run in self.back:
-            raise Refusal("twice", f"what {self._format_run(run)} keeps came back at instruction {self.back[run]}")
+            raise Refusal(
+                "twice",
+                f"the saved activations of {self._format_run(run)} came back at instruction {self.back[run]}: remove "
+                "one",
+            )
         if run not in self.away:
-            raise Refusal("order", f"what {self._format_run(run)} keeps is not in host memory")
+            raise Refusal(
+                "order", f"the saved activations of {self._format_run(run)} are not in host memory: OFFLOAD them first"
+            )
         del self.away[run]
         self.back[run] = index
 
@@ -86,9 +103,10 @@ class ActivationOffloads:
         """
         if run in self.away:
             message = (
-                f"reads what {self._format_run(run)} keeps, which went to host memory at instruction {self.away[run]}"
+                f"reads the saved activations of {self._format_run(run)}, which went to host memory at instruction "
+                f"{self.away[run]}"
             )
-            raise Refusal("order", f"{message} and was not fetched")
+            raise Refusal("order", f"{message} and were not fetched: add a FETCH before")
 
     def _format_run(self, run: Run) -> str:
         return f"{self.calls[run[0]].data.path!r} of microbatch {run[1]}"
@@ -106,7 +124,7 @@ class HostStates:
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]
-        self.hosted = host_states(facts.program, stage)
+        self.hosted = list_host_states(facts.program, stage)
         self.gradients = gradients
         self.passing = "parameters" in facts.program.offload
         self.sharded = {s for b in self.here.buckets for s in b.states if zero_axes(self.program, b.states)}
@@ -123,9 +141,9 @@ class HostStates:
         """
         for state in states:
             if state not in self.hosted:
-                raise Refusal("fields", f"{state!r} is not in host memory: there is nothing to fetch")
+                raise Refusal("fields", f"fetches {state!r}, whose values are not in host memory: remove it")
             if state in self.there:
-                raise Refusal("twice", f"{state!r} was fetched at instruction {self.there[state]}")
+                raise Refusal("twice", f"{state!r} was fetched at instruction {self.there[state]}: remove one FETCH")
             self.there[state] = index
 
     def read(self, states: Sequence[str], gather: bool = False) -> None:
@@ -139,7 +157,7 @@ class HostStates:
                 continue  # a call reads what was gathered
             if state not in self.there:
                 gone = f"freed at instruction {self.freed[state]}" if state in self.freed else "never fetched"
-                raise Refusal("order", f"reads {state!r}, which is in host memory and was {gone}")
+                raise Refusal("order", f"reads {state!r}, which is in host memory and was {gone}: add a FETCH before")
             if gather and self.passing:  # the GATHER forgets them
                 self.freed[state] = self.there.pop(state)
 
@@ -150,10 +168,13 @@ class HostStates:
         """
         for state in states:
             if state not in self.hosted or state in self.sharded or not self.passing:
-                raise Refusal("fields", f"the state {state!r} stays on the device: it is not to be freed")
+                raise Refusal("fields", f"frees the state {state!r}, which must stay on the device: remove it")
             if state not in self.there:
                 again = f"was freed at instruction {self.freed[state]}" if state in self.freed else "was never fetched"
-                raise Refusal("twice" if state in self.freed else "order", f"the state {state!r} {again}")
+                raise Refusal(
+                    "twice" if state in self.freed else "order",
+                    f"frees the state {state!r}, which {again}: remove the FREE",
+                )
             del self.there[state]
             self.freed[state] = index
 
@@ -166,15 +187,25 @@ class HostStates:
         self.gradients.before_step()
         for state in states:
             if state not in self.wanted:
-                raise Refusal("fields", f"no gradient of {state!r} is wanted in host memory")
+                raise Refusal(
+                    "fields",
+                    f"copies the gradient of {state!r} to host memory, where the optimizer does not read it: remove it",
+                )
             if state in self.taken:
-                raise Refusal("twice", f"the gradient of {state!r} went at instruction {self.taken[state]}")
+                raise Refusal(
+                    "twice",
+                    f"the gradient of {state!r} was copied to host memory at instruction {self.taken[state]}: remove "
+                    "one",
+                )
             self.gradients.offload(state, index)
             self.taken[state] = index
 
     def step(self) -> None:
         for state in sorted(self.wanted - self.taken.keys()):
-            raise Refusal("missing", f"the gradient of {state!r} never reaches host memory, where it is stepped")
+            raise Refusal(
+                "missing",
+                f"the gradient of {state!r} never reaches host memory, where the optimizer reads it: add an OFFLOAD",
+            )
 
     def finish(self) -> None:
         """Raise :class:`Refusal` if parameters that must not stay on the device were not freed by the end of the rank's
@@ -183,7 +214,9 @@ class HostStates:
         for state, index in self.there.items():
             if self.passing:
                 raise Refusal(
-                    "leak", f"the state {state!r} is fetched here and never freed", FaultLocation(index=index)
+                    "leak",
+                    f"the state {state!r} is fetched here and never freed: add a FREE",
+                    FaultLocation(index=index),
                 )
 
 
@@ -193,9 +226,9 @@ def check_updates(program: Program) -> None:
 
     ``program``: the program of all ranks.
     """
-    makers = _find_producing_stages(program)
+    producers = _find_producing_stages(program)
     for name, state in program.states.items():
-        problem = "" if state.update is None else _find_update_problem(program, state, state.update, makers)
+        problem = "" if state.update is None else _find_update_problem(program, state, state.update, producers)
         if problem:
             stage = min((s for s in state.stages if 0 <= s < len(program.stages)), default=0)
             raise Refusal("structure", f"the state {name!r} {problem}", FaultLocation(stage=stage, state=name))
@@ -207,25 +240,25 @@ def _find_producing_stages(program: Program) -> dict[str, set[int]]:
 
     ``program``: the program of all ranks.
     """
-    makers: dict[str, set[int]] = {}
+    producers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
         for call in stage.calls:
             for value in () if call.prologue else call.outputs:
-                makers.setdefault(value, set()).add(s)
-    return makers
+                producers.setdefault(value, set()).add(s)
+    return producers
 
 
-def _find_update_problem(program: Program, state: StateData, name: str, makers: dict[str, set[int]]) -> str:
+def _find_update_problem(program: Program, state: StateData, name: str, producers: dict[str, set[int]]) -> str:
     """Return why a buffer, which ``state`` describes, cannot take the values of the tensor ``name`` of the program at
     the end of a step; an empty string if it can.
 
-    ``makers``: name of a tensor -> indices of the pipeline stages that compute it.
+    ``producers``: name of a tensor -> indices of the pipeline stages that compute it.
     """
     if state.kind != "buffer":
         return f"is a {state.kind} and takes the value {name!r}: only buffers do"
     if name not in program.values:
         return f"takes the value {name!r}, which does not exist"
-    value, made_by = program.values[name], makers.get(name, set())
+    value, made_by = program.values[name], producers.get(name, set())
     if len(made_by) != 1 or not made_by <= set(state.stages):
         return f"is on the stages {state.stages} and takes {name!r}, which is made on {tuple(sorted(made_by))}"
     if (value.dtype, value.layout, value.context, state.expert_layout) != (state.dtype, state.layout, "R", "R"):
@@ -233,7 +266,7 @@ def _find_update_problem(program: Program, state: StateData, name: str, makers: 
     return ""
 
 
-def check_alike(program: Program, known: dict[str, Sameness]) -> None:
+def check_equal_updates(program: Program, known: dict[str, Sameness]) -> None:
     """Raise :class:`Refusal` if a buffer takes a new value that depends on the microbatch or on the ``dp`` rank, so
     that ranks would have different buffers.
 
@@ -242,11 +275,14 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
     """
     for name, state in program.states.items():
         if state.update is not None and state.keeps is None and known.get(state.update) == "different":
-            message = f"the state {name!r} takes {state.update!r}, which differs between the parts of the batch"
+            message = (
+                f"the new value of the state {name!r} is {state.update!r}, which differs between parts of the batch; "
+                "expected a value that is equal on all ranks"
+            )
             raise Refusal("structure", message, FaultLocation(stage=min(state.stages), state=name))
 
 
-class WrittenUpdates:
+class BufferUpdateChecks:
     """Tracks which buffers (such as running statistics) one rank of the pipeline stage ``stage`` (an index) has updated
     so far in the step, and checks that each is updated once.
     """
@@ -270,14 +306,19 @@ class WrittenUpdates:
         """
         together = {self.program.states[s].stages for s in states}
         if len(together) > 1:
-            raise Refusal("fields", f"updates states of different stages: {', '.join(states)}")
+            raise Refusal(
+                "fields",
+                f"updates states of different stages, {', '.join(states)}: use an UPDATE for each set of stages",
+            )
         values: list[str] = []
         added: list[str] = []
         for name in states:
             if name not in self.due:
-                raise Refusal("fields", f"{name!r} is not a buffer of the stage that forward changes")
+                raise Refusal(
+                    "fields", f"updates {name!r}, which is no buffer of the stage that forward changes: remove it"
+                )
             if name in self.done:
-                raise Refusal("twice", f"{name!r} was updated at instruction {self.done[name]}")
+                raise Refusal("twice", f"{name!r} was updated at instruction {self.done[name]}: remove one UPDATE")
             self.done[name] = index
             value = self.program.states[name].update
             assert value is not None
@@ -303,7 +344,10 @@ class WrittenUpdates:
         """
         missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
         if missing and self.program.states[name].keeps is not None:
-            raise Refusal("order", f"takes the sum for {name!r}, to which microbatch {missing[0]} has not added yet")
+            raise Refusal(
+                "order",
+                f"updates {name!r} with a sum to which microbatch {missing[0]} has not added yet: move it behind",
+            )
 
     def read(self, states: Sequence[str]) -> None:
         """Raise :class:`Refusal` if one of the buffers ``states``, which a call (an execution of a block, such as a
@@ -311,9 +355,12 @@ class WrittenUpdates:
         """
         for name in states if self.done else ():
             if name in self.done:
-                raise Refusal("order", f"reads {name!r}, which was updated at instruction {self.done[name]}")
+                raise Refusal(
+                    "order",
+                    f"reads {name!r}, which was updated at instruction {self.done[name]}: move it before the UPDATE",
+                )
 
     def finish(self) -> None:
         missing = sorted(self.due - self.done.keys())
         if missing:
-            raise Refusal("missing", f"{missing[0]!r} is never updated")
+            raise Refusal("missing", f"{missing[0]!r} is never updated: add an UPDATE")

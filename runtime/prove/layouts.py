@@ -36,16 +36,25 @@ def prove_same_layout(first: Program, name: str, further: Program) -> None:
         if data.kind == "constant":
             continue
         if state not in first.states:
-            raise LayoutError(f"program {name!r} has the {data.kind} {state!r}, which the first has not")
+            raise LayoutError(
+                f"program {name!r} has the {data.kind} {state!r}, which the first program does not have; expected "
+                "the same states"
+            )
         difference = _find_difference(first.states[state], data, further.objective == "train")
         if difference:
             raise LayoutError(f"{state!r} in program {name!r} {difference}, as in the first program")
     for s, (own, other) in enumerate(zip(first.stages, further.stages, strict=True)):
         known = {bucket.states for bucket in own.buckets}
         if further.objective == "train" and own.buckets != other.buckets:
-            raise LayoutError(f"stage {s} of program {name!r} reduces gradients in other buckets")
+            raise LayoutError(
+                f"stage {s} of program {name!r} reduces gradients in other buckets than the first program; expected "
+                "the same"
+            )
         if any(bucket.states not in known for bucket in other.buckets):
-            raise LayoutError(f"stage {s} of program {name!r} gathers parameters in other buckets")
+            raise LayoutError(
+                f"stage {s} of program {name!r} gathers parameters in other buckets than the first program; expected "
+                "the same"
+            )
 
 
 def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
@@ -64,7 +73,7 @@ def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
             if data.path not in further.caches:
                 continue
             value = program.values[data.value]
-            stages = tuple(s for s, stage in enumerate(program.stages) if _loads(stage, data.value))
+            stages = tuple(s for s, stage in enumerate(program.stages) if _has_load(stage, data.value))
             own = data.shape, data.dtype, data.batch_dim, value.layout, value.context, stages
             other, expected = known.setdefault((generation, data.path), (name, own))
             if own != expected:
@@ -78,21 +87,21 @@ def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
                     raise LayoutError(f"block {block!r} of program {name!r} writes to a copy of a key/value cache")
 
 
-def _loads(stage: Stage, value: str) -> bool:
+def _has_load(stage: Stage, value: str) -> bool:
     """Return whether the ranks of the pipeline stage ``stage`` have an instruction that loads the batch input called
     ``value``.
     """
     return any(i.op == "LOAD" and value in i.values for i in stage.instructions)
 
 
-def _find_difference(expected: StateData, got: StateData, trains: bool) -> str:
+def _find_difference(expected: StateData, got: StateData, trained: bool) -> str:
     """Return, as text, a field in which ``expected`` and ``got``, two descriptions of one parameter or buffer, differ;
     empty if both place it on the ranks in the same way.
 
-    ``trains``: whether gradients are compared, too.
+    ``trained``: whether gradients are compared, too.
     """
-    for what in (*_LAYOUT, *(("requires_grad", "grad_axes") if trains else ())):
-        if what == "layout" and not trains and all(Layout.parse(s.layout).is_whole for s in (expected, got)):
+    for what in (*_LAYOUT, *(("requires_grad", "grad_axes") if trained else ())):
+        if what == "layout" and not trained and all(Layout.parse(s.layout).is_whole for s in (expected, got)):
             continue  # whole with either kind of gradient
         if getattr(expected, what) != getattr(got, what):
             return f"has {what}={getattr(got, what)}; expected {getattr(expected, what)}"

@@ -42,10 +42,10 @@ from partitioner.runtime.program.instructions import (
 )
 from partitioner.runtime.program.memory import peak_bytes
 from partitioner.runtime.program.program import Program, RankProgram, keep_first_microbatches
-from partitioner.runtime.prove.abstract_rank import run_list
+from partitioner.runtime.prove.abstract_rank import trace_instructions
 from partitioner.runtime.prove.cross_rank import Mismatch, TraceRunner
 from partitioner.runtime.prove.errors import FaultLocation, ProofError, Refusal
-from partitioner.runtime.prove.gradient_ledger import gradient_returns
+from partitioner.runtime.prove.gradient_ledger import find_gradient_returns
 from partitioner.runtime.prove.replication import check_wholeness
 from partitioner.runtime.prove.structure import check_structure
 
@@ -99,9 +99,11 @@ def prove(
         check_wholeness(facts)
     except Refusal as refusal:
         raise _locate_refusal(program, refusal) from None
-    own = _find_edited_lists(program, rank_programs or {})
-    lists = _select_rank_lists(program, own)
-    collectives, transfers = (_steady_counts(facts) if not own else None) or _follow_lists(facts, own)
+    rank_lists = _find_edited_lists(program, rank_programs or {})
+    lists = _select_rank_lists(program, rank_lists)
+    collectives, transfers = (_steady_counts(facts) if not rank_lists else None) or _check_lists_together(
+        facts, rank_lists
+    )
     return Proof(
         ranks=program.world_size,
         instructions=sum(len(i) for i in lists.values()),
@@ -112,15 +114,15 @@ def prove(
     )
 
 
-def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, int]:
+def _check_lists_together(facts: ProgramFacts, rank_lists: Mapping[int, Instructions]) -> tuple[int, int]:
     """Check the instructions of all ranks together. Return the numbers of collectives and of transfers that they start.
 
-    ``own``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
+    ``rank_lists``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
     ``facts``: the program, with gradients, collectives and memory of its calls.
     """
-    traces, lists = _run_lists(facts, own)
+    traces, lists = _trace_lists(facts, rank_lists)
     try:
-        TraceRunner(facts.program, traces, own.keys()).run_traces()
+        TraceRunner(facts.program, traces, rank_lists.keys()).run_traces()
     except Mismatch as mismatch:
         instruction = str(lists[mismatch.rank][mismatch.index])
         raise ProofError(
@@ -152,7 +154,7 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
     ):
         return None
     try:
-        once, twice = (_follow_lists(facts.grown(steps), {}) for steps in (1, 2))
+        once, twice = (_check_lists_together(facts.extend(steps), {}) for steps in (1, 2))
     except ProofError:
         return None
     further = first.steps - 1
@@ -165,13 +167,16 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
     ``rank_programs``: rank -> its program. Raise :class:`ProofError` if a rank's program is derived from another
     program than ``program``, or is that of another rank.
     """
-    own: dict[int, Instructions] = {}
+    rank_lists: dict[int, Instructions] = {}
     compared = {id(program)}
     for rank, given in rank_programs.items():
         if id(given.program) not in compared:
             if given.program != program:
                 raise ProofError(
-                    "is of another program", rank=rank, index=0, instruction=_format_instruction(given.instructions, 0)
+                    "the rank's list is of another program: pass the lists of this program",
+                    rank=rank,
+                    index=0,
+                    instruction=_format_instruction(given.instructions, 0),
                 )
             compared.add(id(given.program))
         if given.rank != rank or not 0 <= rank < program.world_size:
@@ -181,24 +186,23 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
             continue
         stage, share = program.stages[program.coordinates(rank)["pp"]], len(given.share)
         if given.own != keep_first_microbatches(stage.instructions, program, share):
-            own[rank] = given.own
-    return own
+            rank_lists[rank] = given.own
+    return rank_lists
 
 
-def _run_lists(
-    facts: ProgramFacts, own: Mapping[int, Instructions]
+def _trace_lists(
+    facts: ProgramFacts, rank_lists: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
     """Return the communication events of every rank, as pairs (instruction index, event), and the instructions of every
     rank.
 
-    ``own``: rank -> instructions, for ranks with an edited list. Ranks whose whole pipeline runs the same lists share
-    one tuple of events. ``facts``: the program, with gradients, collectives and memory of its calls.
-    """
-    program, lists = facts.program, _select_rank_lists(facts.program, own)
+    ``rank_lists``: rank -> instructions, for ranks with an edited list. Ranks whose whole pipeline runs the same lists
+    share one tuple of events. ``facts``: the program, with gradients, collectives and memory of its calls."""
+    program, lists = facts.program, _select_rank_lists(facts.program, rank_lists)
     stride, num_stages = program.strides["pp"], len(program.stages)
     shares = _count_microbatches(program)
-    of_share = {share: facts.of_share(share) for share in set(shares)}
-    edited = dict.fromkeys(rank % stride for rank in sorted(own))
+    of_share = {share: facts.restrict_to_share(share) for share in set(shares)}
+    edited = dict.fromkeys(rank % stride for rank in sorted(rank_lists))
     first = {share: c for c, share in reversed([*enumerate(shares)]) if c not in edited}
     known: dict[tuple[int, ...], list[Trace]] = {}
     found: dict[int, list[Trace]] = {}  # by the first rank of the pipeline
@@ -207,15 +211,15 @@ def _run_lists(
         run = [lists[rank] for rank in ranks]
         key = tuple(map(id, run))
         if key not in known:
-            known[key] = _run_column(of_share[shares[column]], ranks, run)
+            known[key] = _trace_pipeline(of_share[shares[column]], ranks, run)
         found[column] = known[key]
     of_columns = [found[c if c in edited else first[share]] for c, share in enumerate(shares)]
     traces = {s * stride + c: of[s] for s in range(num_stages) for c, of in enumerate(of_columns)}
     return traces, lists
 
 
-def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
-    """Return a dict from each rank to its instructions: its edited list in ``own``, or its pipeline stage's list
+def _select_rank_lists(program: Program, rank_lists: Mapping[int, Instructions]) -> dict[int, Instructions]:
+    """Return a dict from each rank to its instructions: its edited list in ``rank_lists``, or its pipeline stage's list
     without the microbatches that the rank does not have.
 
     ``program``: the program of all ranks.
@@ -225,7 +229,7 @@ def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dic
     for s, stage in enumerate(program.stages):
         of = {share: keep_first_microbatches(stage.instructions, program, share) for share in set(shares)}
         lists |= {s * len(shares) + column: of[share] for column, share in enumerate(shares)}
-    return lists | dict(own)
+    return lists | dict(rank_lists)
 
 
 def _count_microbatches(program: Program) -> list[int]:
@@ -238,17 +242,17 @@ def _count_microbatches(program: Program) -> list[int]:
     return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
 
 
-def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:
+def _trace_pipeline(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:
     """Return the communication events of the ranks of one pipeline: for each stage, pairs (instruction index, event).
 
     ``ranks``: the rank of each stage. ``run``: the instructions of each stage. Raise :class:`ProofError` at the first
     fault. ``facts``: the program, with gradients, collectives and memory of its calls.
     """
-    returns = gradient_returns(facts, run)
+    returns = find_gradient_returns(facts, run)
     traces = []
     for s, instructions in enumerate(run):
         try:
-            traces.append(run_list(facts, s, instructions, returns[s]))
+            traces.append(trace_instructions(facts, s, instructions, returns[s]))
         except Refusal as refusal:
             refusal.location = replace(refusal.location, stage=s)
             raise _locate_refusal(facts.program, refusal, instructions, ranks[s]) from None
@@ -271,7 +275,7 @@ def _locate_refusal(
         rank = location.stage * program.strides["pp"]
     index = location.index
     if index is None:
-        index = next((k for k, i in enumerate(instructions) if _is_about(program, location, i)), 0)
+        index = next((k for k, i in enumerate(instructions) if _uses_location(program, location, i)), 0)
     return ProofError(
         refusal.message,
         rank=rank,
@@ -282,7 +286,7 @@ def _locate_refusal(
     )
 
 
-def _is_about(program: Program, location: FaultLocation, instruction: Instruction) -> bool:
+def _uses_location(program: Program, location: FaultLocation, instruction: Instruction) -> bool:
     """Return whether ``instruction`` uses what ``location``, the location of a fault, names: a call (an execution of a
     block, such as a layer), a parameter or buffer, or a set of parameters that are reduced together. The fault is
     reported at the first such instruction.

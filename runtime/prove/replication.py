@@ -15,7 +15,7 @@ from partitioner.passes.ir.verify import Sameness, compare_across_ranks, find_di
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.program import CallData, Program, StateData
 from partitioner.runtime.prove.errors import FaultLocation, Refusal
-from partitioner.runtime.prove.host_memory import check_alike
+from partitioner.runtime.prove.host_memory import check_equal_updates
 from partitioner.runtime.prove.structure import DATA_AXES
 
 AXES = ("tp", "cp")  # the axes over which blocks are sharded
@@ -30,7 +30,7 @@ def check_wholeness(facts: ProgramFacts) -> None:
     """
     for axis in AXES:
         _check_axis(axis, facts)
-    _over_batch(facts)
+    _check_batch_sameness(facts)
 
 
 def _check_axis(axis: str, facts: ProgramFacts) -> None:
@@ -75,7 +75,7 @@ def _find_layout_kind(axis: str, program: Program, value: str) -> str:
     return Layout.parse(program.values[value].layout if axis == "tp" else program.values[value].context).kind
 
 
-def _state_layout(axis: str, state: StateData) -> str:
+def _get_layout_kind(axis: str, state: StateData) -> str:
     """Return the kind of the layout of ``state``, a parameter or buffer, over the mesh axis ``axis``: S (sharded), R or
     R' (whole), or P (partial sum).
 
@@ -95,13 +95,13 @@ def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list
     """
     program = facts.program
     states: list[Sameness] = [
-        "different" if _is_apart(axis, program, n) else _VALUES[_state_layout(axis, program.states[n])]
+        "different" if _has_different_experts(axis, program, n) else _VALUES[_get_layout_kind(axis, program.states[n])]
         for n in call.states
     ]
     return states + [_VALUES[_find_layout_kind(axis, program, n)] for n in call.inputs]
 
 
-def _is_apart(axis: str, program: Program, state: str) -> bool:
+def _has_different_experts(axis: str, program: Program, state: str) -> bool:
     """Return whether ranks along the mesh axis ``axis`` hold the weights of different experts in the parameter
     ``state``.
 
@@ -152,8 +152,8 @@ def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     whole = [(call.inputs[i], _GRADIENTS[_find_layout_kind(axis, program, call.inputs[i])]) for i in pieces.grad_inputs]
     for i in pieces.grad_states:
         state = program.states[call.states[i]]
-        apart = bool({axis, "etp"} & set(state.grad_axes)) or _is_apart(axis, program, call.states[i])
-        whole.append((call.states[i], "different" if apart else _GRADIENTS[_state_layout(axis, state)]))
+        apart = bool({axis, "etp"} & set(state.grad_axes)) or _has_different_experts(axis, program, call.states[i])
+        whole.append((call.states[i], "different" if apart else _GRADIENTS[_get_layout_kind(axis, state)]))
     for (name, wanted), node in zip(whole, _list_graph_results(pieces.backward.graph), strict=True):
         if wanted == "alike" and node is not None and known[node.name] == "different":
             message = (
@@ -180,7 +180,7 @@ def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, 
         raise Refusal("structure", f"{call.path!r}: {found[1]}", FaultLocation(node=found[0].name))
 
 
-def _over_batch(facts: ProgramFacts) -> None:
+def _check_batch_sameness(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if an output of the model that is declared equal in every microbatch differs between
     microbatches, or if the new value of a buffer depends on the microbatch.
 
@@ -204,4 +204,4 @@ def _over_batch(facts: ProgramFacts) -> None:
         if output.value is not None and output.batch == "R" and known.get(output.value) == "different":
             message = f"the output {output.path!r} is said to be the same in every microbatch, but is not"
             raise Refusal("structure", message, FaultLocation(stage=output.stage or 0))
-    check_alike(program, known)
+    check_equal_updates(program, known)

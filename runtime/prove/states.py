@@ -2,8 +2,8 @@
 
 Parameters, buffers and constants must have valid layouts, stages and buckets. :class:`Parameters` checks that a sharded
 parameter is gathered before a call reads it. :class:`PendingReductions` tracks the reductions in progress, and which of
-them must end before another one starts. :func:`bundles_of` groups consecutive collectives of a call over the same axes:
-a rank that enters one of them enters all.
+them must end before another one starts. :func:`list_collective_bundles` groups consecutive collectives of a call over
+the same axes: a rank that enters one of them enters all.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from partitioner.runtime.program.sharded_buckets import (
     GATHERING,
     ScatterQueue,
     Turn,
-    level_problem,
+    find_level_problem,
     split_axes,
     zero_axes,
 )
-from partitioner.runtime.prove.errors import FaultLocation, Refusal, use_text
+from partitioner.runtime.prove.errors import FaultLocation, Refusal, format_collective_use
 
 
 def check_state(facts: ProgramFacts, name: str) -> None:
@@ -35,7 +35,7 @@ def check_state(facts: ProgramFacts, name: str) -> None:
     ``name`` are valid, and its gradient is summed over the right mesh axes. ``facts``: the program, with gradients,
     collectives and memory of its calls.
     """
-    problem = _state_problem(facts, name)
+    problem = _find_state_problem(facts, name)
     if problem:
         stages = [s for s in facts.program.states[name].stages if 0 <= s < len(facts.program.stages)]
         raise Refusal(
@@ -43,7 +43,7 @@ def check_state(facts: ProgramFacts, name: str) -> None:
         )
 
 
-def _state_problem(facts: ProgramFacts, name: str) -> str:
+def _find_state_problem(facts: ProgramFacts, name: str) -> str:
     """Return why the description of the parameter, buffer or constant ``name`` is not valid, as the end of an error
     message; an empty string if it is. ``facts``: the program, with gradients, collectives and memory of its calls.
     """
@@ -72,14 +72,14 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
     known = (*AXES[1:], *EXPERT_AXES)
     if set(state.grad_axes) - set(known):
         return f"has a gradient to be added up over {state.grad_axes}; expected some of {', '.join(known)}"
-    if name in facts.with_gradient and not _is_added_up(program, state, layout, over_ep):
+    if name in facts.with_gradient and not _is_gradient_summed(program, state, layout, over_ep):
         where = f"{layout} over tp" + (f" and {over_ep} over ep" if over_ep.is_shard else "")
         return f"is {where}, but its gradient is added up over {state.grad_axes or 'no axis'}"
     shared = _zero_problem(facts, name)
     if shared:
         return shared
-    if state.kind == "constant" and nested_shape(program.constants.get(name)) != state.shape:
-        return f"has shape {state.shape}, its data {nested_shape(program.constants.get(name))}"
+    if state.kind == "constant" and compute_nested_shape(program.constants.get(name)) != state.shape:
+        return f"has shape {state.shape}, its data {compute_nested_shape(program.constants.get(name))}"
     return ""
 
 
@@ -113,7 +113,7 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
     return ""
 
 
-def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
+def _is_gradient_summed(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
     """Return whether the gradient of a parameter, which ``state`` describes, is summed over exactly the mesh axes over
     which it is a partial sum.
 
@@ -128,7 +128,7 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
     return not set(axes) & set(EXPERT_AXES) and ("tp" in axes) == (partial and program.size("tp") > 1)
 
 
-def nested_shape(data: object) -> tuple[int, ...] | None:
+def compute_nested_shape(data: object) -> tuple[int, ...] | None:
     """Return the shape of the nested lists ``data``, the stored values of a constant, as a tuple of sizes; ``None`` if
     ``data`` is ``None``. Of each list only the first element is looked at.
     """
@@ -170,7 +170,7 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
                 problem = "has states that different ranks share"
             found.add(name)
         if not problem:
-            problem = level_problem(program, bucket) if bucket.states else "has no gradients"
+            problem = find_level_problem(program, bucket) if bucket.states else "has no gradients"
         if problem:
             raise Refusal("structure", f"bucket {number} {problem}", FaultLocation(stage=stage, bucket=number))
     for name, axes in wanted.items():
@@ -240,9 +240,11 @@ class Parameters:
         ``index``: position of the instruction. Raise :class:`Refusal` if there is nothing to gather.
         """
         if number not in self.shared:
-            raise Refusal("fields", f"bucket {number} is not sharded: there is nothing to gather")
+            raise Refusal("fields", f"gathers bucket {number}, which is not sharded by ZeRO: remove the GATHER")
         if number in self.there:
-            raise Refusal("twice", f"bucket {number} was gathered at instruction {self.there[number]}")
+            raise Refusal(
+                "twice", f"bucket {number} was gathered at instruction {self.there[number]}: remove one GATHER"
+            )
         self.there[number] = index
         self.times[number] += 1
         self.under_way[number] = "GATHER", self.shared[number], self.times[number]
@@ -258,7 +260,9 @@ class Parameters:
             if number not in self.there:
                 gone = f"freed at instruction {self.freed[number]}" if number in self.freed else "never gathered"
                 state = next(s for s in self.here.calls[position].states if s in self.shared[number])
-                raise Refusal("order", f"{self.here.calls[position].path!r} reads {state!r}, which was {gone}")
+                raise Refusal(
+                    "order", f"{self.here.calls[position].path!r} reads {state!r}, which was {gone}: add a GATHER"
+                )
             if number in self.under_way:
                 yield self.under_way.pop(number)
 
@@ -269,10 +273,12 @@ class Parameters:
         first; ``None`` if it was waited for before. Raise :class:`Refusal` if they are not gathered.
         """
         if number not in self.shared or self.program.zero < 3:
-            raise Refusal("fields", f"bucket {number} is not sharded: it must not be freed")
+            raise Refusal("fields", f"frees bucket {number}, whose parameters stay on the device: remove the FREE")
         if number not in self.there:
             what = f"was freed at instruction {self.freed[number]}" if number in self.freed else "was never gathered"
-            raise Refusal("twice" if number in self.freed else "order", f"bucket {number} {what}")
+            raise Refusal(
+                "twice" if number in self.freed else "order", f"frees bucket {number}, which {what}: remove the FREE"
+            )
         del self.there[number]
         self.freed[number] = index
         return self.under_way.pop(number, None)
@@ -280,7 +286,9 @@ class Parameters:
     def finish(self) -> None:
         for number, index in self.there.items():
             if self.program.zero == 3:
-                raise Refusal("leak", f"bucket {number} is gathered here and never freed", FaultLocation(index=index))
+                raise Refusal(
+                    "leak", f"bucket {number} is gathered here and never freed: add a FREE", FaultLocation(index=index)
+                )
 
 
 class PendingReductions:
@@ -302,7 +310,7 @@ class PendingReductions:
         ``number``: index of the bucket. Return the keys of the collectives that must end first, and the key on which
         all participants must agree.
         """
-        waits = [what for _, what in self._scattering.before_next()]
+        waits = [what for _, what in self._scattering.list_blocking()]
         self._scatters[number] += 1
         what = "SCATTER", bucket.states, bucket.compression, self._scatters[number]
         self._scattering.begin((number, what))
@@ -314,7 +322,7 @@ class PendingReductions:
         """
         self._scattering.computed()
 
-    def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
+    def add_collective(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
         """Record the next collective that reduces the gradients of ``bucket``, parameters that are reduced together.
 
         ``number``: index of the bucket. ``turn``: (SCATTER, REDUCE or GATHER; mesh axes). Return the keys of the
@@ -347,7 +355,7 @@ class PendingReductions:
 Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many
 
 
-def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
+def list_collective_bundles(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
     """Return the groups of consecutive collectives over the same mesh axes that one run of ``call``, an execution of a
     block, starts.
 
@@ -360,5 +368,7 @@ def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> lis
     for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):
         row = [use for _, use in group]
         what = op, position, tuple((u.op, u.shape, u.dtype) for u in row)
-        found.append((axes, what, f"{use_text(row[0])} in {op} of {call.data.path!r}", row[0].node, len(row)))
+        found.append(
+            (axes, what, f"{format_collective_use(row[0])} in {op} of {call.data.path!r}", row[0].node, len(row))
+        )
     return found

@@ -14,7 +14,7 @@ from partitioner.passes.ir.layouts import Layout, can_shard_evenly, local_shape
 from partitioner.passes.ir.model import TensorSpec
 from partitioner.passes.ir.serialize import dtype_of
 from partitioner.passes.ir.verify import format_meta_value
-from partitioner.runtime.program.analysis import ProgramFacts, graph_fault
+from partitioner.runtime.program.analysis import ProgramFacts, find_graph_fault
 from partitioner.runtime.program.mesh import MESH_AXES
 from partitioner.runtime.program.program import (
     CallData,
@@ -22,8 +22,8 @@ from partitioner.runtime.program.program import (
     OutputData,
     Program,
     Value,
+    hash_weights,
     shard_shape,
-    weights_fingerprint,
 )
 from partitioner.runtime.prove.errors import FaultLocation, Refusal
 from partitioner.runtime.prove.host_memory import check_updates
@@ -39,7 +39,7 @@ def check_inputs(program: Program) -> None:
     ``program``: the program of all ranks.
     """
     for given in program.inputs:
-        problem = _input_problem(program, given)
+        problem = _find_input_problem(program, given)
         if problem:
             reads = [s for s, stage in enumerate(program.stages) for c in stage.calls if given.value in c.inputs]
             raise Refusal(
@@ -47,7 +47,7 @@ def check_inputs(program: Program) -> None:
             )
 
 
-def _input_problem(program: Program, given: InputData) -> str:
+def _find_input_problem(program: Program, given: InputData) -> str:
     """Return why ``given``, an input of the batch, does not fit the tensor of the program (the value) that it fills, as
     the end of an error message; an empty string if it fits.
 
@@ -78,23 +78,23 @@ def check_outputs(program: Program) -> None:
     The loss must be one number that is equal on all ranks of ``tp`` and ``cp``. ``program``: the program of all ranks.
     """
     for output in program.outputs:
-        problem = "" if output.value is None else _output_problem(program, output, output.value)
+        problem = "" if output.value is None else _find_output_problem(program, output, output.value)
         if problem:
             stage = output.stage if output.stage in range(len(program.stages)) else 0
             raise Refusal("structure", f"the output {output.path!r} {problem}", FaultLocation(stage=stage or 0))
-    problem = _loss_problem(program)
+    problem = _find_loss_problem(program)
     if problem:
         raise Refusal("structure", problem, FaultLocation(stage=len(program.stages) - 1))
 
 
-def _output_problem(program: Program, output: OutputData, name: str) -> str:
+def _find_output_problem(program: Program, output: OutputData, name: str) -> str:
     """Return why ``output``, an output of the model, cannot be the program's tensor (value) called ``name``, as the end
     of an error message; an empty string if it can.
     """
     if name not in program.values:
         return f"is the value {name!r}, which does not exist"
     if output.stage not in range(len(program.stages)):
-        return f"is on stage {output.stage}; the pipeline has {len(program.stages)}"
+        return f"is on stage {output.stage}; expected a stage below {len(program.stages)}"
     value = program.values[name]
     if output.layout != value.layout:
         return f"is {output.layout} over tp, but its value is {value.layout}"
@@ -107,7 +107,7 @@ def _output_problem(program: Program, output: OutputData, name: str) -> str:
     return ""
 
 
-def _loss_problem(program: Program) -> str:
+def _find_loss_problem(program: Program) -> str:
     """Return why the loss of a program is not valid, as an error message; an empty string if it is. ``program``: the
     program of all ranks.
     """
@@ -139,8 +139,10 @@ def check_structure(facts: ProgramFacts) -> None:
     _check_value_sources(program)
     for name in program.states:
         check_state(facts, name)
-    if program.fingerprint != weights_fingerprint(program.states):
-        raise Refusal("structure", "the fingerprint is not that of the states' names, shapes and types")
+    if program.fingerprint != hash_weights(program.states):
+        raise Refusal(
+            "structure", "the fingerprint is not the hash of the states' names, shapes and types: write the plan again"
+        )
     check_inputs(program)
     check_outputs(program)
     check_updates(program)
@@ -194,17 +196,21 @@ def _check_mesh(program: Program) -> None:
             f"states are sharded over dp_shard={program.dp_shard} ranks, which does not divide dp={program.size('dp')}",
         )
     if not program.stages or len(program.stages) != program.mesh.get("pp", 1):
-        raise Refusal("structure", f"{len(program.stages)} stages for pp={program.mesh.get('pp', 1)}")
+        raise Refusal(
+            "structure", f"the program has {len(program.stages)} stages; expected pp={program.mesh.get('pp', 1)}"
+        )
     if "parameters" in program.offload and program.zero in (1, 2):
-        raise Refusal("structure", f"parameters in host memory with zero={program.zero}, which keeps them whole here")
+        raise Refusal("structure", f"parameters are in host memory with zero={program.zero}; expected zero=0 or zero=3")
     if "parameters" in program.offload and program.objective == "train" and "optimizer" not in program.offload:
-        raise Refusal("structure", "parameters in host memory, and an optimizer that is not: it steps them there")
+        raise Refusal(
+            "structure", "parameters are in host memory and the optimizer is not; expected the optimizer there, too"
+        )
     if "disk" in program.offload and "optimizer" not in program.offload:
         raise Refusal(
-            "structure", "optimizer states on disk, and an optimizer that is not in host memory: it steps there"
+            "structure", "optimizer states are on disk and the optimizer is not in host memory; expected it there"
         )
     if program.num_microbatches < 1:
-        raise Refusal("structure", f"{program.num_microbatches} microbatches")
+        raise Refusal("structure", f"the program has {program.num_microbatches} microbatches; expected at least one")
     shares = program.data_shares
     if shares and (len(shares) != program.size("dp") or min(shares) < 1 or max(shares) != program.num_microbatches):
         raise Refusal(
@@ -223,7 +229,7 @@ def _check_blocks(program: Program) -> None:
     axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
     axes[DATA] = program.batch_microbatches
     for name in program.blocks:
-        fault = graph_fault(program, name, axes)
+        fault = find_graph_fault(program, name, axes)
         if fault is not None:
             stage, position = _find_first_call(program, partial(_is_of, name))
             raise Refusal("structure", fault[0], FaultLocation(stage=stage, call=position, node=fault[1]))
@@ -240,7 +246,7 @@ def _check_calls(facts: ProgramFacts, stage: int) -> None:
         _check_call_specs(facts, stage, position, call)
         for name in call.outputs:
             if name in made:
-                problem = f"the value {name!r} is made by call {made[name]} too"
+                problem = f"the value {name!r} is computed by call {made[name]}, too; expected one call"
                 raise Refusal("structure", problem, FaultLocation(stage=stage, call=position))
             made[name] = position
 
@@ -281,19 +287,19 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
         ("outputs", call.outputs, block.outputs),
     ):
         if len(have) != len(want):
-            problem = f"{call.path!r} names {len(have)} {kind}, its graph has {len(want)}"
+            problem = f"{call.path!r} names {len(have)} {kind}; expected {len(want)}, as in its graph"
             raise Refusal("structure", problem, FaultLocation(stage=stage, call=position))
-    specs = [_state_spec(program, n) for n in call.states]
-    specs += [_value_spec(program.values[n]) for n in (*call.inputs, *call.outputs)]
+    specs = [_get_state_spec(program, n) for n in call.states]
+    specs += [_get_value_spec(program.values[n]) for n in (*call.inputs, *call.outputs)]
     names = (*call.states, *call.inputs, *call.outputs)
     for name, spec, node in zip(names, specs, (*block.placeholders, *block.outputs), strict=True):
         have_text = "of an unknown type or layout" if spec is None else format_meta_value(spec.meta())
-        if spec != TensorSpec.of(node.meta["val"]):
+        if spec != TensorSpec.from_tensor(node.meta["val"]):
             problem = f"{name!r} is {have_text}, but {format_meta_value(node.meta['val'])} in the graph"
             raise Refusal("structure", problem, FaultLocation(stage=stage, call=position, node=node.name))
 
 
-def _value_spec(value: Value) -> TensorSpec | None:
+def _get_value_spec(value: Value) -> TensorSpec | None:
     """Return the shape and type of ``value``, a tensor that passes between calls, on one rank for one microbatch;
     ``None`` if its type or a layout is malformed.
     """
@@ -305,7 +311,7 @@ def _value_spec(value: Value) -> TensorSpec | None:
         return None
 
 
-def _state_spec(program: Program, name: str) -> TensorSpec | None:
+def _get_state_spec(program: Program, name: str) -> TensorSpec | None:
     """Return the shape and type of one rank's shard of the parameter or buffer ``name``; ``None`` if its type or a
     layout is malformed.
 
@@ -327,7 +333,7 @@ def _check_call_order(facts: ProgramFacts) -> None:
     for s, stage in enumerate(facts.program.stages):
         for position, call in enumerate(stage.calls):
             if (s, position) not in placed:
-                problem = f"{call.path!r} reads {', '.join(call.inputs)}, not all of which are made before it"
+                problem = f"{call.path!r} reads {', '.join(call.inputs)}; expected values that earlier calls compute"
                 raise Refusal("structure", problem, FaultLocation(stage=s, call=position))
 
 

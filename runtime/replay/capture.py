@@ -81,7 +81,7 @@ def _reads_device(operator: Any, result: Any) -> bool:
     return depends or any(isinstance(x, bool | int | float) for x in pytree.tree_leaves(result))
 
 
-class _ReadWatch(TorchDispatchMode):
+class _DeviceReadMode(TorchDispatchMode):
     """Torch dispatch mode that adds a text to ``found`` for each operator for which the host reads values from the
     device, unless ``paused`` is true.
     """
@@ -116,25 +116,24 @@ class _OperatorLog(TorchDispatchMode):
                 "expected operators whose results have fixed sizes: run with execution='compiled' or 'eager'"
             )
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        fresh = [not any(share_memory(x, other) for other in given) for x in made]
+        results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        fresh = [not any(share_memory(x, other) for other in given) for x in results]
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         if any(fresh):
-            self.calls.append(_repeat_into(func, args, kwargs, made, fresh))
+            self.calls.append(_repeat_into(func, args, kwargs, results, fresh))
         elif writes:
             self.calls.append(lambda: func(*args, **kwargs))
         return result  # otherwise it is a view, and remains one
 
 
-def _repeat_into(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor], fresh: Sequence[bool]) -> Replay:
+def _repeat_into(func: Any, args: Any, kwargs: Any, results: Sequence[Tensor], fresh: Sequence[bool]) -> Replay:
     """Return a function that runs the operator ``func`` again with ``args`` and ``kwargs``, and copies its results to
-    ``made``, the tensors that it returned when it was recorded. ``fresh``: for each of these, whether it has memory of
-    its own; views are not copied.
-    """
+    ``results``, the tensors that it returned when it was recorded. ``fresh``: for each of these, whether it has memory
+    of its own; views are not copied."""
 
     def repeat() -> None:
         again = [x for x in pytree.tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
-        for old, new, own in zip(made, again, fresh, strict=True):
+        for old, new, own in zip(results, again, fresh, strict=True):
             if own:
                 copy_values(old, new)
 
@@ -152,7 +151,7 @@ class OperatorCapture:
 
     def __init__(self) -> None:
         self._log: _OperatorLog | None = None
-        self._watch: _ReadWatch | None = None
+        self._watch: _DeviceReadMode | None = None
 
     def begin(self) -> None:
         log = self._log = _OperatorLog()
@@ -180,7 +179,7 @@ class OperatorCapture:
 
     @contextmanager
     def watch(self) -> Iterator[list[str]]:
-        watch = self._watch = _ReadWatch()
+        watch = self._watch = _DeviceReadMode()
         try:
             with watch:
                 yield watch.found

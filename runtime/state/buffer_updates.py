@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from partitioner.runtime.comm.group import Communicator
-from partitioner.runtime.program.program import RankProgram, updated_states
+from partitioner.runtime.program.program import RankProgram, list_updated_states
 from partitioner.runtime.state.gradients import group_states_by_ranks
 
 _SHORT = (torch.float16, torch.bfloat16)
@@ -25,7 +25,7 @@ class BufferUpdates:
     def __init__(self, rank: RankProgram, states: Mapping[str, Tensor], communicator: Communicator) -> None:
         self.rank, self.communicator = rank, communicator
         self.keep = False
-        self._held = {name: states[name] for name in updated_states(rank.program) if name in rank.states}
+        self._held = {name: states[name] for name in list_updated_states(rank.program) if name in rank.states}
         self._before: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         kept = {name for name in self._held if rank.program.states[name].keeps is not None}
@@ -51,7 +51,7 @@ class BufferUpdates:
         """
         if self.keep:
             self._before |= {name: self._held[name].clone() for name in names}
-        values = {**values, **self._added_up(names)}
+        values = {**values, **self._sum_updates(names)}
         for ranks, shared in group_states_by_ranks(self.rank, names).items():
             if len(ranks) == 1:
                 held = [self._held[name] for name in shared]
@@ -59,7 +59,7 @@ class BufferUpdates:
             else:
                 self._update_tied_buffers(ranks, shared, values)
 
-    def _added_up(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def _sum_updates(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the new values of those buffers in ``names`` that this rank updates from a sum: name of the new value
         in the program -> tensor.
 
@@ -97,7 +97,7 @@ class BufferUpdates:
             held.copy_(pending.wait().view(held.dtype).view(held.shape))
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def repeat_last(self) -> Iterator[None]:
         """Let a step inside the ``with`` block repeat the last one: until the end of the block, the buffers that a step
         changes have the values from before the last step.
 

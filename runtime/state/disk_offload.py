@@ -38,7 +38,7 @@ FOLDER = "PARTITION_OFFLOAD_FOLDER"  # in the environment: where an engine that 
 
 _PREFIX = ".partition-offload-"
 _ALIGN = 64  # bytes: of tensors
-_LEAST = 16 << 20  # bytes that a file is made for at least
+_MIN_FILE_BYTES = 16 << 20  # bytes that a file is made for at least
 _MS_SYNC = 4  # of <sys/mman.h>
 _GIB = 2**30
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -70,7 +70,7 @@ def view_own_storage(tensor: Tensor) -> Tensor:
     return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
 
 
-def trim() -> None:
+def trim_allocator() -> None:
     """Return unused memory of the C allocator to the operating system, if the C library can."""
     if hasattr(_load_libc(), "malloc_trim"):  # of glibc
         _load_libc().malloc_trim(0)
@@ -130,13 +130,13 @@ class Disk:
         size = math.prod(shape)
         nbytes = -(-size * dtype.itemsize // _ALIGN) * _ALIGN
         if not self._files or self._files[-1].used + nbytes > self._files[-1].size:
-            self._add_file(max(nbytes, _LEAST))
+            self._add_file(max(nbytes, _MIN_FILE_BYTES))
         file = self._files[-1]
         flat = torch.empty(0, dtype=dtype).set_(file.storage, file.used // dtype.itemsize, (size,), (1,))
         file.used += nbytes
         return flat.view(torch.Size(shape))
 
-    def check_worth(self) -> None:
+    def warn_if_in_memory(self) -> None:
         """Warn if the file system of the folder in which tensors are kept is in memory (tmpfs), so that offloading
         saves no memory.
         """
@@ -146,13 +146,13 @@ class Disk:
                 stacklevel=4,
             )
 
-    def ahead(self, tensors: Iterable[Tensor]) -> None:
+    def prefetch(self, tensors: Iterable[Tensor]) -> None:
         """Start to read ``tensors`` from disk into memory, because they will be used soon."""
         for start, size in _merge_page_spans(tensors):
             with contextlib.suppress(OSError):  # else it is read when it is used
                 _advise_kernel(start, size, mmap.MADV_WILLNEED)
 
-    def behind(self, tensors: Iterable[Tensor]) -> None:
+    def write_back(self, tensors: Iterable[Tensor]) -> None:
         """Start to write ``tensors`` to disk and to remove their pages from memory, after the previous such write has
         ended.
 
@@ -175,7 +175,7 @@ class Disk:
         if error is not None:
             raise error
 
-    def forget(self) -> None:
+    def evict(self) -> None:
         """Remove the pages of all files of this rank from memory; their contents remain on disk."""
         for file in self._files:
             _advise_kernel(file.start, file.size, mmap.MADV_DONTNEED)
@@ -222,9 +222,10 @@ class Disk:
             raise self._make_full_error(nbytes, f"which cannot give it: {error}") from error
         self._files.append(_File(handle, cast(torch.UntypedStorage, storage)))
 
-    def _make_full_error(self, nbytes: int, why: str) -> OffloadError:
+    def _make_full_error(self, nbytes: int, reason: str) -> OffloadError:
         return OffloadError(
-            f"offload_folder: this rank needs {nbytes / _GIB:.2f} GiB more in {self.folder}, {why}; make room, name a "
+            f"offload_folder: this rank needs {nbytes / _GIB:.2f} GiB more in {self.folder}, {reason}; make room, "
+            "name a "
             "folder on a larger disk, or plan without 'disk' in offload"
         )
 
@@ -288,7 +289,7 @@ _Part = tuple[int, list[nn.Parameter]]  # index of a parameter group, and some o
 _Check = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
-def keeper_of(optimizer: torch.optim.Optimizer | None) -> DiskOptimizerStates | None:
+def find_disk_states(optimizer: torch.optim.Optimizer | None) -> DiskOptimizerStates | None:
     """Return the object that keeps the states of ``optimizer`` on disk; ``None`` if its states are in memory."""
     return getattr(optimizer, KEEPER, None)
 
@@ -301,16 +302,16 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
     this way.
     """
     kind = type(optimizer)
-    if keeper_of(optimizer) is not None:
+    if find_disk_states(optimizer) is not None:
         return
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise _make_unfit_error(optimizer, "reads all parameters at once")
+        raise _make_unsupported_error(optimizer, "reads all parameters at once")
     if "step" in vars(optimizer):
         raise OffloadError(
             f"the step of this {kind.__name__} has been replaced, as by a learning-rate scheduler: call "
             "engine.on_disk(optimizer) first, then create the scheduler"
         )
-    disk.check_worth()
+    disk.warn_if_in_memory()
     step = kind.step
     windows = DiskOptimizerStates(optimizer, step.__wrapped__ if getattr(step, "hooked", False) else step, disk, ready)  # type: ignore[attr-defined]
 
@@ -323,7 +324,7 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
     setattr(optimizer, KEEPER, windows)
 
 
-def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
+def require_states_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
     """Make the step of any optimizer of ``parameters`` raise :class:`OffloadError` if the optimizer keeps its states in
     memory instead of on disk.
 
@@ -335,7 +336,9 @@ def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
         """Raise :class:`OffloadError` if ``optimizer`` steps a parameter of the engine, but would keep its states in
         memory instead of on disk.
         """
-        if keeper_of(optimizer) is None and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
+        if find_disk_states(optimizer) is None and any(
+            id(p) in own for g in optimizer.param_groups for p in g["params"]
+        ):
             raise OffloadError(
                 f"the plan has optimizer states on disk, but those of this {type(optimizer).__name__} would be in "
                 "memory: call engine.on_disk(optimizer) once, before its first step"
@@ -395,7 +398,7 @@ class DiskOptimizerStates:
             self._move_to_disk([p for _, parameters in window for p in parameters])
         self._disk.wait()
 
-    def room(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def allocate(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor on disk for the optimizer state ``key`` of ``parameter``. Allocate it if there is none of
         this ``shape`` and ``dtype``.
         """
@@ -421,7 +424,7 @@ class DiskOptimizerStates:
         try:
             for k, window in enumerate(windows):
                 for following in windows[: k + 2] if k == 0 else windows[k + 1 : k + 2]:
-                    self._disk.ahead(self._list_read_tensors(following))
+                    self._disk.prefetch(self._list_read_tensors(following))
                 parts = [{**groups[index], "params": parameters} for index, parameters in window]
                 optimizer.param_groups = parts
                 self._raw(optimizer, **more)
@@ -470,7 +473,7 @@ class DiskOptimizerStates:
             if is_mapped(parameter):
                 used.append(parameter.data)
             for holder, key, name in _list_disk_tensors(self._optimizer.state.get(parameter, {})):
-                slot = self.room(parameter, name, holder[key].shape, holder[key].dtype)
+                slot = self.allocate(parameter, name, holder[key].shape, holder[key].dtype)
                 if slot is not holder[key]:
                     with torch.no_grad():
                         slot.copy_(holder[key])
@@ -478,8 +481,8 @@ class DiskOptimizerStates:
                     moved = True
                 used.append(slot)
         if moved:
-            trim()
-        self._disk.behind(used)
+            trim_allocator()
+        self._disk.write_back(used)
 
     def _require_unchanged_shared_state(
         self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]
@@ -498,13 +501,13 @@ class DiskOptimizerStates:
                 if k != "params" and part[k] is not group.get(k) and _is_changed_option(part[k], group, k)
             ]
             if changed:
-                raise _make_unfit_error(self._optimizer, f"changes {changed[0]!r} of its groups in each step")
+                raise _make_unsupported_error(self._optimizer, f"changes {changed[0]!r} of its groups in each step")
         now = _read_number_attributes(self._optimizer)
         changed = [name for name in now if name not in before or now[name] != before[name]]
         if changed:
-            raise _make_unfit_error(self._optimizer, f"changes its {changed[0]!r} in each step")
+            raise _make_unsupported_error(self._optimizer, f"changes its {changed[0]!r} in each step")
         if any(not isinstance(key, Tensor) for key in self._optimizer.state):
-            raise _make_unfit_error(self._optimizer, "has a state that belongs to no parameter")
+            raise _make_unsupported_error(self._optimizer, "has a state that belongs to no parameter")
 
 
 def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
@@ -529,12 +532,12 @@ def _read_number_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 
-def _make_unfit_error(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
-    """Return the error for ``optimizer``, which cannot run with its states on disk. ``why``: what the optimizer does
+def _make_unsupported_error(optimizer: torch.optim.Optimizer, reason: str) -> OffloadError:
+    """Return the error for ``optimizer``, which cannot run with its states on disk. ``reason``: what the optimizer does
     that prevents this, as part of a sentence.
     """
     return OffloadError(
-        f"{type(optimizer).__name__} {why}: with its states on disk an optimizer steps some parameters at a time; "
+        f"{type(optimizer).__name__} {reason}: with its states on disk an optimizer steps some parameters at a time; "
         "expected one that updates each from its own gradient and state, as Adam does: take such a one, or plan "
         "without 'disk' in offload"
     )

@@ -20,7 +20,7 @@ from partitioner.passes.ops.cpu_products import multiply_into
 from partitioner.passes.ops.experts import add_weight_gradient, grouped_mm_weight
 from partitioner.runtime.comm.compression import ErrorFeedbackEncoder, LevelwiseReduction, start_compressed_reduction
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
-from partitioner.runtime.comm.storage import give_back
+from partitioner.runtime.comm.storage import free_storage
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import CODECS
 from partitioner.runtime.program.program import RankProgram, shard_shape
@@ -28,11 +28,11 @@ from partitioner.runtime.program.sharded_buckets import (
     GATHERING,
     ScatterQueue,
     count_gradient_shards,
-    pieces_of,
-    rest_axes,
+    find_flat_shards,
+    list_all_reduce_axes,
     zero_axes,
 )
-from partitioner.runtime.state.host_offload import Arrival, Copier
+from partitioner.runtime.state.host_offload import Arrival, HostCopier
 from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffer
 
 
@@ -64,7 +64,7 @@ class Sink:
         multiply_into(self.view, a, b, self.fresh)
         self.fresh = False
 
-    def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
+    def add_sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
         """Add the sum of ``x`` over ``dims`` to the accumulated gradient of one parameter. The first addition of a step
         overwrites the gradient of the last step.
         """
@@ -74,7 +74,7 @@ class Sink:
         else:
             self.view.add_(torch.sum(x, dims))
 
-    def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
+    def add_grouped_product(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
         """Compute the gradient of the stacked weight matrices of experts, one matrix per expert, and add it to the
         accumulated gradient of one parameter.
 
@@ -88,7 +88,7 @@ class Sink:
         else:  # ends are known on the device alone
             self.add(_compute_grouped_gradient(rows, grads, ends, transposed))
 
-    def settle(self) -> None:
+    def zero_if_unused(self) -> None:
         """Set the accumulated gradient of one parameter to zero if nothing was added to it in this step."""
         if self.fresh:
             self.view.zero_()
@@ -103,10 +103,10 @@ class WideSink(Sink):
     def addmm(self, a: Tensor, b: Tensor) -> None:
         self.add(torch.mm(a, b))
 
-    def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
+    def add_sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
         self.add(torch.sum(x, dims, dtype=self.view.dtype))
 
-    def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
+    def add_grouped_product(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
         self.add(_compute_grouped_gradient(rows, grads, ends, transposed))
 
 
@@ -115,31 +115,31 @@ def _compute_grouped_gradient(rows: Tensor, grads: Tensor, ends: Tensor, transpo
     return made.transpose(1, 2) if transposed else made
 
 
-def sink_of(shard: Tensor, view: Tensor) -> Sink:
+def create_sink(shard: Tensor, view: Tensor) -> Sink:
     """Return an object that accumulates the gradient of the parameter ``shard`` in the tensor ``view``, which may have
     a wider type.
     """
     return Sink(view) if view.dtype == shard.dtype else WideSink(view)
 
 
-class RoomSink(Sink):
+class TransientSink(Sink):
     """Accumulates the gradient of one parameter in memory that is allocated at the first addition, and is released
     after the gradient was reduce-scattered.
     """
 
     __slots__ = ("room",)
 
-    def __init__(self, room: GatherBuffer) -> None:
-        self.room = room
+    def __init__(self, buffer: GatherBuffer) -> None:
+        self.room = buffer
         self.fresh = True
 
     @property
     def view(self) -> Tensor:  # type: ignore[override]  # nobody sets it
-        self.room.take()
+        self.room.allocate()
         return self.room.tensor
 
 
-class WideRoomSink(RoomSink):
+class WideTransientSink(TransientSink):
     """Accumulates in float32 the gradient of a parameter in a shorter type, in memory that is allocated at the first
     addition and is released after the gradient was reduce-scattered.
     """
@@ -147,8 +147,8 @@ class WideRoomSink(RoomSink):
     __slots__ = ()
 
     addmm = WideSink.addmm
-    sum = WideSink.sum
-    grouped = WideSink.grouped
+    add_sum = WideSink.add_sum
+    add_grouped_product = WideSink.add_grouped_product
 
 
 class ScatteredBucket:
@@ -167,7 +167,7 @@ class ScatteredBucket:
         rank: RankProgram,
         number: int,
         group: RankGroup,
-        rest: RankGroup,
+        all_reduce_group: RankGroup,
         device: torch.device,
         grain: int = 1,
         whole: int = 1,
@@ -176,13 +176,13 @@ class ScatteredBucket:
         states = bucket.states
         program, short = rank.program, dtype_of(rank.program.states[states[0]].dtype)
         dtype = accumulated_in(short)
-        sink = RoomSink if dtype == short else WideRoomSink
-        self.group, self.rest, self.keep = group, rest, program.zero < 2
-        self.flat = FlatBuffer(pieces_of(program, states, group.size, group.index), dtype, device, grain, whole)
+        sink = TransientSink if dtype == short else WideTransientSink
+        self.group, self.rest, self.keep = group, all_reduce_group, program.zero < 2
+        self.flat = FlatBuffer(find_flat_shards(program, states, group.size, group.index), dtype, device, grain, whole)
         shapes = [shard_shape(program, s) for s in states]
         self.rooms = [GatherBuffer(p, shape, dtype, device) for p, shape in zip(self.flat.pieces, shapes, strict=True)]
         self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
-        self.sinks: dict[str, Sink] = {s: sink(room) for s, room in zip(states, self.rooms, strict=True)}
+        self.sinks: dict[str, Sink] = {s: sink(buffer) for s, buffer in zip(states, self.rooms, strict=True)}
         self.fresh = True  # nothing of this step is in the pieces yet
         self.fixed = False  # the pieces keep their memory between steps
         self._sent: deque[tuple[Tensor, Pending]] = deque()  # what is under way, oldest first
@@ -190,7 +190,7 @@ class ScatteredBucket:
         if bucket.compression and not bucket.levels:
             self.sender = ErrorFeedbackEncoder(CODECS[bucket.compression], group.size * self.flat.length, dtype, device)
         if not self.keep:
-            self.give()
+            self.release_memory()
 
     def begin(self) -> None:
         """Prepare the gradients of the bucket (parameters that are reduced together) for a new training step: additions
@@ -201,7 +201,7 @@ class ScatteredBucket:
         for sink in self.sinks.values():
             sink.fresh = True
         if not self.keep and not self.fixed:
-            self.flat.give()
+            self.flat.release()
 
     def fix_address(self) -> None:
         """Keep the memory of this rank's ZeRO pieces of the gradients from now on, also between steps, so that a step
@@ -214,13 +214,13 @@ class ScatteredBucket:
         """Allocate this rank's ZeRO pieces of the gradients of the bucket (parameters that are reduced together),
         filled with zeros, if a failed step has released them.
         """
-        if self.flat.given:
-            self.flat.take()
+        if self.flat.is_released:
+            self.flat.allocate()
             self.flat.buffer.zero_()
 
-    def give(self) -> None:
-        for room in self.rooms:
-            room.give()
+    def release_memory(self) -> None:
+        for buffer in self.rooms:
+            buffer.release()
 
     def start(self) -> None:
         """Start to reduce-scatter what backward has added, since the last time, to the gradients of the bucket
@@ -228,12 +228,12 @@ class ScatteredBucket:
         """
         make = self.flat.buffer.new_empty if self.flat.is_dense else self.flat.buffer.new_zeros
         whole = make(self.group.size * self.flat.length)
-        for i, (sink, room) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
-            sink.settle()
-            self.flat.rows(whole, i).copy_(room.rows)
+        for i, (sink, buffer) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
+            sink.zero_if_unused()
+            self.flat.rows(whole, i).copy_(buffer.rows)
             sink.fresh = True
         if not self.keep:
-            self.give()
+            self.release_memory()
         if self.sender is None:
             pending = self.group.reduce_scatter(whole, 0)
         else:
@@ -247,18 +247,18 @@ class ScatteredBucket:
         whole, pending = self._sent.popleft()
         arrived = pending.wait()
         if self.fresh:
-            self.flat.take()
+            self.flat.allocate()
             self.flat.buffer.copy_(arrived)
             self.fresh = False
         else:
             self.flat.buffer.add_(arrived)
         pending.release()
-        give_back(whole)
+        free_storage(whole)
 
-    def settle(self) -> None:
+    def zero_if_unused(self) -> None:
         """Set this rank's ZeRO pieces of the gradients to zero if no reduce-scatter has added to them in this step."""
         if self.fresh:
-            self.flat.take()
+            self.flat.allocate()
             self.flat.buffer.zero_()
             self.fresh = False
 
@@ -284,7 +284,11 @@ class RankGradients:
     """
 
     def __init__(
-        self, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator, copier: Copier | None = None
+        self,
+        rank: RankProgram,
+        shards: Mapping[str, Tensor],
+        communicator: Communicator,
+        copier: HostCopier | None = None,
     ) -> None:
         self.rank = rank
         self.communicator = communicator
@@ -302,22 +306,22 @@ class RankGradients:
                 self.scattered[number] = self._scattered_bucket(number)
                 continue
             self.buffers[number], views = _allocate_flat_buffer(
-                [shards[s] for s in bucket.states], *_compute_grains(rank, bucket)
+                [shards[s] for s in bucket.states], *_compute_alignments(rank, bucket)
             )
             if bucket.compression:
                 self._gaps += _find_gaps(self.buffers[number], views)
-            self._sums.update((s, sink_of(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
+            self._sums.update((s, create_sink(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
         sharded = {s: sink for b in self.scattered.values() for s, sink in b.sinks.items()}
         for state in trained:
             if state not in self._sums and state not in sharded:
                 shard = shards[state]
                 wide = accumulated_in(shard.dtype)
-                self._sums[state] = sink_of(shard, torch.zeros(shard.shape, dtype=wide, device=shard.device))
+                self._sums[state] = create_sink(shard, torch.zeros(shard.shape, dtype=wide, device=shard.device))
         self.sinks = self._sums | sharded
         self.owned = {s: sink.view for s, sink in self._sums.items()}
         self.owned |= {s: piece for b in self.scattered.values() for s, piece in b.pieces.items()}
         self._here = self.owned  # on the device
-        self.copier = copier = copier or Copier(communicator.device)
+        self.copier = copier = copier or HostCopier(communicator.device)
         self._leaving: list[Arrival] = []
         if "optimizer" in rank.program.offload:
             self.owned = {s: copier.empty(view.shape, view.dtype).zero_() for s, view in self._here.items()}
@@ -332,8 +336,10 @@ class RankGradients:
     def _scattered_bucket(self, number: int) -> ScatteredBucket:
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         group = self.communicator.group(rank.zero_group(bucket.states[0]))
-        rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
-        return ScatteredBucket(rank, number, group, rest, self.communicator.device, *_compute_grains(rank, bucket))
+        all_reduce_group = self.communicator.group(rank.group(*list_all_reduce_axes(rank.program, bucket)))
+        return ScatteredBucket(
+            rank, number, group, all_reduce_group, self.communicator.device, *_compute_alignments(rank, bucket)
+        )
 
     def _make_levelwise_reduction(self, number: int) -> LevelwiseReduction:
         """Return the object that runs the hierarchical reduction of the gradients of one bucket, with its process
@@ -343,9 +349,11 @@ class RankGradients:
         """
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         groups = [self.communicator.group(rank.group(*level)) for level in bucket.levels]
-        rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
+        all_reduce_group = self.communicator.group(rank.group(*list_all_reduce_axes(rank.program, bucket)))
         buffer = self.scattered[number].flat.buffer if number in self.scattered else self.buffers[number]
-        return LevelwiseReduction(buffer, groups, rest, CODECS[bucket.compression] if bucket.compression else None)
+        return LevelwiseReduction(
+            buffer, groups, all_reduce_group, CODECS[bucket.compression] if bucket.compression else None
+        )
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -384,7 +392,7 @@ class RankGradients:
             bucket.begin()
 
     @property
-    def passing(self) -> Iterator[str]:
+    def transient_names(self) -> Iterator[str]:
         """Return the names of the parameters whose gradients have no memory from the start of a step until their first
         reduce-scatter, because ZeRO 2 or 3 divides them.
         """
@@ -412,10 +420,10 @@ class RankGradients:
         reduction.
         """
         if level:
-            self._settle_bucket(bucket)
+            self._complete_bucket(bucket)
             self._levelled[bucket].scatter()
             return
-        for _ in self._scattering.before_next():
+        for _ in self._scattering.list_blocking():
             self._collect_first_scatter()
         self.scattered[bucket].start()
         self._scattering.begin(bucket)
@@ -443,7 +451,7 @@ class RankGradients:
         Without a reduce-scatter, the all-reduce sums the whole gradients over all ranks of the bucket's reduction.
         After a reduce-scatter, it sums the shard that this rank has, over the ranks that have the same shard.
         """
-        self._settle_bucket(bucket)
+        self._complete_bucket(bucket)
         if bucket in self._levelled:
             self._levelled[bucket].reduce()
         elif bucket in self.scattered:
@@ -464,7 +472,7 @@ class RankGradients:
         if last:
             self._gathering.append(bucket)
 
-    def _settle_bucket(self, bucket: int) -> None:
+    def _complete_bucket(self, bucket: int) -> None:
         """Make the gradients of one bucket complete before they are reduced.
 
         ``bucket``: index of a set of parameters that are reduced together. Wait for its reduce-scatters or, without
@@ -474,7 +482,7 @@ class RankGradients:
             self._await_scatters(bucket)
             return
         for state in self.rank.stage.buckets[bucket].states:
-            self.sinks[state].settle()
+            self.sinks[state].zero_if_unused()
 
     def _await_reduction(self, bucket: int) -> None:
         """Wait until the reductions of the gradients of one bucket end, if some are in progress.
@@ -495,12 +503,12 @@ class RankGradients:
         for number, bucket in self.scattered.items():
             if not bucket.pieces.keys().isdisjoint(states):
                 self._await_reduction(number)
-                bucket.settle()  # this stage may have no gradient of what another one has
+                bucket.zero_if_unused()  # this stage may have no gradient of what another one has
         for ranks, tied in group_states_by_ranks(self.rank, states).items():
             group = self.communicator.group(ranks)
             for state in tied:
                 if state in self._sums:
-                    self._sums[state].settle()
+                    self._sums[state].zero_if_unused()
             views = [self._here[s] for s in tied if self._here[s].numel()]
             for work in [group.all_reduce(view) for view in views]:
                 work.wait()
@@ -517,7 +525,7 @@ class RankGradients:
         for levels in self._levelled.values():
             levels.finish()
         for sink in self._sums.values():
-            sink.settle()
+            sink.zero_if_unused()
         for arrival in self._leaving:
             arrival.finish()  # who reads them next is the host
         self._leaving.clear()
@@ -532,7 +540,7 @@ class RankGradients:
                 self._await_reduction(number)
         for state in states:
             if state in self._sums:
-                self._sums[state].settle()
+                self._sums[state].zero_if_unused()
         self._leaving.append(self.copier.start([(self._here[s], self.owned[s]) for s in states]))
 
 
@@ -549,7 +557,7 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
     return groups
 
 
-def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
+def _compute_alignments(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
     """Return two alignments, in elements, for the flat gradient buffer of ``bucket`` on this rank: the start of each
     parameter in the buffer is a multiple of the first, and the buffer's length a multiple of the second. ``rank``: the
     program of this rank.

@@ -39,7 +39,7 @@ class Arrival:
             self.event.synchronize()
 
 
-class Copier:
+class HostCopier:
     """Starts copies between ``device`` and host memory; on a GPU on one stream for each direction.
 
     A copy starts after the kernels that were queued before it.
@@ -60,14 +60,14 @@ class Copier:
         """
         return torch.empty(list(shape), dtype=dtype, pin_memory=self.pinned)
 
-    def take(self, num_bytes: int) -> tuple[Tensor, Arrival]:
+    def take_buffer(self, num_bytes: int) -> tuple[Tensor, Arrival]:
         """Return a host buffer (uint8) of ``num_bytes`` bytes, and the last copy out of it, which must end before it is
         overwritten.
         """
         spare = self._spare.get(num_bytes)
         return spare.pop() if spare else (self.empty((num_bytes,), torch.uint8), Arrival())
 
-    def give(self, memory: Tensor, read: Arrival) -> None:
+    def return_buffer(self, memory: Tensor, read: Arrival) -> None:
         """Store the host buffer ``memory`` for later use, because pinning memory is slow. ``read``: the last copy out
         of it.
         """
@@ -120,7 +120,7 @@ class OffloadedActivations:
     device. Device memory is released with the last reference to it, so the caller must drop ``saved``.
     """
 
-    def __init__(self, saved: Sequence[Any], stay: Collection[int], copier: Copier) -> None:
+    def __init__(self, saved: Sequence[Any], stay: Collection[int], copier: HostCopier) -> None:
         self._copier = copier
         self._slots: list[Any] = []
         self._host: list[Tensor] = []
@@ -139,7 +139,7 @@ class OffloadedActivations:
             if where not in places:
                 places[where] = len(self._host)
                 memory = torch.empty(0, dtype=torch.uint8, device=copier.device).set_(entry.untyped_storage())
-                host, read = copier.take(memory.numel())
+                host, read = copier.take_buffer(memory.numel())
                 self._host.append(host)
                 pairs.append((memory, host))
                 after.append(read)
@@ -157,26 +157,26 @@ class OffloadedActivations:
 
     def fetch(self) -> None:
         """Start to copy the offloaded tensors, which forward saved for backward, from host memory back to the device.
-        :meth:`unpark` returns them."""
+        :meth:`restore` returns them."""
         self._there = [torch.empty(m.numel(), dtype=torch.uint8, device=self._copier.device) for m in self._host]
         pairs = zip(self._host, self._there, strict=True)
         self._arrival = self._copier.start(pairs, back=True, after=(self._arrival,))
 
-    def unpark(self) -> list[Any]:
+    def restore(self) -> list[Any]:
         """Return the tensors saved for backward, and the other saved values, in their order. The tensors are on the
         device again; :meth:`fetch` must have been called. Kernels that are queued later may read them.
         """
         assert self._there is not None, "FETCH first"
         self._arrival.wait()
-        there, self._there = self._there, None
+        device_buffers, self._there = self._there, None
         for memory in self._host:
-            self._copier.give(memory, self._arrival)
+            self._copier.return_buffer(memory, self._arrival)
         self._host = []
-        return [self._rebuild_view(slot, there) if isinstance(slot, _View) else slot for slot in self._slots]
+        return [self._rebuild_view(slot, device_buffers) if isinstance(slot, _View) else slot for slot in self._slots]
 
-    def _rebuild_view(self, view: _View, there: Sequence[Tensor]) -> Tensor:
+    def _rebuild_view(self, view: _View, device_buffers: Sequence[Tensor]) -> Tensor:
         empty = torch.empty(0, dtype=view.dtype, device=self._copier.device)
-        return empty.set_(there[view.memory].untyped_storage(), view.offset, view.size, view.stride)
+        return empty.set_(device_buffers[view.memory].untyped_storage(), view.offset, view.size, view.stride)
 
 
 def get_storage_address(tensor: Tensor) -> int:
@@ -204,7 +204,7 @@ class HostParameters:
         masters: Mapping[str, Tensor],
         shards: Mapping[str, Tensor],
         sharded: ShardedParameters,
-        copier: Copier,
+        copier: HostCopier,
     ) -> None:
         program = rank.program
         self.masters = masters
@@ -217,7 +217,7 @@ class HostParameters:
             for name in masters.keys() - self._flats.keys():
                 shape, dtype = shard_shape(program, name), dtype_of(program.states[name].dtype)
                 self._rooms[name] = GatherBuffer(FlatShard(masters[name].numel(), 1, 0), shape, dtype, copier.device)
-                self._rooms[name].give()
+                self._rooms[name].release()
         self.whole = {name: room.tensor for name, room in self._rooms.items()}
         self.leaving = self.whole.keys()
         self._shards = {**shards, **self.whole}
@@ -243,7 +243,7 @@ class HostParameters:
         for name in names:
             room = self._rooms.get(name) or self._flats.get(name)
             if room is not None:
-                room.take()
+                room.allocate()
         for name in self._stale.intersection(names):
             self._short[name].copy_(self.masters[name])
             release_pages(self.masters[name])
@@ -265,19 +265,19 @@ class HostParameters:
         """Release the device memory of the parameters ``names``; their values in host memory remain."""
         self.wait(names)
         for name in names:
-            self._rooms[name].give()
+            self._rooms[name].release()
 
 
 class TransientParameters(NamedTuple):
     """The parameters of a rank that are on its device only for part of a step.
 
-    ``sharded``: those that ZeRO divides. ``hosted``: those whose values are in host memory.
+    ``sharded``: those that ZeRO divides. ``host_parameters``: those whose values are in host memory.
     """
 
     sharded: ShardedParameters
-    hosted: HostParameters
+    host_parameters: HostParameters
 
     @property
-    def leaving(self) -> set[str]:
+    def transient_names(self) -> set[str]:
         """Return the names of the parameters whose device memory is released between calls."""
-        return {*self.sharded.leaving, *self.hosted.leaving}
+        return {*self.sharded.leaving, *self.host_parameters.leaving}

@@ -30,7 +30,7 @@ from partitioner.runtime.comm.group import Communicator, Pending, RankGroup, Tra
 from partitioner.runtime.comm.wait_clock import wait_for
 from partitioner.runtime.errors import BackwardError, LaunchError
 from partitioner.runtime.program.instructions import Instruction
-from partitioner.runtime.program.membership import CHANNEL, find_neighbour_stages, loss_stage
+from partitioner.runtime.program.membership import CHANNEL, find_loss_stage, find_neighbour_stages
 from partitioner.runtime.program.mesh import AXES
 from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state.gradients import RankGradients
@@ -54,10 +54,10 @@ class LossSum:
         dtype = dtype_of(program.values[program.loss].dtype)
         self.dtype = torch.float32 if dtype in _NARROW else dtype
         self.group = communicator.group(rank.group("dp"))
-        source, targets = find_neighbour_stages(rank.stage_index, loss_stage(program), len(program.stages))
+        source, targets = find_neighbour_stages(rank.stage_index, find_loss_stage(program), len(program.stages))
         self.source = None if source is None else rank.peer(source)
         self.targets = [rank.peer(t) for t in targets]
-        self.passed_at = None if self.at_end else _passed_at(rank.instructions, source)
+        self.passed_at = None if self.at_end else _find_forwarding_index(rank.instructions, source)
         self.begin()
 
     def begin(self) -> None:
@@ -71,7 +71,7 @@ class LossSum:
     def start(self) -> None:
         """Post the receive of the loss, on a pipeline stage that does not compute it.
 
-        On a GPU, :meth:`pass_on` does this later: there a receive is a kernel that blocks, and it would wait for
+        On a GPU, :meth:`forward_loss` does this later: there a receive is a kernel that blocks, and it would wait for
         earlier kernels of this rank.
         """
         if self.source is not None and not self.late:
@@ -92,7 +92,7 @@ class LossSum:
         if self._left == 0 and not self.at_end:
             self._start_all_reduce()
 
-    def pass_on(self) -> None:
+    def forward_loss(self) -> None:
         """Wait for the complete loss, and start to send it to the neighbouring pipeline stages that receive it from
         this one.
         """
@@ -110,7 +110,7 @@ class LossSum:
         """Wait until this rank has the loss of the global batch and has sent it to its neighbours."""
         if self.at_end and self.source is None:
             self._start_all_reduce()
-        self.pass_on()
+        self.forward_loss()
         for work in self._sends:
             wait_for(work)
 
@@ -125,7 +125,7 @@ class LossSum:
         self._sends = [self.communicator.send(self.value, target, CHANNEL) for target in self.targets]
 
 
-def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int | None:
+def _find_forwarding_index(instructions: Sequence[Instruction], source: int | None) -> int | None:
     """Return the index in ``instructions``, the list of one rank, of the backward instruction after which the rank
     passes the loss on to other pipeline stages; ``None`` if there is none.
 
@@ -211,11 +211,11 @@ class LossScale:
         self.overflowed = False
         self.applied = self.value  # in the last step
 
-    def unscale(self, gradients: Sequence[Tensor], everyone: RankGroup, device: torch.device) -> None:
+    def unscale(self, gradients: Sequence[Tensor], world_group: RankGroup, device: torch.device) -> None:
         """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether a gradient of any rank
         is infinite or NaN.
 
-        All ranks call this. ``everyone``: the process group of all ranks. ``device``: where the tensors that it
+        All ranks call this. ``world_group``: the process group of all ranks. ``device``: where the tensors that it
         exchanges are. A dynamic loss scale is then adapted.
         """
         self.applied = self.value
@@ -224,12 +224,12 @@ class LossScale:
         inverse = torch.full((1,), 1.0 / self.value, dtype=torch.float32, device=where)
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, inverse)
-        self.overflowed = bool(everyone.all_reduce(found.to(device), maximum=True).wait().item())
+        self.overflowed = bool(world_group.all_reduce(found.to(device), maximum=True).wait().item())
         if self.dynamic:
             self._adapt_scale()
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def repeat_last(self) -> Iterator[None]:
         """Use the loss scale of the last step inside the ``with`` block, so that the step can be repeated; then restore
         the current one.
         """
@@ -257,23 +257,22 @@ class LossScale:
             self.value, self.good_steps = min(state["value"], self.limit), state["good_steps"]
 
 
-def scale_of(program: Program, asked: Scale) -> LossScale | None:
+def create_loss_scale(program: Program, requested: Scale) -> LossScale | None:
     """Return the loss scaling for ``program``; ``None`` if the loss is not scaled.
 
-    ``asked``: the user's option: a fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a float16
-    parameter is trained. Raise :class:`LaunchError` for another value.
-    """
-    if program.objective != "train" or program.loss is None or asked is None:
+    ``requested``: the user's option: a fixed factor, ``"dynamic"``, ``None``, or ``"auto"``, which is dynamic if a
+    float16 parameter is trained. Raise :class:`LaunchError` for another value."""
+    if program.objective != "train" or program.loss is None or requested is None:
         return None
     short = any(s.requires_grad and s.dtype == "float16" for s in program.states.values())
-    if asked == "auto" and not short:
+    if requested == "auto" and not short:
         return None
     limit = torch.finfo(dtype_of(program.values[program.loss].dtype)).max / 2
-    if asked in ("auto", "dynamic"):
+    if requested in ("auto", "dynamic"):
         return LossScale(FIRST, True, limit)
-    if isinstance(asked, str) or not asked > 0:
-        raise LaunchError(f"loss_scale is 'auto', 'dynamic', a positive number or None; got {asked!r}")
-    return LossScale(float(asked), False, limit)
+    if isinstance(requested, str) or not requested > 0:
+        raise LaunchError(f"loss_scale is 'auto', 'dynamic', a positive number or None; got {requested!r}")
+    return LossScale(float(requested), False, limit)
 
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -292,14 +291,14 @@ def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: C
         raise LaunchError(
             f"the largest norm must be at least 0, got {max_norm}; do not call it if gradients should not be clipped"
         )
-    norm = total_norm(rank, gradients, communicator)
+    norm = compute_total_norm(rank, gradients, communicator)
     scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for view in gradients.owned.values():
         view.mul_(scale.to(view.device, view.dtype))
     return norm
 
 
-def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
+def compute_total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
     """Return the 2-norm of the gradients of the whole model, over all ranks, as a 0-dimensional tensor that is equal on
     all ranks. All ranks call this.
 

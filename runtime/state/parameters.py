@@ -32,13 +32,13 @@ from partitioner.passes.ir.serialize import dtype_of
 from partitioner.runtime.errors import WeightsError
 from partitioner.runtime.program.program import Program, RankProgram, StateData, shard_shape
 from partitioner.runtime.program.sharded_buckets import FlatShard
-from partitioner.runtime.program.state_bytes import host_states, state_sizes
+from partitioner.runtime.program.state_bytes import list_host_states, state_sizes
 from partitioner.runtime.state.disk_offload import Disk, release_pages
-from partitioner.runtime.state.host_offload import Copier
+from partitioner.runtime.state.host_offload import HostCopier
 from partitioner.runtime.state.weights import FileWeights, Weights
 
 
-def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tensor]:
+def map_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tensor]:
     """Return the tensor ``whole`` of a parameter or buffer under all names that the model has for it, as name ->
     tensor.
 
@@ -50,16 +50,16 @@ def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tens
     return dict.fromkeys((name, *state.aliases), whole)
 
 
-def model_names(name: str, state: StateData) -> tuple[str, ...]:
+def list_model_names(name: str, state: StateData) -> tuple[str, ...]:
     """Return the names that the model has for the parameter or buffer ``name``, which ``state`` describes: its own name
     and aliases, or those of the parameters that it stacks.
     """
     return state.parts or (name, *state.aliases)
 
 
-def names_read(program: Program) -> set[str]:
+def list_names_read(program: Program) -> set[str]:
     """Return all names that the model has for the parameters and buffers of ``program``."""
-    return {known for name, state in program.states.items() for known in model_names(name, state)}
+    return {known for name, state in program.states.items() for known in list_model_names(name, state)}
 
 
 class StackedWeights:
@@ -129,7 +129,7 @@ def take_piece(tensor: Tensor, ranks: int, index: int) -> Tensor:
     return tensor.reshape(-1)[piece.start : piece.start + piece.size]
 
 
-def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
+def pad_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
     """Return ``piece`` padded with zeros to the common length of all pieces, ``ceil(numel / ranks)``.
 
     ZeRO cuts a flattened tensor of ``numel`` elements into ``ranks`` pieces, of which this is one.
@@ -149,7 +149,7 @@ def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return torch.cat([p.reshape(-1) for p in pieces])[: math.prod(shape)].reshape(torch.Size(shape))
 
 
-_SHOWN = 5  # differences named in an error
+_MAX_LISTED = 5  # differences named in an error
 
 
 def check_weights(program: Program, weights: Weights) -> None:
@@ -161,8 +161,8 @@ def check_weights(program: Program, weights: Weights) -> None:
     """
     differences = list(_find_differences(program, stack_weights(program, weights)))
     if differences:
-        shown = "\n  ".join(differences[:_SHOWN])
-        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        shown = "\n  ".join(differences[:_MAX_LISTED])
+        more = f"\n  and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
         raise WeightsError(
             f"{weights.origin} does not have the weights for which the plan was made (fingerprint "
             f"{program.fingerprint}):\n  {shown}{more}\nPass the weights of the same model, or plan again for this one."
@@ -221,7 +221,7 @@ def load_states(
         weights = stack_weights(rank.program, weights)
     return {
         name: placed(
-            name, own_piece(rank, name, _initialize_shard(rank, name, weights, device, (dtypes or {}).get(name)))
+            name, make_rank_piece(rank, name, _initialize_shard(rank, name, weights, device, (dtypes or {}).get(name)))
         )
         for name in rank.states
     }
@@ -234,7 +234,7 @@ def load_constants(rank: RankProgram, device: torch.device) -> dict[str, Tensor]
     return {n: _initialize_shard(rank, n, None, device, None) for n in rank.states if states[n].kind == "constant"}
 
 
-def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
+def make_rank_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
     """Return the tensor that this rank stores for the parameter or buffer ``name``: ``shard``, its shard over ``ep``
     and ``tp``, or, if ZeRO divides that, a flat copy of this rank's piece of it. ``rank``: the program of this rank.
     """
@@ -250,14 +250,14 @@ def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) ->
 
     Raise :class:`WeightsError` if the files do not have the weights of the program.
     """
-    files = FileWeights(path).for_names(names_read(rank.program))
+    files = FileWeights(path).for_names(list_names_read(rank.program))
     check_weights(rank.program, files)
     weights = stack_weights(rank.program, files)
     for name, own in shards.items():
         found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
         if found is not None:
             with torch.no_grad():
-                own.copy_(own_piece(rank, name, read_shards(weights, found, rank.shards(name))))
+                own.copy_(make_rank_piece(rank, name, read_shards(weights, found, rank.shards(name))))
     files.close()
 
 
@@ -313,7 +313,7 @@ def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], par
     return (torch.randn(shape, generator=generator) / math.sqrt(state.shape[-1])).to(dtype)
 
 
-def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
+def make_parameters(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
     """Return this rank's parameters as ``nn.Parameter``, by name. They share memory with ``shards`` (name -> parameter
     or buffer). ``rank``: the program of this rank, which says which of them are parameters.
     """
@@ -341,32 +341,32 @@ class MasterParameters:
         rank: RankProgram,
         weights: Weights | None,
         device: torch.device,
-        copier: Copier,
+        copier: HostCopier,
         disk: Disk | None = None,
     ) -> None:
         self._rank = rank
         self._device = device
-        wide = master_types(rank)
-        hosted = host_states(rank.program, rank.stage_index)
-        first = torch.device("cpu") if hosted else device
+        wide = list_master_types(rank)
+        host_parameters = list_host_states(rank.program, rank.stage_index)
+        first = torch.device("cpu") if host_parameters else device
 
         def placed(name: str, tensor: Tensor) -> Tensor:
             """Return a tensor with the values of ``tensor``, the parameter or buffer ``name``, at the place where the
             program keeps it: on the device, in host memory or on disk.
             """
-            if name not in hosted:
+            if name not in host_parameters:
                 return tensor.to(device)
             if disk is None or name not in wide:
                 return copier.empty(tensor.shape, tensor.dtype).copy_(tensor)
             on_disk = disk.empty(tensor.shape, tensor.dtype).copy_(tensor)
-            disk.behind([on_disk])
+            disk.write_back([on_disk])
             return on_disk
 
         self.held = load_states(rank, weights, first, wide, placed)
-        self.hosted = {name: tensor for name, tensor in self.held.items() if name in hosted}
-        self._gone = frozenset(hosted) if "parameters" in rank.program.offload else frozenset[str]()
-        self._names = frozenset(name for name in self.held if name in wide or name in hosted)
-        self._refreshed = [name for name in wide if name not in hosted]
+        self.hosted = {name: tensor for name, tensor in self.held.items() if name in host_parameters}
+        self._gone = frozenset(host_parameters) if "parameters" in rank.program.offload else frozenset[str]()
+        self._names = frozenset(name for name in self.held if name in wide or name in host_parameters)
+        self._refreshed = [name for name in wide if name not in host_parameters]
         self.shards = {name: self._get_shard(name) for name in self.held}
 
     def _get_shard(self, name: str) -> Tensor:
@@ -388,7 +388,7 @@ class MasterParameters:
         dtype = dtype_of(self._rank.program.states[name].dtype)
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
-    def take(self, pieces: Mapping[str, Tensor]) -> None:
+    def replace_pieces(self, pieces: Mapping[str, Tensor]) -> None:
         """Use ``pieces`` (name -> tensor) as this rank's ZeRO pieces of parameters from now on, in place of the tensors
         held so far. They have the same values, but lie in the buffers from which the parameters are all-gathered.
         """
@@ -437,14 +437,14 @@ class _FetchedParameters(Mapping[str, Tensor]):
         return len(self._masters.held)
 
 
-def disk_bytes(rank: RankProgram) -> int:
+def count_disk_bytes(rank: RankProgram) -> int:
     """Return the bytes on disk that the float32 copies of the parameters of ``rank``, or of its ZeRO pieces of them,
     take.
     """
-    return sum(state_sizes(rank.program, name).gradient_piece for name in master_types(rank))
+    return sum(state_sizes(rank.program, name).gradient_piece for name in list_master_types(rank))
 
 
-def master_types(rank: RankProgram) -> Mapping[str, torch.dtype]:
+def list_master_types(rank: RankProgram) -> Mapping[str, torch.dtype]:
     """Return the parameters of ``rank`` that the optimizer updates in a wider copy, as name -> type of the copy.
 
     These are the trained parameters in a type shorter than float32.

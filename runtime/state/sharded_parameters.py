@@ -17,15 +17,15 @@ from partitioner.passes.ir.serialize import dtype_of
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.storage import resize_storage
 from partitioner.runtime.program.program import RankProgram, shard_shape
-from partitioner.runtime.program.sharded_buckets import FlatShard, pieces_of, zero_axes
+from partitioner.runtime.program.sharded_buckets import FlatShard, find_flat_shards, zero_axes
 
 
 class FlatBuffer:
     """A flat buffer with one rank's padded ZeRO pieces of several parameters, one after the other.
 
     ``piece(i)`` is a view of one piece without its padding. Pieces start at multiples of ``grain`` elements, and the
-    length of the buffer is a multiple of ``whole`` elements. ``take`` and ``give`` allocate and release its memory.
-    """
+    length of the buffer is a multiple of ``whole`` elements. ``allocate`` and ``release`` allocate and release its
+    memory."""
 
     def __init__(
         self, pieces: Sequence[FlatShard], dtype: torch.dtype, device: torch.device, grain: int = 1, whole: int = 1
@@ -40,16 +40,16 @@ class FlatBuffer:
         self._nbytes = self._storage.nbytes()
 
     @property
-    def given(self) -> bool:
+    def is_released(self) -> bool:
         """Return whether the memory of this buffer of ZeRO pieces is released now."""
         return self._storage.nbytes() != self._nbytes
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Allocate the memory of this buffer of ZeRO pieces if it is released; its contents are then undefined."""
-        if self.given:
+        if self.is_released:
             resize_storage(self._storage, self._nbytes)
 
-    def give(self) -> None:
+    def release(self) -> None:
         resize_storage(self._storage, 0)
 
     def piece(self, i: int) -> Tensor:
@@ -68,9 +68,8 @@ class FlatBuffer:
 class GatherBuffer:
     """A whole parameter of shape ``shape``, in a buffer that has room for the padded ZeRO pieces of all ranks.
 
-    ``take`` allocates the memory, and ``give`` releases it. ``piece``: this rank's piece, which says into how many
-    pieces the parameter is cut.
-    """
+    ``allocate`` allocates the memory, and ``release`` releases it. ``piece``: this rank's piece, which says into how
+    many pieces the parameter is cut."""
 
     def __init__(self, piece: FlatShard, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.padded = torch.zeros(piece.ranks * piece.length, dtype=dtype, device=device)
@@ -90,7 +89,7 @@ class GatherBuffer:
         """
         return self.padded.data.view(self._rows)
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Allocate the memory of the parameter if it is released, with zeros as padding; other contents are
         undefined.
         """
@@ -99,7 +98,7 @@ class GatherBuffer:
             if self._padding.numel():  # padding is sent too, and must not depend on the memory's earlier contents
                 self._padding.data.zero_()
 
-    def give(self) -> None:
+    def release(self) -> None:
         resize_storage(self._storage, 0)
 
 
@@ -116,15 +115,15 @@ class GatheredBucket:
         rank: RankProgram,
         number: int,
         group: RankGroup,
-        held: Mapping[str, Tensor],
+        stored: Mapping[str, Tensor],
         keep: bool,
-        hosted: bool = False,
+        host_parameters: bool = False,
     ) -> None:
         states = rank.stage.buckets[number].states
-        program, device = rank.program, held[states[0]].device
+        program, device = rank.program, stored[states[0]].device
         dtype = dtype_of(program.states[states[0]].dtype)
-        self.group, self.keep, self.hosted = group, keep, hosted
-        self.flat = FlatBuffer(pieces_of(program, states, group.size, group.index), dtype, device)
+        self.group, self.keep, self.hosted = group, keep, host_parameters
+        self.flat = FlatBuffer(find_flat_shards(program, states, group.size, group.index), dtype, device)
         self.rooms = [
             GatherBuffer(p, shard_shape(program, s), dtype, device)
             for p, s in zip(self.flat.pieces, states, strict=True)
@@ -137,11 +136,11 @@ class GatheredBucket:
                 for s, room, p in zip(states, self.rooms, self.flat.pieces, strict=True)
             }
         for state, piece in self.pieces.items():
-            piece.copy_(held[state])
+            piece.copy_(stored[state])
         if not keep:
             self.free()
-        if keep or hosted:
-            self.flat.give()
+        if keep or host_parameters:
+            self.flat.release()
         self._pending: Pending | None = None
 
     def start(self) -> None:
@@ -159,7 +158,7 @@ class GatheredBucket:
             return
         whole = self._pending.wait()
         for i, room in enumerate(self.rooms):
-            room.take()
+            room.allocate()
             rows, own = self.flat.rows(whole, i), self.group.index
             others = (slice(own), slice(own + 1, None)) if self.keep else (slice(None),)  # its own piece is in place
             for part in others:
@@ -167,31 +166,31 @@ class GatheredBucket:
         self._pending.release()
         self._pending = None
         if self.hosted:
-            self.flat.give()
+            self.flat.release()
 
     def free(self) -> None:
         for room in self.rooms:
-            room.give()
+            room.release()
 
 
 class ShardedParameters:
     """All parameters of a rank that ZeRO divides.
 
     Args:
-        held: parameter name -> this rank's piece, whose values are copied.
+        stored: parameter name -> this rank's piece, whose values are copied.
 
     ``pieces``: parameter name -> this rank's piece, which an optimizer updates. ``whole``: parameter name -> the whole
     parameter, which calls read. ``leaving``: names of the parameters that are freed between calls. ``buckets``: index
     -> parameters that are gathered together.
     """
 
-    def __init__(self, rank: RankProgram, held: Mapping[str, Tensor], communicator: Communicator) -> None:
+    def __init__(self, rank: RankProgram, stored: Mapping[str, Tensor], communicator: Communicator) -> None:
         self.buckets: dict[int, GatheredBucket] = {}
         for number, bucket in enumerate(rank.stage.buckets):
             if zero_axes(rank.program, bucket.states):
                 group = communicator.group(rank.zero_group(bucket.states[0]), gathering=True)
-                keep, hosted = rank.program.zero < 3, "parameters" in rank.program.offload
-                self.buckets[number] = GatheredBucket(rank, number, group, held, keep, hosted)
+                keep, host_parameters = rank.program.zero < 3, "parameters" in rank.program.offload
+                self.buckets[number] = GatheredBucket(rank, number, group, stored, keep, host_parameters)
         self.pieces = {s: piece for b in self.buckets.values() for s, piece in b.pieces.items()}
         self.whole = {s: whole for b in self.buckets.values() for s, whole in b.whole.items()}
         self.leaving = {s for b in self.buckets.values() if not b.keep for s in b.whole}

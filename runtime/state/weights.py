@@ -114,11 +114,11 @@ class TensorWeights:
     def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
         return take_shard(self.tensors[name].detach(), layout, num_ranks, index)
 
-    def for_names(self, wanted: Collection[str]) -> TensorWeights:
-        """Return these weights under the names ``wanted``, where the names differ only in spelling, such as by a
+    def for_names(self, names: Collection[str]) -> TensorWeights:
+        """Return these weights under the names ``names``, where the names differ only in spelling, such as by a
         wrapper's prefix.
         """
-        renamed = match_state_names(self.tensors, wanted)
+        renamed = match_state_names(self.tensors, names)
         return TensorWeights({renamed.get(n, n): t for n, t in self.tensors.items()}, self.origin) if renamed else self
 
     def identity(self, name: str) -> Hashable:
@@ -144,11 +144,11 @@ class FileWeights:
     def names(self) -> list[str]:
         return list(self._files)
 
-    def for_names(self, wanted: Collection[str]) -> FileWeights:
-        """Rename these weights in place to the names ``wanted`` if the names differ only in parts that wrapper modules
+    def for_names(self, names: Collection[str]) -> FileWeights:
+        """Rename these weights in place to the names ``names`` if the names differ only in parts that wrapper modules
         add (such as ``module.``), and return them.
         """
-        for saved_as, name in match_state_names(self._files, wanted).items():
+        for saved_as, name in match_state_names(self._files, names).items():
             self._files[name] = self._files.pop(saved_as)
             self._saved_as[name] = self._saved_as.pop(saved_as, saved_as)
         return self
@@ -235,15 +235,15 @@ class ModuleWeights(TensorWeights):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module_tensors(module), type(module).__name__)
+        super().__init__(list_module_tensors(module), type(module).__name__)
         self.tensors: dict[str, Tensor]
         self._module, _ = unwrap_model(module)
 
-    def for_names(self, wanted: Collection[str]) -> ModuleWeights:
-        """Rename these weights in place to the names ``wanted`` if the names differ only in parts that wrapper modules
+    def for_names(self, names: Collection[str]) -> ModuleWeights:
+        """Rename these weights in place to the names ``names`` if the names differ only in parts that wrapper modules
         add (such as ``module.``), and return them.
         """
-        for name, meant in match_state_names(self.tensors, wanted).items():
+        for name, meant in match_state_names(self.tensors, names).items():
             self.tensors[meant] = self.tensors.pop(name)
         return self
 
@@ -252,13 +252,13 @@ class ModuleWeights(TensorWeights):
         number; ``None`` if there is neither.
         """
         if name not in self.tensors:
-            number = number_of(self._module, name)
+            number = get_number_attribute(self._module, name)
             if number is not None:
                 self.tensors[name] = number
         return super().spec(name)
 
 
-def number_of(module: nn.Module, name: str) -> Tensor | None:
+def get_number_attribute(module: nn.Module, name: str) -> Tensor | None:
     """Return the attribute ``name`` of a module, such as ``layers.0.step``, as a 0-dimensional tensor; ``None`` if it
     is no int or float.
     """
@@ -302,20 +302,20 @@ def check_storable(name: str, dtype: torch.dtype) -> None:
 Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 
-def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
+def open_weights(source: Source, names: Collection[str] = ()) -> Weights:
     """Return ``source``, the weights that the user passed (a module, a dict of tensors, a path of safetensors files, or
     :class:`Weights`), as an object from which shards of tensors can be read.
 
-    ``wanted``: the names that a plan reads. Weights saved from a compiled or wrapped model, such as
+    ``names``: the names that a plan reads. Weights saved from a compiled or wrapped model, such as
     ``_orig_mod.layers.0.weight``, are renamed to these. Raise :class:`WeightsError` for another source, or if a file
     has no weights.
     """
     if isinstance(source, nn.Module):
-        return ModuleWeights(source).for_names(wanted)
+        return ModuleWeights(source).for_names(names)
     if isinstance(source, Mapping):
-        return TensorWeights(source, "the state dict").for_names(wanted)
+        return TensorWeights(source, "the state dict").for_names(names)
     if isinstance(source, str | Path):
-        return FileWeights(Path(source)).for_names(wanted)
+        return FileWeights(Path(source)).for_names(names)
     if isinstance(source, Weights):
         return source
     raise WeightsError(
@@ -324,7 +324,7 @@ def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
     )
 
 
-def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+def list_module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers of ``module`` as name -> tensor, under all of their names, also those that
     ``state_dict`` leaves out.
 
@@ -337,7 +337,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def is_weights(path: Path) -> bool:
+def is_weights_path(path: Path) -> bool:
     """Return whether ``path`` can be read as weights: whether it is a file, or a folder with safetensors files."""
     return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
 

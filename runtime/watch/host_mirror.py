@@ -3,9 +3,8 @@
 The status files of each host are copied to the other hosts through the key-value store of the rendezvous. One rank of
 every host does this in a thread, because a rank that has lost the host of the store blocks until TCP gives up.
 
-:func:`ranks_named` finds the ranks at the other end of a connection, because errors of Gloo contain only an address and
-a port.
-"""
+:func:`find_named_ranks` finds the ranks at the other end of a connection, because errors of Gloo contain only an
+address and a port."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from partitioner.runtime.files import write_bytes
 _KINDS = ("times", "json", "place", "failure", "addresses")
 
 _CAUSE = "cause"
-_EVERY_S = 1.0
+_INTERVAL_S = 1.0
 
 
 class KeyValueStore(Protocol):
@@ -62,7 +61,7 @@ class Mirror:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def exchange(self, within_s: float = _EVERY_S) -> None:
+    def exchange(self, within_s: float = _INTERVAL_S) -> None:
         """Send the status files of this host's ranks, in which they write what they do, to the other hosts, and receive
         those of the other hosts' ranks; wait for at most ``within_s`` seconds.
 
@@ -81,7 +80,7 @@ class Mirror:
         self._closed = True
         self._wanted.set()
         if self._thread is not None:
-            self._thread.join(_EVERY_S)
+            self._thread.join(_INTERVAL_S)
 
     def _run_exchange_loop(self) -> None:
         """Exchange status files, in which ranks write what they do, with other hosts every second, or at once if it is
@@ -94,7 +93,7 @@ class Mirror:
             with self._done:
                 self._ended = self._begun
                 self._done.notify_all()
-            self._wanted.wait(_EVERY_S)
+            self._wanted.wait(_INTERVAL_S)
             self._wanted.clear()
 
     def _exchange_files(self) -> None:
@@ -102,8 +101,10 @@ class Mirror:
         all hosts share. Copy those of the other hosts from the store to this host's folder. Errors are ignored.
         """
         with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
-            own = {name: base64.b64encode(content).decode() for name, content in self._read_own_files().items()}
-            self.store.set(_format_host_key(self.host), json.dumps(own))
+            own_addresses = {
+                name: base64.b64encode(content).decode() for name, content in self._read_own_files().items()
+            }
+            self.store.set(_format_host_key(self.host), json.dumps(own_addresses))
             for other in self.others:
                 if self.store.check([_format_host_key(other)]):
                     self._write_received_files(json.loads(self.store.get(_format_host_key(other))))
@@ -136,7 +137,7 @@ def _format_host_key(host: int) -> str:
 _ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:(\d+)")
 
 
-def own_addresses() -> list[str]:
+def list_own_addresses() -> list[str]:
     """Return the local ends of this process's TCP connections, such as ``127.0.0.1:4000``, sorted; empty if they are
     unknown.
     """
@@ -152,9 +153,12 @@ def own_addresses() -> list[str]:
     return sorted(set(found))
 
 
-def ranks_named(error: str, addresses: Mapping[int, Sequence[str]], own: Sequence[str] = ()) -> tuple[int, ...]:
+def find_named_ranks(
+    error: str, addresses: Mapping[int, Sequence[str]], own_addresses: Sequence[str] = ()
+) -> tuple[int, ...]:
     """Return the ranks that the error text ``error`` names by a network address. ``addresses``: rank -> its addresses,
-    such as ``10.0.0.1:4000``. ``own``: the addresses of this rank; if empty, only exact addresses are searched.
+    such as ``10.0.0.1:4000``. ``own_addresses``: the addresses of this rank; if empty, only exact addresses are
+    searched.
 
     If the text has none of these addresses, return all ranks whose host it names, except the ranks on this rank's host.
     This is needed because ``addresses`` lacks connections that were opened later.
@@ -163,10 +167,10 @@ def ranks_named(error: str, addresses: Mapping[int, Sequence[str]], own: Sequenc
     # Gloo prints ports in network byte order (torch 2.13).
     named = {_format_address(host, p) for host, port in found for p in (port, (port & 0xFF) << 8 | port >> 8)}
     exactly = tuple(rank for rank, ends in addresses.items() if named.intersection(ends))
-    if exactly or not own:
+    if exactly or not own_addresses:
         return exactly
     hosts = {_parse_host(end) for end in named} - {
-        _parse_host(end) for end in own
+        _parse_host(end) for end in own_addresses
     }  # what was connected later is not noted
     return tuple(rank for rank, ends in addresses.items() if hosts.intersection(map(_parse_host, ends)))
 

@@ -22,7 +22,7 @@ SILENT_S = 3.0  # seconds without a heartbeat after which a process, or its host
 HOST_SETTLE_S = SILENT_S + 2.0  # seconds until a lost host is known to be silent
 
 
-def cause_of(
+def find_failure_cause(
     states: Sequence[RankState], patience_s: float, now: float, died: int | None = None, world_size: int = 0
 ) -> Failure | None:
     """Return the failure because of which training cannot continue; ``None`` if it can continue.
@@ -34,31 +34,33 @@ def cause_of(
         died: the rank whose process was seen to end first, if known.
         world_size: the number of ranks.
     """
-    told = sorted((s for s in states if s.failure is not None), key=lambda s: s.failed_at)
-    primary = [s.failure for s in told if s.failure is not None and not s.failure.secondary]
+    reporting = sorted((s for s in states if s.failure is not None), key=lambda s: s.failed_at)
+    primary = [s.failure for s in reporting if s.failure is not None and not s.failure.secondary]
     if primary:
         return primary[0]
-    dead = [s for s in states if not s.alive and s.failure is None and s.moment.phase != "gone"]
-    if dead:
-        first = next((s for s in dead if s.rank == died), None) or _most_blamed(dead, states)
-        return failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
-    if told and now - told[0].failed_at > _SETTLE_S and len(states) >= world_size:
+    dead_ranks = [s for s in states if not s.alive and s.failure is None and s.moment.phase != "gone"]
+    if dead_ranks:
+        first = next((s for s in dead_ranks if s.rank == died), None) or _find_most_blamed(dead_ranks, states)
+        return describe_failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
+    if reporting and now - reporting[0].failed_at > _SETTLE_S and len(states) >= world_size:
         away = [
-            s for s in _find_lost_ranks(told, states) if not s.here and s.failure is None and s.moment.phase != "gone"
+            s
+            for s in _find_lost_ranks(reporting, states)
+            if not s.on_this_host and s.failure is None and s.moment.phase != "gone"
         ]
         silent = [s for s in away if s.silent_s > SILENT_S]
         if silent:
-            return _report_lost_host(_most_blamed(silent, states), told)
-        if away and now - told[0].failed_at < HOST_SETTLE_S:
+            return _report_lost_host(_find_most_blamed(silent, states), reporting)
+        if away and now - reporting[0].failed_at < HOST_SETTLE_S:
             return None  # its host may have ended, or it may still report why
-        return _blame_left_rank(told, states) or _blame_lost_rank(told)
+        return _blame_left_rank(reporting, states) or _blame_lost_rank(reporting)
     running = [s for s in states if s.failure is None and s.moment.phase != "gone"]
     if running and min(s.idle_s for s in running) >= patience_s:
         return _blame_stalled_rank(running, patience_s)
     return None
 
 
-def failure_at(state: RankState, kind: str, error: str) -> Failure:
+def describe_failure_at(state: RankState, kind: str, error: str) -> Failure:
     """Return a description of the failure of the rank with the state ``state`` at its current position, which is its
     graph node if known, or its instruction.
 
@@ -83,7 +85,7 @@ def failure_at(state: RankState, kind: str, error: str) -> Failure:
     )
 
 
-def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
+def find_waits(states: Sequence[RankState]) -> dict[int, set[int]]:
     """Return, for each rank, the ranks for which it waits. ``states``: the known state of each rank.
 
     A rank does not wait for ranks that have entered the same collective and send heartbeats. A rank without heartbeats
@@ -117,7 +119,7 @@ def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failu
     """Return the failure of the rank that keeps the others waiting, if no rank makes progress. ``states``: the running
     ranks. ``patience_s``: seconds without progress after which the ranks count as stalled.
     """
-    edges = waits_for(states)
+    edges = find_waits(states)
     free = [s for s in states if not edges[s.rank]] or list(states)  # in a cycle, any rank may be the cause
     waited_for = _count_waiting_ranks(edges)
     cause = min(free, key=lambda s: (not _is_report_outdated(s), -waited_for[s.rank], s.progress, s.rank))
@@ -129,7 +131,7 @@ def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failu
         how += f", nor given a sign of life for {cause.silent_s:.1f} s"
     waiting = "; ".join(f"rank {s.rank} waits for it at {s.doing}" for s in others[:4])
     more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-    return failure_at(cause, STALLED, how + (f"; {waiting}{more}" if waiting else ""))
+    return describe_failure_at(cause, STALLED, how + (f"; {waiting}{more}" if waiting else ""))
 
 
 def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
@@ -149,43 +151,40 @@ def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
     return found
 
 
-def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> RankState:
-    """Return the state of the rank, among the dead ranks ``dead``, to which most of the ranks in ``states`` have lost
-    their connection; among equals, the one idle for the longest time.
-    """
+def _find_most_blamed(dead_ranks: Sequence[RankState], states: Sequence[RankState]) -> RankState:
+    """Return the state of the rank, among the dead ranks ``dead_ranks``, to which most of the ranks in ``states`` have
+    lost their connection; among equals, the one idle for the longest time."""
     blamed = Counter(rank for s in states for rank in s.lost)
-    return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
+    return max(dead_ranks, key=lambda s: (blamed[s.rank], s.idle_s))
 
 
-def _find_lost_ranks(told: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
-    """Return the states of the ranks to which some rank of ``told``, ranks that reported a failure, has lost its
+def _find_lost_ranks(reporting: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
+    """Return the states of the ranks to which some rank of ``reporting``, ranks that reported a failure, has lost its
     connection. ``states``: the known state of each rank.
     """
-    lost = {rank for s in told for rank in s.lost}
+    lost = {rank for s in reporting for rank in s.lost}
     return [s for s in states if s.rank in lost]
 
 
-def _report_lost_host(state: RankState, told: Sequence[RankState]) -> Failure:
+def _report_lost_host(state: RankState, reporting: Sequence[RankState]) -> Failure:
     """Return the failure of a rank on another host that sends no heartbeats any more, and to which ranks have lost
-    their connection. ``state``: the last known state of that rank. ``told``: ranks that reported a failure; the text of
-    the failure names those of them that lost the connection.
-    """
-    losers = [s for s in told if state.rank in s.lost]
+    their connection. ``state``: the last known state of that rank. ``reporting``: ranks that reported a failure; the
+    text of the failure names those of them that lost the connection."""
+    losers = [s for s in reporting if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
     text = f"its host has given no sign of life for {state.silent_s:.1f} s (it has ended, or its network); {who}"
-    return failure_at(state, DIED, text)
+    return describe_failure_at(state, DIED, text)
 
 
-def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
+def _blame_left_rank(reporting: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
     """Return the failure of a rank whose script ended early or was interrupted, and to which another rank has therefore
     lost its connection. Return ``None`` if there is no such rank.
 
-    ``told``: ranks that reported a failure, with the ranks to which they have lost their connection. ``states``: the
-    known state of each rank.
-    """
+    ``reporting``: ranks that reported a failure, with the ranks to which they have lost their connection. ``states``:
+    the known state of each rank."""
     gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
     for state in gone:
-        losers = [s for s in told if state.rank in s.lost]
+        losers = [s for s in reporting if state.rank in s.lost]
         if losers:
             who = "; ".join(f"rank {s.rank} needed it at {s.doing}" for s in losers[:4])
             text = f"has left, of its own accord or interrupted (sys.exit, Ctrl-C), before the others did: {who}"
@@ -193,24 +192,23 @@ def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> 
     return None
 
 
-def _blame_lost_rank(told: Sequence[RankState]) -> Failure:
+def _blame_lost_rank(reporting: Sequence[RankState]) -> Failure:
     """Return the failure to report if connections broke but no process is known to have ended.
 
-    ``told``: ranks that reported a failure, the earliest first. The failure is that of the rank to which most others
-    (at least two) have lost their connection, if there is one such rank and it reported; otherwise that of the rank
-    that reported first.
-    """
-    blamed = Counter(rank for s in told for rank in set(s.lost))
-    order = {s.rank: place for place, s in enumerate(told)}
-    ranks = {s.rank: s for s in told}
+    ``reporting``: ranks that reported a failure, the earliest first. The failure is that of the rank to which most
+    others (at least two) have lost their connection, if there is one such rank and it reported; otherwise that of the
+    rank that reported first."""
+    blamed = Counter(rank for s in reporting for rank in set(s.lost))
+    order = {s.rank: place for place, s in enumerate(reporting)}
+    ranks = {s.rank: s for s in reporting}
     most = max(blamed.values(), default=0)
     suspects = sorted((r for r, n in blamed.items() if n == most), key=lambda r: order.get(r, len(order)))
-    first = told[0]
+    first = reporting[0]
     assert first.failure is not None
     if len(suspects) == 1 and suspects[0] in ranks and most > 1:
         state = ranks[suspects[0]]
         assert state.failure is not None
-        who = ", ".join(str(s.rank) for s in told if suspects[0] in s.lost)
+        who = ", ".join(str(s.rank) for s in reporting if suspects[0] in s.lost)
         text = f"lost its connections to rank {who}, and no process is known to have ended: {state.failure.error}"
         return replace(state.failure, kind=LOST, error=text, secondary=False)
     peers = f"rank {', '.join(map(str, sorted(first.lost)))}" if first.lost else "another rank"

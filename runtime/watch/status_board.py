@@ -19,7 +19,7 @@ from partitioner.runtime.errors import Failure
 from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, RecorderHeader, Recording
 from partitioner.runtime.execute.stack_location import RankLocation
 from partitioner.runtime.files import write_text
-from partitioner.runtime.watch.host_mirror import ranks_named
+from partitioner.runtime.watch.host_mirror import find_named_ranks
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RankState:
     index: int | None  # of the instruction
     idle_s: float
     silent_s: float
-    here: bool = True
+    on_this_host: bool = True
     alive: bool = True
     stopped: bool = False
     place: RankLocation | None = None
@@ -75,14 +75,14 @@ class RankState:
         """Return what the rank did at the time of this state, as text, such as ``step 3, instruction 7: 1F0``."""
         if self.moment.phase != "step":
             return f"{self.moment.phase} (after step {self.moment.step + 1})"
-        return f"step {self.moment.step + 1}, {instruction_words(self.index, self.spot)}"
+        return f"step {self.moment.step + 1}, {format_instruction_words(self.index, self.spot)}"
 
 
-def instruction_words(index: int | None, spot: InstructionSpot | None) -> str:
+def format_instruction_words(index: int | None, spot: InstructionSpot | None) -> str:
     return f"instruction {index}: {spot.text}" if spot is not None else "end of the step"
 
 
-class Board:
+class StatusBoard:
     """Reads and writes the status files in ``folder``, in which ranks write what they do and why they fail. Each rank
     writes its own files; any process may read all of them.
     """
@@ -154,32 +154,32 @@ class Board:
         writes. Raise ``FileNotFoundError`` if it has removed them.
         """
         recording = self._recordings[rank]
-        about, moment = recording.about, recording.moment()
-        here = about.host == socket.gethostname()
-        now = time.monotonic_ns() if here else int((time.time() - about.clock_s) * 1e9)
-        index = about.actions[moment.action] if moment.phase == "step" else None
-        spot = about.spots[index] if index is not None and index < len(about.spots) else None
-        alive, stopped = _read_process_state(about.pid) if here else (True, False)
+        headers, moment = recording.about, recording.moment()
+        on_this_host = headers.host == socket.gethostname()
+        now = time.monotonic_ns() if on_this_host else int((time.time() - headers.clock_s) * 1e9)
+        index = headers.actions[moment.action] if moment.phase == "step" else None
+        spot = headers.spots[index] if index is not None and index < len(headers.spots) else None
+        alive, stopped = _read_process_state(headers.pid) if on_this_host else (True, False)
         placed, failed = self._read_file(rank, "place"), self._read_file(rank, "failure")
         place = None
         if placed is not None and (placed.pop("step"), placed.pop("action")) == (moment.step, moment.action):
             place = RankLocation.from_data(placed)
         return RankState(
             rank=rank,
-            stage=about.stage,
+            stage=headers.stage,
             moment=moment,
             spot=spot,
             index=index,
             idle_s=(now - moment.moved) * 1e-9,
             silent_s=(now - moment.beat) * 1e-9,
-            here=here,
+            on_this_host=on_this_host,
             alive=alive,
             stopped=stopped,
             place=place,
             failure=None if failed is None else Failure.from_data(failed["failure"]),
             failed_at=0.0 if failed is None else failed["at"],
             lost=() if failed is None else self._find_lost_ranks(rank, failed),
-            stage_index=_stage_index(about, index),
+            stage_index=_stage_index(headers, index),
         )
 
     def _find_lost_ranks(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ class Board:
         """
         ends = {r: (self._read_file(r, "addresses") or {"own": []})["own"] for r in self._recordings}
         own = ends.pop(rank)
-        return ranks_named(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
+        return find_named_ranks(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
 
     def _read_file(self, rank: int, kind: str) -> dict[str, Any] | None:
         """Return the contents of the file with the status of ``rank`` of the kind ``kind``, such as "failure", as JSON
@@ -202,10 +202,10 @@ class Board:
         return None
 
 
-def _stage_index(about: RecorderHeader, index: int | None) -> int | None:
-    if not about.places or index is None:
+def _stage_index(headers: RecorderHeader, index: int | None) -> int | None:
+    if not headers.places or index is None:
         return None
-    return about.places[index] if index < len(about.places) else about.places[-1] + 1  # the end of the step
+    return headers.places[index] if index < len(headers.places) else headers.places[-1] + 1  # the end of the step
 
 
 def _read_process_state(pid: int) -> tuple[bool, bool]:

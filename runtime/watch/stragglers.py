@@ -21,15 +21,15 @@ from statistics import median
 
 from partitioner.runtime.errors import Failure
 from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecorderHeader
-from partitioner.runtime.watch.root_cause import cause_of
-from partitioner.runtime.watch.status_board import Board, RankState, instruction_words
+from partitioner.runtime.watch.root_cause import find_failure_cause
+from partitioner.runtime.watch.status_board import RankState, StatusBoard, format_instruction_words
 
 _WINDOW = 10  # recent steps that are compared
 
-_BEFORE = 4  # least number of steps before the window that describe a rank's past
+_MIN_PAST_STEPS = 4  # least number of steps before the window that describe a rank's past
 _KEPT = 64  # steps that are kept per rank
 _SPREADS = 4.0  # the excess of a slow rank must also be more than this many median deviations
-_SURE = 0.96  # fraction of pairs (step of the slow rank, step of a peer) in which the slow rank's takes longer
+_SURE_FRACTION = 0.96  # fraction of pairs (step of the slow rank, step of a peer) in which the slow rank's takes longer
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SlowRank:
     against: str
 
     def __str__(self) -> str:
-        where = [instruction_words(self.index, self.spot)]
+        where = [format_instruction_words(self.index, self.spot)]
         if self.spot is not None:
             where += [text for text in (self.spot.calls, self.spot.source) if text]
         return (
@@ -67,7 +67,7 @@ class SlowRanks:
     none, the rank's own earlier time.
     """
 
-    def __init__(self, board: Board, factor: float = 1.5) -> None:
+    def __init__(self, board: StatusBoard, factor: float = 1.5) -> None:
         self.board = board
         self.factor = factor
         self.samples: dict[int, deque[dict[int, float]]] = {}
@@ -85,17 +85,17 @@ class SlowRanks:
             if step is not None and step.step > self._last.get(rank, 0):  # skips the first step, a warm-up
                 self._last[rank] = step.step
                 self.samples.setdefault(rank, deque(maxlen=_KEPT)).append(step.busy())
-        about = {rank: r.about for rank, r in recordings.items()}
-        new = [s for s in slow_ranks(self.samples, about, self.factor) if s.rank not in self._told]
+        headers = {rank: r.about for rank, r in recordings.items()}
+        new = [s for s in slow_ranks(self.samples, headers, self.factor) if s.rank not in self._told]
         if self._told:
-            self._told &= {s.rank for s in slow_ranks(self.samples, about, self.factor, spreads=0.0)}
+            self._told &= {s.rank for s in slow_ranks(self.samples, headers, self.factor, spreads=0.0)}
         self._told |= {s.rank for s in new}
         return new
 
 
 def slow_ranks(
     samples: Mapping[int, Sequence[Mapping[int, float]]],
-    about: Mapping[int, RecorderHeader],
+    headers: Mapping[int, RecorderHeader],
     factor: float,
     spreads: float = _SPREADS,
 ) -> list[SlowRank]:
@@ -104,19 +104,19 @@ def slow_ranks(
 
     Args:
         samples: rank -> for each recorded step, instruction index -> seconds of computation.
-        about: rank -> description of the rank and its instructions.
+        headers: rank -> description of the rank and its instructions.
         factor: a rank is slow if its computation time exceeds ``factor`` times the expected time.
         spreads: a slow rank must exceed its expected time by more than this number of median deviations of the times of
             steps; 0: by any amount, and without the check that nearly all of its steps are longer.
     """
-    if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
+    if any(len(samples.get(rank, ())) < _WINDOW for rank in headers):
         return []
-    now = {rank: _compute_typical_step(list(samples[rank])[-_WINDOW:]) for rank in about}
+    current = {rank: _compute_typical_step(list(samples[rank])[-_WINDOW:]) for rank in headers}
     found = []
-    for rank, work in now.items():
-        own = about[rank]
-        peers = [r for r in now if r != rank and (about[r].stage, about[r].places) == (own.stage, own.places)]
-        reference = _compute_typical_step([now[r] for r in peers]) if peers else _own_past(rank, samples, now)
+    for rank, work in current.items():
+        own = headers[rank]
+        peers = [r for r in current if r != rank and (headers[r].stage, headers[r].places) == (own.stage, own.places)]
+        reference = _compute_typical_step([current[r] for r in peers]) if peers else _own_past(rank, samples, current)
         if reference is None:
             continue
         expected, seconds = sum(reference.values()), sum(work.values())
@@ -124,7 +124,7 @@ def slow_ranks(
             continue
         if not spreads or _is_surely_slower(rank, peers, samples, expected):
             index = max(work, key=lambda i: work[i] - reference.get(i, 0.0))
-            spots = about[rank].spots
+            spots = headers[rank].spots
             spot = spots[index] if index < len(spots) else None
             against = "its peers take" if peers else "where it took, by what the others take now,"
             found.append(SlowRank(rank, seconds, expected, index, spot, against))
@@ -132,49 +132,48 @@ def slow_ranks(
 
 
 def _own_past(
-    rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], now: Mapping[int, Mapping[int, float]]
+    rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], current: Mapping[int, Mapping[int, float]]
 ) -> dict[int, float] | None:
     """Return the computation time that is expected of ``rank`` if no other rank has the same work, as instruction index
     -> seconds: its own earlier time, scaled by the change of the other ranks.
 
     The change is the median of their ratios of present to past time. ``samples``: rank -> for each step, instruction
-    index -> seconds. ``now``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too few
-    earlier steps.
-    """
-    before = {r: list(samples[r])[:-_WINDOW] for r in now}
-    if any(len(steps) < _BEFORE for steps in before.values()):
+    index -> seconds. ``current``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too
+    few earlier steps."""
+    before = {r: list(samples[r])[:-_WINDOW] for r in current}
+    if any(len(steps) < _MIN_PAST_STEPS for steps in before.values()):
         return None
-    past = {r: _compute_typical_step(steps) for r, steps in before.items()}
-    others = [sum(now[r].values()) / total for r in now if r != rank and (total := sum(past[r].values()))]
-    general = median(others) if others else 1.0
-    return {index: seconds * general for index, seconds in past[rank].items()}
+    previous = {r: _compute_typical_step(steps) for r, steps in before.items()}
+    second = [sum(current[r].values()) / total for r in current if r != rank and (total := sum(previous[r].values()))]
+    general = median(second) if second else 1.0
+    return {index: seconds * general for index, seconds in previous[rank].items()}
 
 
 def _is_surely_slower(
-    rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], past: float
+    rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], previous: float
 ) -> bool:
     """Return whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
 
     ``samples``: rank -> for each step, instruction index -> seconds. Without peers, compare with its own earlier steps,
-    scaled so that their median is ``past`` seconds.
+    scaled so that their median is ``previous`` seconds.
     """
     totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
-    now = totals[rank][-_WINDOW:]
+    current = totals[rank][-_WINDOW:]
     if peers:
-        return median(_compute_longer_fraction(now, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE
+        return median(_compute_longer_fraction(current, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE_FRACTION
     took = sum(_compute_typical_step(list(samples[rank])[:-_WINDOW]).values())
-    scale = past / took if took else 1.0
+    scale = previous / took if took else 1.0
     before = totals[rank][: -2 * _WINDOW]  # leave out steps in which it may have been slow already
-    before = before if len(before) >= _BEFORE else totals[rank][:-_WINDOW]
-    return _compute_longer_fraction(now, [scale * seconds for seconds in before]) >= _SURE
+    before = before if len(before) >= _MIN_PAST_STEPS else totals[rank][:-_WINDOW]
+    return _compute_longer_fraction(current, [scale * seconds for seconds in before]) >= _SURE_FRACTION
 
 
-def _compute_longer_fraction(some: Sequence[float], others: Sequence[float]) -> float:
-    """Return the fraction of pairs (one of ``some``, one of ``others``) whose first number is larger; ties count half.
+def _compute_longer_fraction(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the fraction of pairs (one of ``first``, one of ``second``) whose first number is larger; ties count half.
 
     This is the Mann-Whitney U statistic divided by the number of pairs.
     """
-    return sum((a > b) + (a == b) / 2 for a in some for b in others) / (len(some) * len(others))
+    return sum((a > b) + (a == b) / 2 for a in first for b in second) / (len(first) * len(second))
 
 
 def _measure_spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:
@@ -198,7 +197,7 @@ def _compute_typical_step(steps: Sequence[Mapping[int, float]]) -> dict[int, flo
     return {index: median(step.get(index, 0.0) for step in steps) for index in steps[0]}
 
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 class Monitor:
@@ -209,7 +208,7 @@ class Monitor:
     """
 
     def __init__(self, folder: str | Path, patience_s: float = 300.0) -> None:
-        self.board = Board(Path(folder))
+        self.board = StatusBoard(Path(folder))
         self.patience_s = patience_s
         self.refresh: Callable[[], None] | None = None  # fetches the states of ranks on other hosts
 
@@ -228,9 +227,9 @@ class Monitor:
         if told is not None:
             return told
         states = self.states()
-        return cause_of(states, self.patience_s, time.time(), died, self.board.world_size)
+        return find_failure_cause(states, self.patience_s, time.time(), died, self.board.world_size)
 
-    def settle(self, seconds: float, died: int | None = None) -> Failure | None:
+    def wait_for_cause(self, seconds: float, died: int | None = None) -> Failure | None:
         """Wait up to ``seconds`` until :meth:`check` finds the cause of a failure that is known to have happened, and
         return it.
 
@@ -239,5 +238,5 @@ class Monitor:
         """
         deadline = time.monotonic() + seconds
         while (found := self.check(died)) is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return found

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, Self
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from partitioner.runtime.comm.failure_origin import is_secondary, users_line
-from partitioner.runtime.comm.rendezvous import tell_torchrun
+from partitioner.runtime.comm.failure_origin import find_user_line, is_secondary
+from partitioner.runtime.comm.rendezvous import report_to_torchrun
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.comm.wait_clock import waited
 from partitioner.runtime.errors import STALLED, Failure, InstructionError, LaunchError
 from partitioner.runtime.execute.flight_recorder import Recorder, Recording
-from partitioner.runtime.execute.stack_location import place_of, walk_stack_frames, walk_traceback_frames
+from partitioner.runtime.execute.stack_location import locate_rank, walk_stack_frames, walk_traceback_frames
 from partitioner.runtime.files import find_foreign_access
-from partitioner.runtime.watch.host_mirror import Mirror, own_addresses
+from partitioner.runtime.watch.host_mirror import Mirror, list_own_addresses
 from partitioner.runtime.watch.root_cause import HOST_SETTLE_S
-from partitioner.runtime.watch.status_board import Board, RankState
+from partitioner.runtime.watch.status_board import RankState, StatusBoard
 from partitioner.runtime.watch.stragglers import Monitor, SlowRank, SlowRanks
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class Watch:
         self.folder = default_folder() if folder is None else Path(folder)
         self.monitor = Monitor(self.folder, patience_s)
         self._several = folder is None and num_mirrored() > 1
-        self._mirror = _mirror_of(engine, self.folder) if self._several else None
+        self._mirror = _create_mirror(engine, self.folder) if self._several else None
         if self._mirror is not None:
             self.monitor.refresh = self._mirror.exchange
-        self.board: Board = self.monitor.board
+        self.board: StatusBoard = self.monitor.board
         self.slow: list[SlowRank] = []
         self._slow = SlowRanks(self.board, slow_factor) if slow_factor and self._is_first() else None
         self._end = threading.Event()
@@ -104,7 +104,7 @@ class Watch:
 
         Raise :class:`LaunchError` if the engine is watched already, or if another watch writes to the same files.
         """
-        self._check_alone()
+        self._check_single_watch()
         _open.add(self._key)
         try:
             return self._begin_watching()
@@ -112,7 +112,7 @@ class Watch:
             _open.discard(self._key)
             raise
 
-    def _check_alone(self) -> None:
+    def _check_single_watch(self) -> None:
         """Raise :class:`LaunchError` if this engine is watched already, or if another watch writes the status of this
         rank to the same files.
         """
@@ -133,7 +133,7 @@ class Watch:
             self.engine.barrier()
         actions = [index for index, _ in self.executor.actions]
         self.recorder = self.executor.recorder = Recorder(self.folder, self.engine.rank_program, actions)
-        self.board.post_addresses(self.rank, own_addresses())
+        self.board.post_addresses(self.rank, list_own_addresses())
         self._recording = Recording(self.folder, self.rank)
         self._main = threading.get_ident()
         if self._mirror is not None:
@@ -178,7 +178,7 @@ class Watch:
         ``error``: the exception with which the rank has failed.
         """
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
-        place = place_of(walk_traceback_frames(origin.__traceback__), self.executor)
+        place = locate_rank(walk_traceback_frames(origin.__traceback__), self.executor)
         moment = self._recording.moment()
         if isinstance(error, InstructionError):
             failure = error.failure
@@ -189,7 +189,7 @@ class Watch:
                 kind=type(error).__name__,
                 instruction=moment.phase,
                 step=moment.step + 1,
-                source=users_line(error),
+                source=find_user_line(error),
                 traceback="".join(traceback.format_exception(error)),
                 secondary=is_secondary(error),
             )
@@ -206,20 +206,20 @@ class Watch:
         seen = (0, "")
         pause = max(self.beat_s, self.monitor.patience_s / 10)
         while not self._end.wait(self.beat_s):
-            self.recorder.beat()
+            self.recorder.record_heartbeat()
             if self._slow is not None and time.monotonic() - slow_looked > _SLOW_LOOK_S:
                 slow_looked = time.monotonic()
-                self._tell_slow(self._slow)
+                self._report_slow(self._slow)
             moment = self._recording.moment()
             idle_s = (time.monotonic_ns() - moment.moved) * 1e-9
             if idle_s < self.beat_s:
                 continue
             frame = sys._current_frames().get(self._main)
-            place = place_of(walk_stack_frames(frame), self.executor)
+            place = locate_rank(walk_stack_frames(frame), self.executor)
             seen, last = (waited.ns, place.line), seen
             # a checkpoint or a compilation is in progress: its stack changes, which counts as progress
             if seen != last and (moment.phase != "step" or not place.waits):
-                self.recorder.moved()
+                self.recorder.record_progress()
             if self._recording.moment().action == moment.action:  # else the rank has made progress meanwhile
                 with contextlib.suppress(OSError):
                     self.board.post_place(self.rank, moment, place)
@@ -227,7 +227,7 @@ class Watch:
                 looked = time.monotonic()
                 self._check_for_cause()
 
-    def _spread_cause(self) -> None:
+    def _send_cause(self) -> None:
         """Send the files with the ranks' status, which have the cause of the failure, to other hosts before this
         process ends, so that ranks there do not take their lost connections for the cause.
         """
@@ -239,7 +239,7 @@ class Watch:
     def _is_first(self) -> bool:
         return self.rank == self.engine.communicator.home
 
-    def _tell_slow(self, ranks: SlowRanks) -> None:
+    def _report_slow(self, ranks: SlowRanks) -> None:
         with contextlib.suppress(OSError, ValueError):  # a rank is just starting
             for found in ranks.look():
                 self.slow.append(found)
@@ -264,32 +264,32 @@ class Watch:
         """
         with self._leaving:
             settle_s = HOST_SETTLE_S + _MIRROR_S if self._several else _SETTLE_S
-            cause = failure if not failure.secondary else self.monitor.settle(settle_s) or failure
+            cause = failure if not failure.secondary else self.monitor.wait_for_cause(settle_s) or failure
             if self.board.tell(cause):
                 if error is not None and cause is failure:
                     traceback.print_exception(error)
                 print(f"first cause: {cause}", file=sys.stderr, flush=True)
-            self._spread_cause()
-            tell_torchrun(InstructionError(cause))
+            self._send_cause()
+            report_to_torchrun(InstructionError(cause))
             for state in self.monitor.states():
                 if cause.kind == STALLED and state.rank == cause.rank != self.rank:
-                    _end_stalled(state, self._recording.about.host, self.board)
+                    _kill_stalled(state, self._recording.about.host, self.board)
             sys.stdout.flush()
             if failure.secondary:
                 time.sleep(_LEAVE_S)
             os._exit(1)
 
 
-def _end_stalled(state: RankState, host: str, board: Board) -> None:
+def _kill_stalled(state: RankState, host: str, board: StatusBoard) -> None:
     """Kill the process of the stalled rank ``state`` if it runs on this host. ``host``: name of the host of the rank
     that calls this. ``board``: reads the files in which ranks write their status, which have the process ID.
 
     A stopped process does not react to its launcher, which would wait half a minute for it.
     """
-    about = board.recordings()[state.rank].about
-    if about.host == host == socket.gethostname() and state.alive:
+    headers = board.recordings()[state.rank].about
+    if headers.host == host == socket.gethostname() and state.alive:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(about.pid, signal.SIGKILL)
+            os.kill(headers.pid, signal.SIGKILL)
 
 
 def default_folder() -> Path:
@@ -341,7 +341,7 @@ _open: set[tuple[Path, int]] = set()  # (folder, rank) of every open watch of th
 _watches = itertools.count()  # the same on all ranks: they enter each watch together
 
 
-def _mirror_of(engine: Engine, folder: Path) -> Mirror | None:
+def _create_mirror(engine: Engine, folder: Path) -> Mirror | None:
     """Return the object that copies the files in ``folder``, in which the ranks of this host write what they do, to
     other hosts, and theirs to this host.
 
@@ -354,7 +354,7 @@ def _mirror_of(engine: Engine, folder: Path) -> Mirror | None:
     communicator = engine.communicator
     assert isinstance(communicator, TorchCommunicator)
     first = int(env["RANK"])
-    ranks = communicator.ranks_of(range(first, first + int(env["LOCAL_WORLD_SIZE"])))
+    ranks = communicator.list_ranks_on(range(first, first + int(env["LOCAL_WORLD_SIZE"])))
     everyones: Any = c10d._get_default_store()
     store = PrefixStore(f"watch {number}", everyones.clone())
     return Mirror(folder, store, int(env["GROUP_RANK"]), num_mirrored(), frozenset(ranks))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from partitioner import Checkpoints, Engine
 from partitioner.runtime.checkpoint.memory_copies import SlotState
 from partitioner.runtime.checkpoint.ranks import Peers
-from partitioner.runtime.checkpoint.run_state import own_tensors
+from partitioner.runtime.checkpoint.run_state import list_rank_tensors
 from partitioner.runtime.launch.process_pool import preload_imports
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
@@ -97,7 +97,7 @@ def rank(attempt: dict[str, Any], store: Path, number: int, told: int) -> None:
         optimizer.step()
         checkpoints.after_step()
     if "out" in attempt:
-        whole = own_tensors(engine, optimizer) | {"place": torch.tensor(data.place), "next": torch.randn(4)}
+        whole = list_rank_tensors(engine, optimizer) | {"place": torch.tensor(data.place), "next": torch.randn(4)}
         torch.save({n: t.clone() for n, t in whole.items()}, f"{attempt['out']}-{number}.pt")
         checkpoints.close()
     engine.barrier()

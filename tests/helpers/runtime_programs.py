@@ -31,7 +31,7 @@ from partitioner.runtime.program.program import (
     Stage,
     StateData,
     Value,
-    weights_fingerprint,
+    hash_weights,
 )
 
 aten = torch.ops.aten
@@ -210,7 +210,7 @@ def program_of_net(
         ),
         loss="loss",
         stages=stages,
-        fingerprint=weights_fingerprint(states),
+        fingerprint=hash_weights(states),
     )
 
 

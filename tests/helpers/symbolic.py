@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from partitioner.passes.ir.serialize import block_from_data
-from partitioner.passes.shard.differentiate import collectives_of, differentiate
+from partitioner.passes.shard.differentiate import differentiate, list_collectives
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.program import Program
 
@@ -51,7 +51,8 @@ def graph_collectives(
     pieces = differentiate(block, torch.device("cpu"), *needs)
     parts = {"F": pieces.forward, "B": pieces.backward, "I": pieces.backward_input, "W": pieces.backward_weight}
     return {
-        part: [(u.axis, (u.op, u.shape, u.dtype)) for u in collectives_of(piece.graph)] for part, piece in parts.items()
+        part: [(u.axis, (u.op, u.shape, u.dtype)) for u in list_collectives(piece.graph)]
+        for part, piece in parts.items()
     }
 
 

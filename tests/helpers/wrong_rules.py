@@ -18,7 +18,7 @@ from partitioner.passes.ir.layouts import PARTIAL, REPLICATED, Layout, join_shar
 from partitioner.passes.rules import OpFactors, factors_of, registry
 from partitioner.passes.rules.factors import Dims, Strategy
 from partitioner.passes.rules.strategies import enumerate_strategies
-from partitioner.passes.rules.verify import node_of
+from partitioner.passes.rules.verify import make_call_node
 from tests.helpers.rule_cases import CASES, META, operator
 from tests.helpers.rule_cases_more import MORE
 
@@ -42,7 +42,7 @@ class Wrong:
 def draw(rng: random.Random) -> Wrong | None:
     """A call with one thing of its rule changed; ``None`` where that cannot be changed."""
     name, args, kwargs, grad = rng.choice(_ALL).values
-    node, _ = node_of(operator(name), args, kwargs, grad)
+    node, _ = make_call_node(operator(name), args, kwargs, grad)
     rule = factors_of(node)
     if rule is None or not rule.sizes:
         return None
@@ -220,7 +220,7 @@ def _put(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
 
 def is_wrong(wrong: Wrong) -> bool:
     """Whether a strategy that the rule allows, run plainly, gives other results than the operator."""
-    node, tensors = node_of(operator(wrong.name), wrong.args, wrong.kwargs, wrong.grad)
+    node, tensors = make_call_node(operator(wrong.name), wrong.args, wrong.kwargs, wrong.grad)
     with installed(wrong):
         allowed = enumerate_strategies(node, NUM_RANKS)
     return any(_plain(s, wrong.rule) and not _agrees(node, tensors, wrong, s) for s in allowed)

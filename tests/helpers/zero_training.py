@@ -14,7 +14,7 @@ from partitioner.plans.verify import relative_error
 from partitioner.runtime.checkpoint.dcp_files import ShardReader
 from partitioner.runtime.checkpoint.shards import ShardPiece
 from partitioner.runtime.engine.engine import Engine
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.program.program import Program
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.experts_zoo import plain, plain_inputs
@@ -116,7 +116,7 @@ def trained_alone(name: str) -> dict[str, Tensor]:
 def train(program: Program, name: str, folder: Path, first: int = 0, last: int = STEPS, load: bool = False) -> None:
     """Steps ``first`` to ``last`` on threads, from the model or from what ``folder`` has; ends with a checkpoint."""
     model, inputs = MODELS[name]
-    weights, program = model().double(), with_precision(program, "fp64")
+    weights, program = model().double(), convert_precision(program, "fp64")
 
     def work(communicator: Any) -> None:
         engine = Engine(program, None if load else weights, communicator=communicator)

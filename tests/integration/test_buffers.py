@@ -18,7 +18,7 @@ from partitioner.passes.errors import UnsupportedError
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.debug import NonFiniteError, check_finite
 from partitioner.runtime.program.instructions import Instruction
-from partitioner.runtime.program.program import Program, weights_fingerprint
+from partitioner.runtime.program.program import Program, hash_weights
 from partitioner.runtime.prove.errors import ProofError
 from partitioner.runtime.prove.prove import prove
 from tests.helpers.buffer_models import (
@@ -267,7 +267,7 @@ def _of_another(code: list[Instruction], program: Program) -> list[Instruction]:
         (_moved, "which was updated at"),
         (_twice, "was updated at"),
         (_without, "never updated"),
-        (_of_another, "not a buffer"),
+        (_of_another, "no buffer of the stage"),
     ],
 )
 def test_a_wrong_update_is_refused(edit: Callable[[list[Instruction], Program], list[Instruction]], said: str):
@@ -294,7 +294,7 @@ def test_a_value_that_is_not_the_buffers_is_refused(change: dict[str, Any], said
     name = "layers.0.norm.running_mean"
     states = program.states | {name: program.states[name].model_copy(update=change)}
     with pytest.raises(ProofError, match=said):
-        prove(program.model_copy(update={"states": states, "fingerprint": weights_fingerprint(states)}))
+        prove(program.model_copy(update={"states": states, "fingerprint": hash_weights(states)}))
 
 
 def test_a_value_that_differs_between_ranks_is_refused():
@@ -308,7 +308,7 @@ def test_a_value_that_differs_between_ranks_is_refused():
             if node.get("target") == "partition.all_reduce.default":
                 node |= {"target": "aten.mul.Tensor", "args": [node["args"][0], 1.0]}
         blocks[name] = block.model_copy(update={"nodes": tuple(nodes)})
-    with pytest.raises(ProofError, match="differs between the parts of the batch"):
+    with pytest.raises(ProofError, match="differs between parts of the batch"):
         prove(program.model_copy(update={"blocks": blocks}))
 
 
@@ -432,7 +432,7 @@ def test_a_step_that_is_run_again_reads_what_it_read():
     with pytest.raises(NonFiniteError, match=r"holds a|first"):
         check_finite(engine, (bad * 10, y))
     assert not engine.state_dict()["t.m"].isfinite().all()
-    with engine._executor.updates.again():
+    with engine._executor.updates.repeat_last():
         assert torch.equal(engine.state_dict()["t.m"], held)
 
 

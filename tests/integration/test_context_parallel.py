@@ -18,7 +18,7 @@ import partitioner
 import partitioner.passes.ops.attention
 from partitioner import Constraints, Plan, PlanError, Topology, partition, run_reference
 from partitioner.passes.ir.layouts import Layout, join_shards, make_shard_layout, shard_slices, take_shard
-from partitioner.passes.ops.attention import Band, most_pairs, ring_steps
+from partitioner.passes.ops.attention import Band, count_max_pairs, list_ring_steps
 from partitioner.plans.verify import TOLERANCE, compare
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.execute.calls import BoundCall
@@ -62,14 +62,14 @@ def test_zigzag_has_a_piece_from_either_end():
 def test_zigzag_makes_causal_attention_even(num_ranks: int):
     each = 64 // num_ranks
     causal, whole = Band(None, 0), 64 * 65 // 2
-    assert most_pairs(each, each, num_ranks, True, causal) * num_ranks == whole
-    assert most_pairs(each, each, num_ranks, False, causal) * num_ranks > 1.4 * whole
+    assert count_max_pairs(each, each, num_ranks, True, causal) * num_ranks == whole
+    assert count_max_pairs(each, each, num_ranks, False, causal) * num_ranks > 1.4 * whole
 
 
 def test_a_ring_takes_the_steps_that_a_window_needs():
-    assert ring_steps(16, 16, 4, False, Band(None, 0)) == (0, 1, 2, 3)
-    assert ring_steps(16, 16, 4, False, Band(15, 0)) == (0, 1)
-    assert ring_steps(16, 16, 4, False, Band(4, 4)) == (0, 1, 3)
+    assert list_ring_steps(16, 16, 4, False, Band(None, 0)) == (0, 1, 2, 3)
+    assert list_ring_steps(16, 16, 4, False, Band(15, 0)) == (0, 1)
+    assert list_ring_steps(16, 16, 4, False, Band(4, 4)) == (0, 1, 3)
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import partitioner
 from partitioner import Constraints, Engine, LocalRanks, Plan, RankError, Topology, partition
-from partitioner.runtime.engine.batches import Share
+from partitioner.runtime.engine.batches import BatchShare
 from partitioner.runtime.prove.errors import ProofError
 from partitioner.runtime.prove.prove import prove
 from partitioner.simulate.program_time import plan_timeline, simulate_plan
@@ -176,7 +176,7 @@ def test_every_rank_may_be_given_its_own_rows_alone(tmp_path: Path):
 
 
 def test_a_share_is_a_run_of_rows():
-    share = Share(frozenset({"x"}), range(4, 7), 10)
+    share = BatchShare(frozenset({"x"}), range(4, 7), 10)
     assert share.rows(20) == range(8, 14)
 
 

@@ -189,7 +189,7 @@ def one_process(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
     order, losses = SampleOrder(len(dataset), seed=0), []
     for step in range(steps):
-        samples = [dataset[i] for i in order.at(range(step * batch_size, (step + 1) * batch_size))]
+        samples = [dataset[i] for i in order.get_indices(range(step * batch_size, (step + 1) * batch_size))]
         inputs = default_collate(samples)
         out = model(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
         loss = out if isinstance(out, torch.Tensor) else out.loss

@@ -122,10 +122,20 @@ def test_a_failing_instruction_names_the_models_line():
 def test_an_engine_gives_typed_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     plan = partition(Net(), Topology.local(1), batch())
     engine = engine_of(plan)
-    broken(monkeypatch, importlib.import_module("partitioner.runtime.engine.engine"), "content_of", LookupError("lost"))
+    broken(
+        monkeypatch,
+        importlib.import_module("partitioner.runtime.engine.engine"),
+        "collect_content",
+        LookupError("lost"),
+    )
     with pytest.raises(PartitionError, match="lost"):
         engine.save(tmp_path / "checkpoint")
-    broken(monkeypatch, importlib.import_module("partitioner.runtime.engine.engine"), "own_values", LookupError("lost"))
+    broken(
+        monkeypatch,
+        importlib.import_module("partitioner.runtime.engine.engine"),
+        "convert_rank_batch",
+        LookupError("lost"),
+    )
     with pytest.raises(InternalError, match=r"in Engine.step\(\).*LookupError: lost"):
         engine.step(batch())
 

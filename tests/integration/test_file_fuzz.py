@@ -37,13 +37,13 @@ from partitioner.passes.errors import InternalError
 from partitioner.passes.ir.serialize import block_from_data
 from partitioner.plans.files import FORMAT, RANK_FORMAT, VERSION, export_ranks
 from partitioner.pretrained.configuration import read_configuration
-from partitioner.runtime.checkpoint.file_sums import METADATA, sum_of
+from partitioner.runtime.checkpoint.file_sums import METADATA, compute_file_sum
 from partitioner.runtime.checkpoint.save import TRAINING
 from partitioner.runtime.checkpoint.training_state import unpack_plain_data
 from partitioner.runtime.execute.bind import SharedDerivatives
-from partitioner.runtime.family.load import family_of
+from partitioner.runtime.family.load import load_family
 from partitioner.runtime.observe.trace_events import read_spans
-from partitioner.runtime.program.load import disk_of, placement_of, program_of
+from partitioner.runtime.program.load import load_disk_bytes, load_placement, load_program
 from partitioner.runtime.state.weights import FileWeights
 from tests.helpers.mutations import guarded_reading, mutate_bytes, mutate_tree, write_syntax
 from tests.helpers.runtime_programs import Net, program_of_net
@@ -102,7 +102,7 @@ def seal_checkpoint(path: Path) -> None:
     """Write length and checksum of ``path``, a file of a checkpoint, into the manifest beside it."""
     manifest = path.with_name("manifest.json")
     content = json.loads(manifest.read_text())
-    total = sum_of(path)
+    total = compute_file_sum(path)
     content["files"][path.name] = {"nbytes": total.nbytes, "sha256": total.sha256}
     manifest.write_text(json.dumps(content))
 
@@ -110,9 +110,9 @@ def seal_checkpoint(path: Path) -> None:
 def read_plan(path: Path) -> None:
     """Read a plan, all of its programs, and the graphs of their blocks."""
     plan = Plan.load(path)
-    family = family_of(path)
-    placement_of(path)
-    disk_of(path, 0)
+    family = load_family(path)
+    load_placement(path)
+    load_disk_bytes(path, 0)
     for program in (plan.program, family.first, *(one.program for one in family.further.values())):
         read_blocks(program)
 
@@ -194,7 +194,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FileKind]:
     found["plan"] = FileKind(text, "plan.json", "json", read_plan, json.loads(text), seal=seal_plan)
     text = export_ranks(plan, folder)[1].read_bytes()
     found["rank"] = FileKind(
-        text, "rank_00001.json", "json", lambda p: read_blocks(program_of(p)), json.loads(text), seal=seal_plan
+        text, "rank_00001.json", "json", lambda p: read_blocks(load_program(p)), json.loads(text), seal=seal_plan
     )
 
     tree = plan.topology.model_dump(mode="json", exclude_defaults=True)

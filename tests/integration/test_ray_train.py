@@ -63,7 +63,7 @@ def train_alone(steps: int) -> list[float]:
         optimizer.zero_grad()
         total = 0.0
         for batch in (2 * step, 2 * step + 1):
-            rows = torch.tensor(order.at(range(8 * batch, 8 * batch + 8)))
+            rows = torch.tensor(order.get_indices(range(8 * batch, 8 * batch + 8)))
             loss = model(data.x[rows], data.label[rows]) / 2
             loss.backward()
             total += loss.item()

@@ -24,7 +24,7 @@ from partitioner.runtime.comm.compression import ErrorFeedbackEncoder
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.program.codecs import CODECS, Int8, wire_share
 from partitioner.runtime.program.instructions import Instruction, Listing
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.prove.errors import ProofError
 from partitioner.runtime.prove.prove import prove
@@ -163,8 +163,8 @@ def swapped(instructions: list[Instruction], one: str, other: str) -> list[Instr
     ("edit", "words"),
     [
         (lambda i: [x for x in i if x.op != "GATHER"], "missing: .*bucket 0 is never reduced"),
-        (lambda i: [x for x in i if x.op != "REDUCE"], "order: .*what comes next for bucket 0 is REDUCE"),
-        (lambda i: swapped(i, "SCATTER", "REDUCE"), "order: .*is SCATTER over dp_shard"),
+        (lambda i: [x for x in i if x.op != "REDUCE"], "order: .*the next collective of bucket 0 must be REDUCE"),
+        (lambda i: swapped(i, "SCATTER", "REDUCE"), "order: .*must be SCATTER over dp_shard"),
         (lambda i: [*i[: place(i, "SCATTER")], i[place(i, "SCATTER")], *i[place(i, "SCATTER") :]], "order"),
         (lambda i: [*i[:-1], i[place(i, "GATHER")], i[-1]], "twice: .*was already reduced at instruction"),
         (
@@ -359,7 +359,7 @@ def test_a_chunk_is_of_one_state(case: str):
 @pytest.mark.parametrize("case", ["dp4 in turns", "dp4", "dp4 zero1"])
 def test_an_overflow_is_still_seen_by_all(case: str, compression: str):
     """In float16 with a scaled loss, of which one rank's share is beyond what the type can say."""
-    program, model = with_precision(planned(case, compression).program, "fp16"), tied_model()
+    program, model = convert_precision(planned(case, compression).program, "fp16"), tied_model()
 
     def work(communicator: Any) -> list[Any]:
         engine = Engine(program, model, communicator=communicator, loss_scale=8.0)
@@ -385,7 +385,7 @@ def test_an_overflow_is_still_seen_by_all(case: str, compression: str):
 
 
 def test_what_was_lost_is_measured_by_the_scale_of_the_loss():
-    program, model = with_precision(planned("dp4", "int8").program, "fp32"), tied_model()
+    program, model = convert_precision(planned("dp4", "int8").program, "fp32"), tied_model()
 
     def work(communicator: Any) -> dict[str, Tensor]:
         engine = Engine(program, model, communicator=communicator, loss_scale="dynamic")

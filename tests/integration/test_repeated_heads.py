@@ -17,7 +17,7 @@ from partitioner.cost.call.call_cost import call_costs
 from partitioner.cost.call.collectives import context_exchanges
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.passes.ir.serialize import block_from_data
-from partitioner.passes.shard.repeated_heads import exchanged_times, repeated_heads
+from partitioner.passes.shard.repeated_heads import count_exchanged_copies, match_repeated_heads
 from partitioner.plans.verify import TOLERANCE, compare
 from partitioner.solve.bounds.block_work import block_work
 from tests.helpers.context_models import SEQ, Decoder, inputs, repeat_kv
@@ -182,7 +182,7 @@ def traced(repeat: Repeat, x: Tensor, times: int) -> tuple[fx.GraphModule, fx.No
 def test_every_spelling_is_undone(spelling: str, times: int):
     x = torch.randn(2, 4, 5, 3, dtype=torch.float64)
     module, result = traced(SPELLINGS[spelling], x, times)
-    found = repeated_heads(result)
+    found = match_repeated_heads(result)
     assert found is not None and found.times == times
     repeated = module(x)
     with module.graph.inserting_before(result.next):
@@ -196,7 +196,7 @@ def test_every_spelling_is_undone(spelling: str, times: int):
 @pytest.mark.parametrize("spelling", OTHERS)
 def test_what_is_no_repetition_of_heads_is_left_alone(spelling: str):
     _, result = traced(OTHERS[spelling], torch.randn(2, 4, 5, 3), 2)
-    assert repeated_heads(result) is None
+    assert match_repeated_heads(result) is None
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,4 @@ def test_what_is_no_repetition_of_heads_is_left_alone(spelling: str):
 )
 def test_ranks_that_share_heads_keep_as_many_as_they_share(heads: int, times: int, tp: int, left: int):
     """Of 64 heads that are 8 in eightfold, 16 ranks share 16, each key head twice."""
-    assert exchanged_times(heads, times, tp) == left
+    assert count_exchanged_copies(heads, times, tp) == left

@@ -32,7 +32,7 @@ from partitioner import (
     Topology,
     partition,
 )
-from partitioner.runtime.family.load import family_of
+from partitioner.runtime.family.load import load_family
 from partitioner.runtime.prove.layouts import LayoutError, prove_same_layout
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.models import CASES, float64
@@ -358,7 +358,7 @@ def test_files_hold_all_programs(tmp_path: Path):
     plan = planned("dp2 zero3")
     path = plan.save(tmp_path / "plan.json")
     assert Plan.load(path) == plan
-    family = family_of(path)
+    family = load_family(path)
     assert (family.first, family.further, family.padding) == (plan.program, plan.further, plan.padding)
     alone = plan.model_copy(update={"further": {}, "padding": None})
     old = alone.save(tmp_path / "old.json")

@@ -20,7 +20,7 @@ from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.memory import memory_steps, state_bytes
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.prove.errors import ProofError
 from partitioner.runtime.prove.prove import prove
 from tests.helpers.every_rank import on_every_rank
@@ -80,7 +80,7 @@ def test_with_replicas_or_the_optimizer_in_host_memory(zero: int, more: dict[str
 @pytest.mark.parametrize("zero", [1, 3])
 def test_several_steps_are_those_of_one_process(zero: int, tmp_path: Path):
     """The sum of one step is not in that of the next."""
-    program, weights = with_precision(planned(zero).program, "fp64"), tied().double()
+    program, weights = convert_precision(planned(zero).program, "fp64"), tied().double()
 
     def work(communicator: Any) -> None:
         engine = Engine(program, weights, communicator=communicator)

@@ -34,7 +34,7 @@ from partitioner.runtime.program.program import Program
 from partitioner.runtime.program.simulate import simulate
 from partitioner.runtime.prove.errors import ProofError
 from partitioner.runtime.prove.prove import prove
-from partitioner.runtime.state.parameters import join_pieces, padded_piece, take_piece
+from partitioner.runtime.state.parameters import join_pieces, pad_piece, take_piece
 from partitioner.simulate.program_time import PlanDurations
 from tests.helpers.context_models import Decoder
 from tests.helpers.context_models import inputs as decoder_inputs
@@ -271,7 +271,7 @@ def test_pieces_make_the_whole(shape: list[int], ranks: int):
     tensor = torch.arange(math.prod(shape)).reshape(shape)
     pieces = [take_piece(tensor, ranks, i) for i in range(ranks)]
     assert torch.equal(join_pieces(pieces, shape), tensor)
-    padded = [padded_piece(p, tensor.numel(), ranks) for p in pieces]
+    padded = [pad_piece(p, tensor.numel(), ranks) for p in pieces]
     assert len({len(p) for p in padded}) == 1
     assert torch.equal(join_pieces(padded, shape), tensor)
 
@@ -426,15 +426,15 @@ def twice(op: str) -> Any:
         (dict(zero=3), without("GATHER"), "order", "reads '.*', which was never gathered"),
         (dict(zero=3), without("GATHER", -1), "order", "which was freed at instruction"),
         (dict(zero=3), without("FREE", -1), "leak", "is gathered here and never freed"),
-        (dict(zero=3), without("SCATTER", -1), "order", "is to be scattered first"),
+        (dict(zero=3), without("SCATTER", -1), "order", "was reduce-scattered"),
         (dict(zero=3), twice("GATHER"), "twice", "was gathered at instruction"),
         (dict(zero=3), twice("FREE"), "twice", "was freed at instruction"),
-        (dict(zero=2), twice("SCATTER"), "twice", "nothing was added to bucket 0"),
+        (dict(zero=2), twice("SCATTER"), "twice", "reduce-scatters bucket 0, to which nothing was added"),
         (dict(zero=1), without("GATHER"), "order", "never gathered"),
-        (dict(zero=1), without("SCATTER"), "order", "is to be scattered first"),
+        (dict(zero=1), without("SCATTER"), "order", "was reduce-scattered"),
         (dict(zero=2, dp_shard=2, microbatch_size=2), without("REDUCE"), "missing", "is never reduced"),
         (dict(zero=2), lambda i: [*i[:-1], Instruction(op="REDUCE", stage=0, bucket=0), i[-1]], "fields", "nothing to"),
-        (dict(zero=0), lambda i: [Instruction(op="GATHER", stage=0, bucket=0), *i], "fields", "is not sharded"),
+        (dict(zero=0), lambda i: [Instruction(op="GATHER", stage=0, bucket=0), *i], "fields", "is not sharded by ZeRO"),
     ],
 )
 def test_a_broken_program_is_refused(sharding: dict[str, int], change: Any, fault: str, words: str):

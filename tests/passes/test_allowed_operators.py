@@ -120,7 +120,7 @@ def test_one_operator_is_allowed_by_its_name() -> None:
 
 def test_the_environment_allows_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTITION_ALLOW_OPERATORS", "other, allowed_test::twice")
-    allowed_operators._allow_those_of_environment.cache_clear()
+    allowed_operators._allow_from_environment.cache_clear()
     check_operator("allowed_test.twice.default")
     with pytest.raises(UntrustedOperatorError, match="PARTITION_ALLOW_OPERATORS=allowed_test"):
         check_operator("allowed_test.thrice.default")

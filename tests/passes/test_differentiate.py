@@ -15,7 +15,7 @@ from partitioner.passes.ir.collectives import ops
 from partitioner.passes.ir.interpret import insert_operator_node
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, block_to_data
-from partitioner.passes.shard.differentiate import collectives_of, differentiate
+from partitioner.passes.shard.differentiate import differentiate, list_collectives
 from tests.helpers.mlp_graph import CPU, aten, mlp, placeholder
 
 
@@ -55,7 +55,7 @@ def test_backward_collectives_are_the_transposed_forward_ones() -> None:
     y = insert_operator_node(graph, aten.linear.default, (whole, w), like=x)
     graph.output((insert_operator_node(graph, ops.reduce_scatter.default, (y, 1, "tp", 2), like=x),))
     parts = differentiate(Block("column", graph, ("w",), ("x",)), CPU, [True], [True], [True])
-    forward, backward = collectives_of(parts.forward.graph), collectives_of(parts.backward.graph)
+    forward, backward = list_collectives(parts.forward.graph), list_collectives(parts.backward.graph)
     assert [(u.op, u.shape) for u in forward] == [("all_gather", (2, 3, 4)), ("reduce_scatter", (2, 6, 8))]
     assert [(u.op, u.shape) for u in backward] == [("all_gather", (2, 3, 8)), ("reduce_scatter", (2, 6, 4))]
     assert {(u.path, u.source) for u in (*forward, *backward)} == {("layer.0", "model.py:7")}

@@ -20,7 +20,7 @@ from partitioner.passes.ir.layouts import join_shards, make_shard_layout, take_s
 from partitioner.passes.normalize.document_masks import list_document_attentions, set_document_lengths
 from partitioner.passes.normalize.pipeline import normalize
 from partitioner.passes.ops import documents
-from partitioner.passes.ops.attention import Band, most_pairs
+from partitioner.passes.ops.attention import Band, count_max_pairs
 from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.execute.collective_ops import ContextDocumentAttention
@@ -134,7 +134,7 @@ def test_no_work_and_no_tensor_grows_with_the_square_of_the_row():
     """A thousand documents of four positions: tiles have four queries and four keys."""
     ids = torch.arange(4096).div(4, rounding_mode="floor")[None]
     runs = documents.find_runs(ids, (documents.PositionRange(0, 4096, 0),))
-    (tiles,) = documents.document_tiles(runs, runs, Band(None, 0))
+    (tiles,) = documents.list_document_tiles(runs, runs, Band(None, 0))
     assert len(tiles) == 1024
     assert {(t.rows[1] - t.rows[0], t.keys[1] - t.keys[0]) for t in tiles} == {(4, 4)}
 
@@ -458,7 +458,7 @@ def test_lengths_that_fill_no_row_are_a_mean():
     """A quarter of the pairs where documents have a quarter of the row; never more than without documents."""
     assert count_document_pairs((5,), 20, 1, False, Band()) == 20 * 5
     assert count_document_pairs((5,), 10, 2, False, Band()) == 10 * 5
-    assert count_document_pairs((100,), 20, 1, False, Band(None, 0)) == most_pairs(20, 20, 1, False, Band(None, 0))
+    assert count_document_pairs((100,), 20, 1, False, Band(None, 0)) == count_max_pairs(20, 20, 1, False, Band(None, 0))
 
 
 def test_lengths_are_counted_in_the_inputs():

@@ -13,12 +13,12 @@ from partitioner.passes.ir.layouts import make_shard_layout
 from partitioner.passes.rules import factors_of, registry, rule
 from partitioner.passes.rules.reshape import find_shared_factors
 from partitioner.passes.rules.strategies import enumerate_strategies
-from partitioner.passes.rules.verify import check_strategies, node_of
+from partitioner.passes.rules.verify import check_strategies, make_call_node
 from tests.helpers.rule_cases import META, aten, f, i, operator
 
 
 def text_of(name: str, *args: Any, **kwargs: Any) -> str:
-    return str(factors_of(node_of(operator(name), args, kwargs)[0]))
+    return str(factors_of(make_call_node(operator(name), args, kwargs)[0]))
 
 
 def test_rules_read_as_einsums():
@@ -38,7 +38,7 @@ def test_rules_read_as_einsums():
 
 
 def test_strategies_of_a_linear_layer():
-    node, _ = node_of(aten.linear.default, (f(4, 6, 8), f(10, 8)), {})
+    node, _ = make_call_node(aten.linear.default, (f(4, 6, 8), f(10, 8)), {})
     assert [str(s) for s in enumerate_strategies(node, 2)] == [
         "R, R -> R",
         "R', R' -> R'",
@@ -52,7 +52,7 @@ def test_strategies_of_a_linear_layer():
 
 
 def test_what_carries_no_gradient_is_read_whole():
-    node, _ = node_of(aten.mul.Tensor, (f(4, 6), f(6)), {}, grad=False)
+    node, _ = make_call_node(aten.mul.Tensor, (f(4, 6), f(6)), {}, grad=False)
     assert [str(s) for s in enumerate_strategies(node, 2)] == [
         "R, R -> R",
         "d0: S0, R -> S0",
@@ -60,19 +60,19 @@ def test_what_carries_no_gradient_is_read_whole():
         "P, R -> P",
         "R, P -> P",
     ]
-    node, _ = node_of(aten.embedding.default, (f(8, 6), i(8, 4)), {})
+    node, _ = make_call_node(aten.embedding.default, (f(8, 6), i(8, 4)), {})
     assert "R', R -> R'" in map(str, enumerate_strategies(node, 2))
 
 
 def test_factors_that_do_not_divide_are_not_sharded():
-    node, _ = node_of(aten.mm.default, (f(4, 6), f(6, 8)), {})
+    node, _ = make_call_node(aten.mm.default, (f(4, 6), f(6, 8)), {})
     assert [s.factor for s in enumerate_strategies(node, 4)] == [None, None, "m", "n", None, None]
 
 
 def test_an_added_number_is_not_linear():
-    node, _ = node_of(aten.add.Tensor, (f(4, 6), 1.0), {})
+    node, _ = make_call_node(aten.add.Tensor, (f(4, 6), 1.0), {})
     assert "P -> P" not in map(str, enumerate_strategies(node, 2))
-    node, _ = node_of(aten.add.Tensor, (f(4, 6), f(4, 6)), {})
+    node, _ = make_call_node(aten.add.Tensor, (f(4, 6), f(4, 6)), {})
     assert "P, P -> P" in map(str, enumerate_strategies(node, 2))
 
 
@@ -106,7 +106,7 @@ def test_reshapes_are_walked_by_running_products(source: tuple[int, ...], target
 def described(name: str, *args: Any, num_ranks: int = 2, wanted: Any = None, **kwargs: Any) -> list[str]:
     """The strategies of a call, as text, after checking each of them."""
     assert check_strategies(operator(name), args, kwargs, num_ranks, wanted) == []
-    return [str(s) for s in enumerate_strategies(node_of(operator(name), args, kwargs)[0], num_ranks, wanted)]
+    return [str(s) for s in enumerate_strategies(make_call_node(operator(name), args, kwargs)[0], num_ranks, wanted)]
 
 
 def test_split_shards_a_fused_dim_piece_by_piece():
@@ -219,10 +219,10 @@ TARGETS = [
 def test_a_user_adds_a_rule_in_one_line(target: Any):
     op = torch.ops.test_factors.swiglu.default
     args = (f(4, 6), f(4, 6))
-    assert len(enumerate_strategies(node_of(op, args, {}, grad=False)[0], 2)) == 1
+    assert len(enumerate_strategies(make_call_node(op, args, {}, grad=False)[0], 2)) == 1
     rule(target, "... f, ... f -> ... f")
     assert check_strategies(op, args, grad=False) == []
-    assert [str(s) for s in enumerate_strategies(node_of(op, args, {}, grad=False)[0], 2)] == [
+    assert [str(s) for s in enumerate_strategies(make_call_node(op, args, {}, grad=False)[0], 2)] == [
         "R, R -> R",
         "...1: S0, S0 -> S0",
         "f: S1, S1 -> S1",
@@ -232,11 +232,11 @@ def test_a_user_adds_a_rule_in_one_line(target: Any):
 @pytest.mark.usefixtures("rules")
 def test_groups_marks_and_broadcasts_in_text():
     rule(swiglu, "b 1 (k r) d!, b s (k r) d! -> b s (k r) d!")
-    node, _ = node_of(torch.ops.test_factors.swiglu.default, (f(4, 1, 8, 6), f(4, 6, 8, 6)), {}, grad=False)
+    node, _ = make_call_node(torch.ops.test_factors.swiglu.default, (f(4, 1, 8, 6), f(4, 6, 8, 6)), {}, grad=False)
     with pytest.raises(RuleError, match=r"sizes of \(k r\) do not follow from its product 8"):
         enumerate_strategies(node, 2)
     rule(aten.repeat_interleave.self_int, "b k d -> b (k r!) d")
-    node, _ = node_of(aten.repeat_interleave.self_int, (f(4, 2, 6), 4, 1), {}, grad=False)
+    node, _ = make_call_node(aten.repeat_interleave.self_int, (f(4, 2, 6), 4, 1), {}, grad=False)
     assert str(factors_of(node)) == "b k d -> b (k r!) d"
     assert "k: S1 -> S1" in map(str, enumerate_strategies(node, 2))
 
@@ -311,7 +311,7 @@ def test_a_rule_is_texts_or_a_function():
 )
 def test_text_that_does_not_fit_the_shapes_is_refused(text: str, complaint: str):
     rule(swiglu, text)
-    node, _ = node_of(torch.ops.test_factors.swiglu.default, (f(4, 6), f(4, 6)), {}, grad=False)
+    node, _ = make_call_node(torch.ops.test_factors.swiglu.default, (f(4, 6), f(4, 6)), {}, grad=False)
     with pytest.raises(RuleError) as error:
         enumerate_strategies(node, 2)
     assert complaint in str(error.value)

@@ -18,7 +18,7 @@ from torch.nn.modules import module as modules
 
 from partitioner import Constraints, Topology, partition
 from partitioner.passes.errors import UnsupportedError
-from partitioner.passes.trace.hook_sources import GIVEN, what_it_does
+from partitioner.passes.trace.hook_sources import GIVEN, describe_hook_effect
 from partitioner.plans.reference import run_reference
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -130,7 +130,7 @@ def mesh(**given: int) -> Constraints:
 
 @pytest.mark.parametrize("way", LOOKING)
 def test_what_only_looks(way: str):
-    assert what_it_does(LOOKING[way], (GIVEN,)) is None
+    assert describe_hook_effect(LOOKING[way], (GIVEN,)) is None
 
 
 def test_hooks_on_a_parameter_that_only_look_are_left_out():

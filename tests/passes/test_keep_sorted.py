@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from partitioner.passes.capture.capture import capture
-from partitioner.passes.experts.sorted_rows import kept_sorted
+from partitioner.passes.experts.sorted_rows import keep_rows_sorted
 from partitioner.passes.ir.interpret import run_graph
 from partitioner.passes.ir.model import Block
 from partitioner.passes.normalize.pipeline import normalize
@@ -57,7 +57,7 @@ def inputs(rows: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def test_rows_are_sorted_once():
     block = block_of(Experts(), *inputs())
-    found = targets(kept_sorted(block).graph)
+    found = targets(keep_rows_sorted(block).graph)
     assert found["partition.grouped_mm"] == 2 and found["partition.expert_mm"] == 0
     assert found["partition.sort_experts"] == 1
     assert found["partition.unsort_rows"] == 1
@@ -72,7 +72,7 @@ def test_rows_are_sorted_once():
 
 def test_products_of_different_experts_sort_on_their_own():
     block = block_of(Experts(others=True), *inputs())
-    assert kept_sorted(block) is block
+    assert keep_rows_sorted(block) is block
 
 
 @pytest.mark.parametrize("rows", [1, 7])
@@ -83,7 +83,7 @@ def test_sorted_rows_give_the_same_numbers_and_gradients(rows: int):
     wanted = [p.detach().clone().requires_grad_() for p in model.parameters()]
     leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in given_]
     results = []
-    for graph in (block.graph, kept_sorted(block).graph):
+    for graph in (block.graph, keep_rows_sorted(block).graph):
         operands = dict(zip(block.states, wanted, strict=True))
         operands |= dict(zip(block.inputs, [leaves[i] for i in _order_of(block, given_)], strict=True))
         (made,) = run_graph(graph, [operands[n.name] for n in graph.nodes if n.op == "placeholder"])

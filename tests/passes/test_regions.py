@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from partitioner import Constraints, PlanError, Topology, partition
 from partitioner.passes.capture.capture import capture
 from partitioner.passes.errors import UnsupportedError
-from partitioner.passes.experts.dispatch import spread_experts
-from partitioner.passes.experts.regions import ExpertRegion, find_regions
+from partitioner.passes.experts.dispatch import distribute_experts
+from partitioner.passes.experts.regions import ExpertRegion, find_expert_regions
 from partitioner.passes.ir.gradient_flow import mark_gradients
 from partitioner.passes.ir.interpret import run_graph
 from partitioner.passes.ir.model import Block
@@ -31,7 +31,7 @@ E, K, T, F = 4, 2, 12, 16
 def blocks_with_regions(model: nn.Module, batch: Any) -> list[tuple[Block, list[ExpertRegion]]]:
     folded = fold(normalize(capture(model, batch)))
     mark_gradients(folded)
-    found = [(block, find_regions(block)) for block in folded.blocks.values()]
+    found = [(block, find_expert_regions(block)) for block in folded.blocks.values()]
     return [(block, regions) for block, regions in found if regions]
 
 
@@ -59,7 +59,7 @@ def test_a_librarys_ways_to_compute_experts_are_one_form(implementation: str):
 
 def test_rows_are_sent_once_and_brought_back_once():
     ((block, regions),) = blocks_with_regions(plain(), plain_inputs())
-    spread, layouts = spread_experts(block, regions, "ep", 2)
+    spread, layouts = distribute_experts(block, regions, "ep", 2)
     check_block(spread, {"ep": 2})
     sent = [t for t in targets(spread) if t.startswith("partition.") and "expert" not in t]
     assert sent == ["partition.route.default", "partition.dispatch.default", "partition.combine.default"]
@@ -100,7 +100,7 @@ def test_weights_that_are_read_elsewhere_are_not_spread():
 def test_experts_that_do_not_divide_are_refused():
     ((block, regions),) = blocks_with_regions(plain(num_experts=6), plain_inputs())
     with pytest.raises(UnsupportedError, match=r"6 experts cannot be distributed over ep=4; expected a divisor of 6"):
-        spread_experts(block, regions, "ep", 4)
+        distribute_experts(block, regions, "ep", 4)
 
 
 # --- products with gathered weights -----------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from partitioner.passes.capture import tracing
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.model import FoldedModel
-from partitioner.passes.trace.layer_equality import find_equal_layers, state_of
-from partitioner.passes.trace.layer_reuse import Journal, Repeats
+from partitioner.passes.trace.layer_equality import describe_module_state, find_equal_layers
+from partitioner.passes.trace.layer_reuse import Journal, LayerRepeats
 from tests.helpers.folding import folded
 from tests.helpers.models import CASES, Case
 
@@ -73,7 +73,7 @@ def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: Any, **optio
         traces = Traces(patch)
         short = folded(model, inputs, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(Repeats, "of", classmethod(lambda cls, model: cls([])))
+        patch.setattr(LayerRepeats, "find", classmethod(lambda cls, model: cls([])))
         full = folded(model, inputs, **options)
     expected = described(full)
     for part, found in described(short).items():
@@ -465,7 +465,7 @@ def test_journals_tell_operands_numbers_and_calls_apart():
 def test_groups_name_what_each_member_has_for_itself():
     (group,) = find_equal_layers(Stack(Layer), 4)
     assert len(group.members) == 8
-    assert group.own == (("", "index"),)
+    assert group.own_attributes == (("", "index"),)
 
 
 def test_experts_in_lists(monkeypatch: pytest.MonkeyPatch):
@@ -489,7 +489,7 @@ class _Configured(nn.Module):
 def test_dictionaries_are_told_apart_by_types_values_and_order():
     same = [{1: "a", 2: "b"}, {1: "a", 2: "b"}]
     others = [{1: "a", 2: "c"}, {True: "a", 2: "b"}, {2: "b", 1: "a"}, {1: "a"}, {1: "a", 2: ["b"]}, {1: "a", 2.0: "b"}]
-    states = [state_of(_Configured(labels)) for labels in (*same, *others)]
+    states = [describe_module_state(_Configured(labels)) for labels in (*same, *others)]
     assert states[0] == states[1] and hash(states[0]) == hash(states[1])
     assert len(set(states[1:])) == len(states) - 1
 
@@ -497,11 +497,11 @@ def test_dictionaries_are_told_apart_by_types_values_and_order():
 def test_a_dictionary_that_changes_between_calls_is_seen():
     labels: dict[Any, Any] = {"a": 1}
     module = _Configured(labels)
-    before = state_of(module)
+    before = describe_module_state(module)
     labels["a"] = True
-    assert state_of(module) != before
+    assert describe_module_state(module) != before
     labels["a"] = 1
-    assert state_of(module) == before
+    assert describe_module_state(module) == before
 
 
 def test_a_configuration_that_all_parts_hold_is_looked_into_once():
@@ -519,5 +519,5 @@ def test_a_configuration_that_all_parts_hold_is_looked_into_once():
     for part in model:
         part.config = config
     Config.reads = 0
-    state_of(model)
+    describe_module_state(model)
     assert Config.reads < 10

@@ -14,13 +14,13 @@ from partitioner.passes.ir.layouts import can_shard_evenly, local_shape
 from partitioner.passes.rules import factors_of, registry
 from partitioner.passes.rules.factors import Strategy
 from partitioner.passes.rules.pointwise import LINEAR, NONLINEAR
-from partitioner.passes.rules.strategies import enumerate_strategies, local_call
+from partitioner.passes.rules.strategies import append_local_call, enumerate_strategies
 from partitioner.passes.rules.verify import (
     AXIS,
     Ranks,
     compute_gradients,
     describe_differences,
-    node_of,
+    make_call_node,
     run_ranks,
     split_among_ranks,
 )
@@ -102,19 +102,19 @@ def test_every_rule_is_of_an_operator():
 
 @pytest.mark.parametrize(("name", "args", "kwargs", "grad"), RANDOM)
 def test_what_is_random_is_whole(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], grad: Any):
-    node, _ = node_of(operator(name), args, kwargs, False)
+    node, _ = make_call_node(operator(name), args, kwargs, False)
     assert factors_of(node) is not None
     assert not any(layout.is_shard for s in enumerate_strategies(node, 2) for layout in (*s.operands, *s.results))
 
 
 @pytest.mark.parametrize(("name", "args", "kwargs", "grad"), EMPTY)
 def test_unwritten_memory_has_the_local_shape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], grad: Any):
-    node, tensors = node_of(operator(name), args, kwargs, False)
+    node, tensors = make_call_node(operator(name), args, kwargs, False)
     sharded = [s for s in enumerate_strategies(node, 2) if s.results[0].is_shard]
     assert sharded
     for strategy in sharded:
         graph, operands = _operands(node, tensors, strategy)
-        made = local_call(node, strategy, AXIS, 2, operands, graph)
+        made = append_local_call(node, strategy, AXIS, 2, operands, graph)
         assert tuple(made.meta["val"].shape) == local_shape(strategy.results[0], (4, 6), 2), strategy
 
 
@@ -133,7 +133,7 @@ def test_collectives_of_one_axis_on_shards_of_another(op: Any, shape: tuple[int,
     """Each rank of the other axis has a tensor of its own; over ``AXIS`` it is sharded as the strategy says."""
     torch.manual_seed(0)
     tensors = [f(*shape) for _ in range(SIZE)]
-    node, _ = node_of(op, (tensors[0], *args), {}, True)
+    node, _ = make_call_node(op, (tensors[0], *args), {}, True)
     graph = _graph(op, shape, args)
     leaves = [t.clone().requires_grad_() for t in tensors]
     whole = [made[0] for made in run_ranks(graph, [leaves], {OTHER: SIZE})]
@@ -146,7 +146,7 @@ def test_collectives_of_one_axis_on_shards_of_another(op: Any, shape: tuple[int,
         if not can_shard_evenly(before, shape, 2) or (before.kind == "P" and not trained):
             continue
         local_graph, (operand,) = _operands(node, tensors[:1], strategy)
-        made = local_call(node, strategy, AXIS, 2, [operand], local_graph)
+        made = append_local_call(node, strategy, AXIS, 2, [operand], local_graph)
         local_graph.output((made,))
         parts: Ranks = [p.clone().requires_grad_() for t in tensors for p in split_among_ranks(t, before, 2)]
         outputs = [o[0] for o in run_ranks(local_graph, [parts], {OTHER: SIZE, AXIS: 2})]

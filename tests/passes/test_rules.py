@@ -16,7 +16,7 @@ from partitioner.passes.ir.layouts import PARTIAL, REPLICATED, Layout
 from partitioner.passes.rules import factors_of, registry, rule
 from partitioner.passes.rules.pointwise import LINEAR, NONLINEAR
 from partitioner.passes.rules.strategies import enumerate_strategies
-from partitioner.passes.rules.verify import OperatorReference, check_strategies, node_of
+from partitioner.passes.rules.verify import OperatorReference, check_strategies, make_call_node
 from tests.helpers.rule_cases import CASES, aten, f, i, operator, positive
 from tests.helpers.rule_cases_more import MORE
 
@@ -44,7 +44,7 @@ def test_experts_on_ranks(ends: list[int]):
 @pytest.mark.parametrize("name", ["amax", "amin"])
 def test_largest_over_ranks_where_no_gradient_is_needed(name: str):
     assert check_strategies(operator(name), (f(4, 6), [1]), grad=False) == []
-    node, _ = node_of(operator(name), (f(4, 6), [1]), {}, grad=False)
+    node, _ = make_call_node(operator(name), (f(4, 6), [1]), {}, grad=False)
     assert "d1: S1 -> R" in map(str, enumerate_strategies(node, 2))
 
 
@@ -188,7 +188,7 @@ def test_a_wrong_rule_is_caught(name: str, args: tuple[Any, ...], text: str, lin
     ],
 )
 def test_a_wrong_layout_is_caught(layout: Layout, position: int, found: list[str]):
-    node, tensors = node_of(aten.mul.Tensor, (f(4, 6), f(6)), {})
+    node, tensors = make_call_node(aten.mul.Tensor, (f(4, 6), f(6)), {})
     (strategy,) = (s for s in enumerate_strategies(node, 2) if s.factor == "d0")
     operands, results = list(strategy.operands), list(strategy.results)
     (operands if position >= 0 else results)[position if position >= 0 else ~position] = layout
@@ -200,7 +200,7 @@ def test_a_wrong_layout_is_caught(layout: Layout, position: int, found: list[str
 
 def test_a_read_by_a_sharded_operator_is_not_a_whole_one():
     """In the strategy that keeps everything whole, ``R`` and ``R'`` differ in gradients alone."""
-    node, tensors = node_of(aten.mul.Tensor, (f(4, 6), f(6)), {})
+    node, tensors = make_call_node(aten.mul.Tensor, (f(4, 6), f(6)), {})
     strategy = enumerate_strategies(node, 2)[1]
     assert str(strategy) == "R', R' -> R'"
     wrong = replace(strategy, operands=(REPLICATED, REPLICATED))
@@ -208,7 +208,7 @@ def test_a_read_by_a_sharded_operator_is_not_a_whole_one():
 
 
 def test_unknown_operators_stay_whole():
-    node, _ = node_of(aten.linalg_inv.default, (f(4, 4),), {})
+    node, _ = make_call_node(aten.linalg_inv.default, (f(4, 4),), {})
     assert factors_of(node) is None
     assert [str(s) for s in enumerate_strategies(node, 2)] == ["R -> R", "R' -> R'"]
     assert check_strategies(aten.linalg_inv.default, (f(4, 4),)) == []

@@ -22,11 +22,11 @@ from partitioner.passes.ops.attention import (
     Band,
     PositionRange,
     cut_tile,
-    limits_of,
-    parts_of,
-    tiles_after,
-    tiles_between,
-    tiles_of,
+    get_band_limits,
+    list_tiles,
+    list_tiles_after,
+    list_tiles_between,
+    split_positions,
 )
 from partitioner.passes.ops.score_changes import choose_block_size
 from tests.helpers.attention.packed_models import compare_documents
@@ -101,7 +101,7 @@ def test_the_operator_gives_what_a_matrix_of_scores_gives(
     q, k, v = (draw(rows, n, length, 4).requires_grad_() for n in (heads[0], heads[1], heads[1]))
     trained = [q, k, v, *([data["slopes"].requires_grad_()] if data["slopes"] is not None and seed % 2 else [])]
     expected = _dense(q, k, v, data, (band, reach), cap)
-    limits, reached = (list(limits_of(each)) for each in (band, reach))
+    limits, reached = (list(get_band_limits(each)) for each in (band, reach))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "choose_block_size", lambda heads, on_cpu: block)
         patch.setattr(attention, "_ROWS", 2 * block)
@@ -143,12 +143,12 @@ def test_keys_after_and_up_to_a_query_are_all_keys(
 ):
     """Each pair once, whichever parts of the sequence two ranks have."""
     rank, other, length = rank % num_ranks, other % num_ranks, 2 * size
-    own, keys = (parts_of(length, num_ranks, r, zigzag) for r in (rank, other))
+    own, keys = (split_positions(length, num_ranks, r, zigzag) for r in (rank, other))
     places = tuple(torch.cat([torch.arange(p.place, p.place + p.length) for p in parts]) for parts in (own, keys))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_ROWS", block + 1)
-        behind = _cover(tiles_after(own, keys), places, Band(), block)
-        before = _cover(tiles_of(own, keys, Band(None, 0), in_order=True), places, Band(None, 0), block)
+        behind = _cover(list_tiles_after(own, keys), places, Band(), block)
+        before = _cover(list_tiles(own, keys, Band(None, 0), in_order=True), places, Band(None, 0), block)
     assert torch.equal(behind, (places[1] > places[0][:, None]).long())
     assert torch.equal(before, (places[1] <= places[0][:, None]).long())
 
@@ -167,12 +167,12 @@ def test_tiles_between_two_bands_have_the_pairs_of_the_wider_one(
     places = tuple(torch.arange(p[0].place, p[0].place + p[0].length) for p in (own, others))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_ROWS", 7)
-        tiles_between.cache_clear()
-        tiles_of.cache_clear()
-        tiles = tiles_between(own, others, inner, outer)
+        list_tiles_between.cache_clear()
+        list_tiles.cache_clear()
+        tiles = list_tiles_between(own, others, inner, outer)
         seen = _cover(tiles, places, Band(), 64)
-        tiles_between.cache_clear()
-        tiles_of.cache_clear()
+        list_tiles_between.cache_clear()
+        list_tiles.cache_clear()
     distance = places[0][:, None] - places[1]
     assert torch.equal(seen, (_is_within(distance, outer) & ~_is_within(distance, inner)).long())
     for tile in tiles:
@@ -180,7 +180,7 @@ def test_tiles_between_two_bands_have_the_pairs_of_the_wider_one(
 
 
 def test_no_block_has_more_scores_than_its_size():
-    tiles = tiles_of((PositionRange(0, 2000, 0),), (PositionRange(0, 2000, 0),), Band(None, 0))
+    tiles = list_tiles((PositionRange(0, 2000, 0),), (PositionRange(0, 2000, 0),), Band(None, 0))
     parts = [part for tile in tiles for part in cut_tile(tile, Band(None, 0), 256)]
     assert max(max(p.rows[1] - p.rows[0], p.keys[1] - p.keys[0]) for p in parts) <= 256
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from partitioner import AgreementError, BatchError, Engine, LocalRanks
 from partitioner.runtime.engine.consistency import _hash_in_order
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.program.program import Program
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.runtime_programs import BATCH, Net, net_inputs, program_of_net
@@ -58,7 +58,7 @@ def torchs(engine: Engine) -> None:
 @pytest.mark.parametrize("plan", MESHES, ids=str)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_gradients_that_each_rank_clipped_by_itself_are_refused(plan: dict[str, Any], precision: str | None):
-    errors = trained(with_precision(program_of_net(**plan), precision), torchs)
+    errors = trained(convert_precision(program_of_net(**plan), precision), torchs)
     assert all("as engine.clip_grad_norm_(max_norm) takes it" in str(error) for error in errors)
     assert all("to a norm of at most 0.01" in str(error) for error in errors)
 

@@ -30,7 +30,7 @@ from partitioner.runtime.checkpoint import atomic_folder, dcp_files, save
 from partitioner.runtime.checkpoint import save as staging
 from partitioner.runtime.checkpoint import shards as boxes
 from partitioner.runtime.checkpoint.atomic_folder import CheckpointTarget, has_ended
-from partitioner.runtime.checkpoint.shards import ShardPiece, written_by
+from partitioner.runtime.checkpoint.shards import ShardPiece, list_written_states
 from partitioner.runtime.comm.failure_origin import is_secondary
 from partitioner.runtime.program.program import Program
 from tests.helpers.every_rank import on_every_rank
@@ -57,7 +57,7 @@ def whole(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]
     held = save.OptimizerState(optimizer, dict(engine.named_parameters()))
     rank = engine.rank_program
     for name, tensor in engine.state_dict().items():
-        state, parts_of = engine.program.states[name], boxes.held_by(rank.program, name, rank.rank)
+        state, parts_of = engine.program.states[name], boxes.find_rank_shard(rank.program, name, rank.rank)
         parts = boxes.list_shard_pieces("model.", name, state, parts_of, tensor)
         parts += held.pieces(rank, name) if name in held.parameters else []
         found.update({f"{p.key} {p.shape} {p.offsets}": (p.offsets, p.tensor.detach().clone()) for p in parts})
@@ -145,7 +145,7 @@ def test_every_element_is_written_by_one_rank(plan: dict[str, Any]):
     program = program_of_net(**plan, tied=True)
     written: dict[str, int] = {}
     for number in range(program.world_size):
-        for name in written_by(program.rank(number), program.states):
+        for name in list_written_states(program.rank(number), program.states):
             written[name] = written.get(name, 0) + math.prod(_local(program, name))
     assert written == {name: math.prod(s.shape) for name, s in program.states.items()}
 
@@ -153,7 +153,7 @@ def test_every_element_is_written_by_one_rank(plan: dict[str, Any]):
 def test_replicas_share_the_writing():
     program = program_of_net(dp=2)
     sizes = {name: math.prod(state.shape) for name, state in program.states.items()}
-    loads = [sum(sizes[n] for n in written_by(program.rank(r), program.states)) for r in range(2)]
+    loads = [sum(sizes[n] for n in list_written_states(program.rank(r), program.states)) for r in range(2)]
     assert abs(loads[0] - loads[1]) <= max(sizes.values())
 
 
@@ -463,15 +463,15 @@ def test_a_rank_that_ended_while_it_wrote_is_not_waited_for(tmp_path: Path):
     target = CheckpointTarget(tmp_path / "c", "0" * 15)
     for rank in range(2):
         target.begin(rank)
-    target.record(0).write_bytes(b"")
+    target.get_record_path(0).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"rank 1 did not write its part within 0\.1 s"):
         target.wait_for_records(2, timeout=0.1)
-    other = "from partitioner.runtime.checkpoint.atomic_folder import this_process; print(this_process())"
+    other = "from partitioner.runtime.checkpoint.atomic_folder import identify_process; print(identify_process())"
     ended = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True).stdout.strip()
-    target.writer(1).write_text(ended)
+    target.get_writer_path(1).write_text(ended)
     with pytest.raises(CheckpointError, match="the process of rank 1 ended while it wrote its part"):
         target.wait_for_records(2, timeout=600)
-    target.record(1).write_bytes(b"")
+    target.get_record_path(1).write_bytes(b"")
     assert len(target.wait_for_records(2, timeout=0.1)) == 2, "it wrote all of it before"
     boot, *rest = ended.split()
     for unknown in ("", "half", " ".join(["elsewhere", *rest]), " ".join([boot, "pid:[1]", *rest[1:]])):

@@ -40,7 +40,7 @@ def test_what_others_have_put_into_a_folder_stays_where_replacing_it_was_cut_sho
             if target.old.exists():
                 raise OSError("lost the disk")
 
-        patched.setattr(atomic_folder.CheckpointTarget, "_keep_others", cut_short)
+        patched.setattr(atomic_folder.CheckpointTarget, "_move_foreign_files", cut_short)
         with pytest.raises(CheckpointError, match="lost the disk"):
             engine.save(tmp_path / "out", optimizer)
     assert not (tmp_path / "out" / "notes.txt").exists()

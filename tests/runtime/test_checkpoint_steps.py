@@ -16,8 +16,8 @@ import torch
 
 from partitioner import CheckpointError, Checkpoints, Engine
 from partitioner.runtime.checkpoint import atomic_folder, dcp_files
-from partitioner.runtime.checkpoint.atomic_folder import this_process, wait_for_writers
-from partitioner.runtime.checkpoint.load import complete_in
+from partitioner.runtime.checkpoint.atomic_folder import identify_process, wait_for_writers
+from partitioner.runtime.checkpoint.load import list_complete_checkpoints
 from partitioner.runtime.checkpoint.training_state import pack_plain_data, unpack_plain_data
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.program.program import Program
@@ -76,8 +76,8 @@ def test_what_is_kept_goes_by_steps_of_the_optimizer_too(tmp_path: Path):
     engine, optimizer = one_rank()
     checkpoints = Checkpoints(tmp_path, engine, optimizer, every=1, keep_last=1, keep_every=4)
     train(engine, optimizer, checkpoints, [1, *[3] * 8])
-    assert [found.optimizer_steps for found in complete_in(tmp_path)] == [4, 8, 9]
-    assert [found.steps for found in complete_in(tmp_path)] == [10, 22, 25]
+    assert [found.optimizer_steps for found in list_complete_checkpoints(tmp_path)] == [4, 8, 9]
+    assert [found.steps for found in list_complete_checkpoints(tmp_path)] == [10, 22, 25]
 
 
 def test_a_checkpoint_that_knows_of_one_count_alone_is_loaded(tmp_path: Path):
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_knows_of_one_count_alone_is_loaded(tmp_path: Path):
     other, _ = one_rank()
     assert other.load(folder, verify=False) == 4
     assert other.optimizer_steps == 4
-    assert complete_in(tmp_path)[0].optimizer_steps == 4
+    assert list_complete_checkpoints(tmp_path)[0].optimizer_steps == 4
 
 
 def test_two_series_of_checkpoints_count_a_step_once(tmp_path: Path):
@@ -176,7 +176,7 @@ def test_a_save_of_another_process_is_waited_for(tmp_path: Path):
     final = saved(tmp_path / "step-0000000000")
     partial = tmp_path / f".{final.name}.0123456789abcde.partial"
     os.rename(final, partial)
-    (partial / ".writer-0").write_text(this_process())
+    (partial / ".writer-0").write_text(identify_process())
     engine, _ = one_rank()
 
     def complete() -> None:
@@ -191,16 +191,16 @@ def test_a_save_of_another_process_is_waited_for(tmp_path: Path):
 
 @pytest.mark.parametrize("what", ["ended", "failed", "another host's", "nobody's"])
 def test_what_nobody_writes_any_more_is_not_waited_for(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(atomic_folder, "_QUIET_S", 0.2)
+    monkeypatch.setattr(atomic_folder, "_SILENCE_S", 0.2)
     saved(tmp_path / "step-0000000000")
     partial = tmp_path / ".step-0000000005.0123456789abcde.partial"
     partial.mkdir()
     ended = subprocess.Popen(["true"])
     ended.wait()
-    host, _, started = this_process().rsplit(" ", 2)
+    host, _, started = identify_process().rsplit(" ", 2)
     writer = {
         "ended": f"{host} {ended.pid} {started}",
-        "failed": this_process(),
+        "failed": identify_process(),
         "another host's": "some-other-boot pid:[1] 1 1",
     }.get(what)
     if writer is not None:
@@ -216,6 +216,6 @@ def test_what_nobody_writes_any_more_is_not_waited_for(what: str, tmp_path: Path
 def test_a_save_that_does_not_end_is_named(tmp_path: Path):
     partial = tmp_path / ".step-0000000005.0123456789abcde.partial"
     partial.mkdir()
-    (partial / ".writer-0").write_text(this_process())
+    (partial / ".writer-0").write_text(identify_process())
     with pytest.raises(CheckpointError, match=r"step-0000000005.*\.partial has been written there for 0\.3 s"):
         wait_for_writers(tmp_path, 0.3)

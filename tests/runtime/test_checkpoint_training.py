@@ -294,13 +294,13 @@ def test_a_stage_with_nothing_to_train_has_an_optimizer_like_the_others(tmp_path
 
 def test_all_ranks_may_load_at_once_what_all_have_just_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """``latest`` is the first rank's to write, and may take it long."""
-    real = Checkpoints._took_its_place
+    real = Checkpoints._publish_checkpoint
 
     def late(self: Checkpoints, directory: Path) -> None:
         time.sleep(0.3)
         real(self, directory)
 
-    monkeypatch.setattr(Checkpoints, "_took_its_place", late)
+    monkeypatch.setattr(Checkpoints, "_publish_checkpoint", late)
 
     def work(communicator: Any) -> list[int]:
         engine = Engine(program_of_net(tp=2), Net(), communicator=communicator)

@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from partitioner import Constraints, Engine, LaunchError, Topology, partition
 from partitioner.runtime.compile import inductor
 from partitioner.runtime.compile.kernels import build_library
-from partitioner.runtime.compile.segments import FixedSegment, Segment, backend_of, compile_in_turns
-from partitioner.runtime.execute.bind import Library, gradient_needs
+from partitioner.runtime.compile.segments import FixedSegment, Segment, choose_backend, compile_in_turns
+from partitioner.runtime.execute.bind import BlockLibrary, find_gradient_needs
 from partitioner.runtime.program.program import Program
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.models import CASES, float64
@@ -39,7 +39,9 @@ MESHES: list[dict[str, Any]] = [
 ]
 
 
-def gradients(program: Program, model: torch.nn.Module, batch: Any, library: Library | None) -> list[dict[str, Tensor]]:
+def gradients(
+    program: Program, model: torch.nn.Module, batch: Any, library: BlockLibrary | None
+) -> list[dict[str, Tensor]]:
     def work(communicator: Any) -> dict[str, Tensor]:
         engine = Engine(program, model, communicator=communicator, library=library)
         loss = engine.step(batch)
@@ -61,7 +63,7 @@ def same(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> Non
 @pytest.mark.parametrize("plan", MESHES, ids=str)
 def test_compiled_blocks_compute_the_same(plan: dict[str, Any], backend: str):
     program, model = program_of_net(**plan), Net()
-    library = Library(program, CPU, backend)
+    library = BlockLibrary(program, CPU, backend)
     same(gradients(program, model, net_inputs(), library), gradients(program, model, net_inputs(), None))
     assert library._segments
 
@@ -71,7 +73,7 @@ def test_compiled_models_compute_the_same(name: str):
     case = CASES[name]
     model, batch = case.build(), case.inputs(4)
     plan = partition(model, Topology.local(2), batch, loss=case.loss, constraints=Constraints(tp=2, microbatch_size=2))
-    library = Library(plan.program, CPU, "aot_eager")
+    library = BlockLibrary(plan.program, CPU, "aot_eager")
     same(gradients(plan.program, model, batch, library), gradients(plan.program, model, batch, None))
 
 
@@ -100,7 +102,7 @@ def test_compiled_models_compute_the_same_in_float64(name: str, mesh: dict[str, 
         rest = {axis: 1 for axis in ("pp", "dp", "tp") if axis not in mesh}
         constraints = Constraints(**rest, **mesh)
         plan = partition(model, Topology.local(ranks), batch, loss=case.loss, constraints=constraints)
-        library = Library(plan.program, CPU, BACKEND)
+        library = BlockLibrary(plan.program, CPU, BACKEND)
         compiled, again = (gradients(plan.program, model, batch, library) for _ in range(2))
         expected = gradients(plan.program, model, batch, None)
     for here, there, other in zip(compiled, expected, again, strict=True):
@@ -202,7 +204,7 @@ def test_a_shared_object_that_cannot_be_loaded_is_compiled_again(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     module, x = scaled_norm(), torch.randn(4, 8, dtype=torch.float64)
     (expected,) = FixedSegment("part", module, CPU)(x)
-    kept, (path,) = inductor.find_cache(), (tmp_path / "partitioner").glob("*.code")
+    kept, (path,) = inductor.get_code_cache(), (tmp_path / "partitioner").glob("*.code")
     content = kept.read(path.name)
     assert content is not None
     functions, entries, library = pickle.loads(content)
@@ -319,7 +321,7 @@ def test_a_graph_has_a_hash_of_its_own_for_other_strides_and_operators():
 @pytest.mark.skipif(BACKEND != "inductor", reason="Inductor needs a C++ compiler")
 def test_inductor_computes_the_same():
     program, model = program_of_net(num_microbatches=2), Net()
-    library = Library(program, CPU, True)
+    library = BlockLibrary(program, CPU, True)
     assert library.backend == "inductor"
     same(gradients(program, model, net_inputs(), library), gradients(program, model, net_inputs(), None))
     assert library._segments
@@ -335,8 +337,8 @@ def test_a_block_type_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
         compiled.append(len(list(module.graph.nodes)))
         return module.forward
 
-    monkeypatch.setattr("partitioner.runtime.compile.segments.backend_of", lambda asked, device: backend)
-    library = Library(program, CPU)
+    monkeypatch.setattr("partitioner.runtime.compile.segments.choose_backend", lambda asked, device: backend)
+    library = BlockLibrary(program, CPU)
     gradients(program, Net(num_layers=4), net_inputs(), library)
     assert len(library._segments) == len(compiled)
     assert {key[0] for key in library._segments} <= set(program.blocks)
@@ -358,7 +360,7 @@ def test_without_a_compiler_blocks_run_operator_by_operator(
 ):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):
-        assert backend_of(True, CPU) is None
+        assert choose_backend(True, CPU) is None
     assert "torch.compile needs a C++ compiler" in caplog.text
 
 
@@ -387,9 +389,9 @@ def test_compiled_functions_are_called_while_other_threads_trace(backend: str):
     caller.start()
     program = program_of_net()
     for _ in range(20):
-        library = Library(program, CPU)
+        library = BlockLibrary(program, CPU)
         for stage_call in program.stages[0].calls:
-            if needs := gradient_needs(program, stage_call):
+            if needs := find_gradient_needs(program, stage_call):
                 library.differentiated(stage_call.block, needs)
     stop.set()
     caller.join()

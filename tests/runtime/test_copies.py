@@ -18,7 +18,7 @@ from partitioner import CheckpointError, Checkpoints, Engine
 from partitioner.runtime.checkpoint import memory_copies
 from partitioner.runtime.checkpoint import memory_copies as slots
 from partitioner.runtime.checkpoint.memory_copies import CheckpointSlot, SlotName, SlotState
-from partitioner.runtime.checkpoint.ranks import assign_keepers
+from partitioner.runtime.checkpoint.ranks import assign_backup_ranks
 from tests.helpers.paths import ROOT
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 from tests.helpers.torchrun import SCRIPT, plan_file, supervised
@@ -170,7 +170,7 @@ def test_the_command_line_tells_what_copies_take_and_what_they_need(tmp_path: Pa
     assert "--copies-every needs --checkpoints" in told[0][1]
     assert told[1][0] == 0, told[1][1]
     assert "copies of the state: 0.00 GiB of this node's memory, in /dev/shm/copies-" in told[1][1]
-    assert not memory_copies.folder_of(tmp_path / "run", Path("/dev/shm")).exists()
+    assert not memory_copies.get_copies_folder(tmp_path / "run", Path("/dev/shm")).exists()
 
 
 def one_rank(tmp_path: Path, **options: Any) -> tuple[Engine, torch.optim.Optimizer, Checkpoints]:
@@ -190,7 +190,9 @@ def test_a_newer_checkpoint_is_preferred_and_a_damaged_copy_is_told(tmp_path: Pa
     engine, optimizer, checkpoints = one_rank(tmp_path, copies_every=2, every=3, behind=False)
     train(engine, optimizer, checkpoints, 4)
     assert one_rank(tmp_path, copies_every=2)[2].restore() == 4
-    [newest] = [p for p in memory_copies.folder_of(tmp_path / "run", tmp_path).iterdir() if p.name.endswith(".4")]
+    [newest] = [
+        p for p in memory_copies.get_copies_folder(tmp_path / "run", tmp_path).iterdir() if p.name.endswith(".4")
+    ]
     newest.write_bytes(bytes(newest.stat().st_size))
     with pytest.warns(UserWarning, match="step 4 cannot be taken.*the checkpoint on disk is used instead"):
         assert one_rank(tmp_path, copies_every=2)[2].restore() == 3
@@ -209,7 +211,7 @@ def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monk
     monkeypatch.undo()
     train(engine, optimizer, checkpoints, 1)
     assert checkpoints.copies is not None
-    files = [*memory_copies.folder_of(tmp_path / "run", tmp_path).iterdir()]
+    files = [*memory_copies.get_copies_folder(tmp_path / "run", tmp_path).iterdir()]
     assert checkpoints.copies.nbytes == sum(p.stat().st_size for p in files) > 0
     with pytest.raises(CheckpointError, match="expected a folder in this node's memory"):
         Checkpoints(tmp_path / "run", engine, copies_every=1, copies_in=tmp_path / "nothing")
@@ -266,14 +268,14 @@ def test_a_slot_holds_any_tensor(tmp_path: Path):
         "turned": torch.arange(6.0, dtype=torch.float64).reshape(2, 3).t(),
         "flags": torch.tensor([True, False, True]),
     }
-    state = SlotState.of(tensors, {"steps": 3})
+    state = SlotState.build(tensors, {"steps": 3})
     slot = CheckpointSlot(tmp_path / ".0123456789abcdef.2.0.partial", SlotName("0123456789abcdef", 2, None))
     slot.resize(state.nbytes)
     state.write(slot.bytes)
     slot.commit(3)
-    [(name, path)] = slots.slots_in(tmp_path)
+    [(name, path)] = slots.iterate_slots(tmp_path)
     assert name == ("0123456789abcdef", 2, 3)
-    got, run_ = slots.parse_slot_content(slots.content_of(path))
+    got, run_ = slots.parse_slot_content(slots.map_slot_file(path))
     assert run_ == {"steps": 3}
     assert got.keys() == tensors.keys()
     for key, tensor in tensors.items():
@@ -286,4 +288,4 @@ def test_a_slot_holds_any_tensor(tmp_path: Path):
     [([1], [None]), ([1, 1], [None, None]), ([1, 2], [1, 0]), ([1, 2, 1, 2], [1, 0, 3, 2]), ([1, 1, 2], [2, 2, 0])],
 )
 def test_keepers_are_on_another_node(of_ranks: list[int], expected: list[int | None]):
-    assert assign_keepers(of_ranks) == expected
+    assert assign_backup_ranks(of_ranks) == expected

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
 from partitioner import BatchError, CheckpointError, Checkpoints, Engine, Loader, LocalRanks
-from partitioner.runtime.engine.batches import own_values, share_of
+from partitioner.runtime.engine.batches import convert_rank_batch, get_share
 from partitioner.runtime.engine.data_loader import SampleOrder
 from partitioner.runtime.observe.nonfinite import NonFiniteError, check_finite
 from partitioner.runtime.program.program import Program
@@ -56,18 +56,18 @@ def batch_of(indices: list[int]) -> dict[str, Tensor]:
 @given(st.integers(1, 30), st.integers(0, 2**40), st.booleans(), st.integers(0, 200), st.integers(0, 40))
 def test_every_epoch_has_every_sample_once(count: int, seed: int, shuffle: bool, start: int, length: int):
     order = SampleOrder(count, seed, shuffle)
-    stream = order.at(range(6 * count))
+    stream = order.get_indices(range(6 * count))
     for epoch in range(6):
         assert sorted(stream[epoch * count : (epoch + 1) * count]) == [*range(count)]
     start %= 5 * count
     places = range(start, min(start + length, 6 * count))
-    assert SampleOrder(count, seed, shuffle).at(places) == stream[places.start : places.stop]
+    assert SampleOrder(count, seed, shuffle).get_indices(places) == stream[places.start : places.stop]
 
 
 def test_epochs_and_seeds_differ():
-    stream = SampleOrder(50, seed=1).at(range(100))
+    stream = SampleOrder(50, seed=1).get_indices(range(100))
     assert stream[:50] != stream[50:]
-    assert SampleOrder(50, seed=2).at(range(50)) not in (stream[:50], stream[50:])
+    assert SampleOrder(50, seed=2).get_indices(range(50)) not in (stream[:50], stream[50:])
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -81,7 +81,7 @@ def test_ranks_load_what_they_read_and_nothing_else(mesh: dict[str, Any]):
         loader = Loader(datasets[communicator.rank], engine, seed=3)
         return [next(loader) for _ in range(7)]
 
-    stream = SampleOrder(5 * BATCH, seed=3).at(range(7 * BATCH))
+    stream = SampleOrder(5 * BATCH, seed=3).get_indices(range(7 * BATCH))
     batches = on_every_rank(program, work)
     for number in range(program.world_size):
         at, last = program.coordinates(number), len(program.stages) - 1
@@ -166,13 +166,13 @@ def test_an_input_without_samples_is_given_whole():
     program = program_of_net(dp=2)
     inputs = tuple(i.model_copy(update={"batch_dim": None} if i.path == "x" else {}) for i in program.inputs)
     program = program.model_copy(update={"inputs": inputs})
-    share = share_of(program.rank(1))
+    share = get_share(program.rank(1))
     own = {n: t if n == "x" else t[4:] for n, t in net_inputs().items()}
     for local, batch in ((True, own), (False, net_inputs())):
-        values = own_values(program, share, batch, local)
+        values = convert_rank_batch(program, share, batch, local)
         assert {n: len(t) for n, t in values.items()} == {"x": 8, "target": 4, "weight": 4}
     with pytest.raises(BatchError, match=r"\[8, 8\], got \[4, 8\]: the program reads this input whole"):
-        own_values(program, share, own | {"x": own["x"][4:]}, True)
+        convert_rank_batch(program, share, own | {"x": own["x"][4:]}, True)
 
 
 def test_a_nan_is_found_in_own_samples():
@@ -223,7 +223,7 @@ def judge(steps: int) -> list[float]:
     """The unmodified module on whole batches."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    stream, losses = SampleOrder(5 * BATCH, seed=5).at(range(steps * BATCH)), []
+    stream, losses = SampleOrder(5 * BATCH, seed=5).get_indices(range(steps * BATCH)), []
     for k in range(steps):
         loss = model(**batch_of(stream[k * BATCH : (k + 1) * BATCH]))["loss"]
         optimizer.zero_grad()

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from partitioner import Engine, LaunchError, LocalRanks, run_local, run_threads
 from partitioner.cli.app import app
-from partitioner.runtime.comm.storage import give_back
+from partitioner.runtime.comm.storage import free_storage
 from partitioner.runtime.debug import NonFiniteError, check_finite, compare_runs, record_hashes
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.state.loss import BACKOFF
 from tests.helpers.net_runs import in_threads
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
@@ -106,7 +106,7 @@ def test_a_parameter_that_is_no_number_is_told_by_name():
 
 
 def test_looking_for_a_nan_leaves_the_factor_of_the_loss_as_it_was(monkeypatch: pytest.MonkeyPatch):
-    engine = Engine(with_precision(program_of_net(), "fp16"), Net(), loss_scale="dynamic")
+    engine = Engine(convert_precision(program_of_net(), "fp16"), Net(), loss_scale="dynamic")
     scale = engine._scale
     assert scale is not None
     engine.step(net_inputs())
@@ -147,7 +147,7 @@ def test_memory_that_was_shown_to_numpy_is_kept_and_no_error():
     seen, unseen = torch.ones(4), torch.ones(4)
     seen.numpy()
     for x in (seen, unseen):
-        give_back(x)
+        free_storage(x)
     assert unseen.untyped_storage().nbytes() == 0
     assert seen.tolist() == [1.0] * 4
 

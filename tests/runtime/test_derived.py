@@ -11,16 +11,16 @@ from torch import fx
 
 from partitioner import LocalRanks, run_local
 from partitioner.passes.ir.model import TensorSpec
-from partitioner.passes.shard.differentiate import Differentiated, differentiate
+from partitioner.passes.shard.differentiate import BlockDerivatives, differentiate
 from partitioner.runtime.execute import bind
-from partitioner.runtime.execute.bind import Library, SharedDerivatives, gradient_needs
+from partitioner.runtime.execute.bind import BlockLibrary, SharedDerivatives, find_gradient_needs
 from partitioner.runtime.program.program import Program
 from tests.helpers.mlp_graph import CPU, mlp
 from tests.helpers.net_runs import check, reference
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
 
-def never() -> Differentiated:
+def never() -> BlockDerivatives:
     raise AssertionError("it is there")
 
 
@@ -29,7 +29,7 @@ def lines(graph: fx.Graph) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for node in graph.nodes:
         value = node.meta.get("val")
-        spec = TensorSpec.of(value) if isinstance(value, torch.Tensor) else None
+        spec = TensorSpec.from_tensor(value) if isinstance(value, torch.Tensor) else None
         place = node.meta.get("path"), node.meta.get("source")
         found.append((node.op, node.name, node.target, str(node.args), str(node.kwargs), spec, *place))
     return found
@@ -64,13 +64,13 @@ def test_who_comes_meanwhile_waits_and_a_failure_leaves_its_turn(tmp_path: Path)
     begun, go_on = threading.Event(), threading.Event()
     makers: list[str] = []
 
-    def fails() -> Differentiated:
+    def fails() -> BlockDerivatives:
         begun.set()
         assert go_on.wait(60)
         makers.append("fails")
         raise ValueError("no derivative")
 
-    def works() -> Differentiated:
+    def works() -> BlockDerivatives:
         makers.append("works")
         return differentiate(mlp(), CPU, [True], [True, True], [True, False])
 
@@ -101,13 +101,13 @@ def derive(program: Program, folder: Path) -> list[str]:
 
     def told(program, name, *needs, slim):  # type: ignore[no-untyped-def]
         _traced.append(name)
-        return original(program, name, *needs, slim=slim)
+        return original(program, name, *needs, selective=slim)
 
     bind.differentiate_for_cpu = told
-    library = Library(program, CPU, shared=folder)
+    library = BlockLibrary(program, CPU, shared=folder)
     for stage in program.stages:
         for call in stage.calls:
-            if (needs := gradient_needs(program, call)) is not None:
+            if (needs := find_gradient_needs(program, call)) is not None:
                 library.differentiated(call.block, needs)
     bind.differentiate_for_cpu = original
     return _traced.copy()

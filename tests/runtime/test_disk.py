@@ -28,8 +28,8 @@ from partitioner.runtime.engine import consistency
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.errors import CheckpointError, OffloadError
 from partitioner.runtime.launch.process_pool import LocalRanks
-from partitioner.runtime.program.load import disk_of
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.load import load_disk_bytes
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.prove.errors import ProofError
 from partitioner.runtime.prove.prove import prove
@@ -107,7 +107,7 @@ CASES = [
 def test_the_same_bits_as_in_host_memory(
     mesh: str, sharding: str, precision: str, offload: str, kind: str, tmp_path: Path
 ):
-    program = with_precision(planned(mesh, offload, sharding).program, precision)
+    program = convert_precision(planned(mesh, offload, sharding).program, precision)
     name, make = MESHES[mesh][0], OPTIMIZERS[kind]
     in_memory, on_disk = (trained(p, name, tmp_path, make) for p in (program, with_disk(program)))
     assert [held.keys() for held in on_disk] == [held.keys() for held in in_memory]
@@ -352,8 +352,8 @@ def test_a_plan_says_how_much(tmp_path: Path):
     )
     numbers = 4 * (32 * 32 + 32)
     assert plan.estimate.stages[0].disk == 8 * numbers
-    assert disk_of(plan, 0) == disk_of(plan.save(tmp_path / "plan.json"), 0) == 8 * numbers
-    assert disk_of(plan.program, 0) == 0
+    assert load_disk_bytes(plan, 0) == load_disk_bytes(plan.save(tmp_path / "plan.json"), 0) == 8 * numbers
+    assert load_disk_bytes(plan.program, 0) == 0
     engine = Engine(plan, communicator=ThreadWorld(1, "cpu").communicator(0), offload_folder=tmp_path)
     assert engine._disk is not None
     at_first = engine._disk.nbytes
@@ -405,7 +405,7 @@ def test_what_the_disk_cannot_write_is_told(tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("partitioner.runtime.state.disk_offload._call_libc", fails)
-    disk.behind([tensor])
+    disk.write_back([tensor])
     with pytest.raises(OSError, match="Input/output error"):
         disk.wait()
     disk.wait()  # it is told once
@@ -416,10 +416,10 @@ def test_tensors_keep_apart_and_keep_their_numbers(tmp_path: Path):
     kinds = [((3, 5), torch.float32), ((), torch.float64), ((0, 4), torch.float32), ((70_000,), torch.bfloat16)]
     tensors = [disk.empty(shape, dtype).fill_(k) for k, (shape, dtype) in enumerate(kinds * 3)]
     for _ in range(2):
-        disk.behind(tensors)
+        disk.write_back(tensors)
         disk.wait()
-        disk.ahead(tensors)
-    disk.forget()
+        disk.prefetch(tensors)
+    disk.evict()
     assert all(bool((tensor == k).all()) for k, tensor in enumerate(tensors))
     assert [(tuple(t.shape), t.dtype) for t in tensors] == kinds * 3
     large = disk.empty((5_000_000,), torch.float64)  # more than there was
@@ -432,14 +432,14 @@ _HELD_PAGES = 64  # of thousands: the kernel may hold some that it is just worki
 def test_what_is_written_behind_leaves_the_page_cache(tmp_path: Path):
     disk = Disk(tmp_path)
     one, *others = [disk.empty((5 << 20,), torch.float32) for _ in range(4)]  # of a file each, neighbours in memory
-    disk.behind([one.fill_(1)])
+    disk.write_back([one.fill_(1)])
     disk.wait()
     if cached(disk):
         pytest.skip("a file system in memory")
     for tensors in (others, [*others, one]):
         for tensor in tensors:
             tensor.add_(1)
-        disk.behind(tensors)
+        disk.write_back(tensors)
         disk.wait()
         assert cached(disk) <= _HELD_PAGES
     assert one[-1] == 2
@@ -449,7 +449,7 @@ def test_what_is_written_behind_leaves_the_page_cache(tmp_path: Path):
 
 
 def train(program: Program, folder: Path, disk: Path, first: int = 0, last: int = STEPS, load: bool = False) -> None:
-    program = with_precision(program, "fp64")
+    program = convert_precision(program, "fp64")
     weights = tied_model().double()
 
     def work(communicator: Any) -> None:
@@ -553,7 +553,7 @@ def test_copies_in_memory_are_refused(tmp_path: Path):
 
 
 def test_a_program_with_states_on_disk_steps_in_host_memory():
-    with pytest.raises(ProofError, match="optimizer states on disk, and an optimizer that is not in host memory"):
+    with pytest.raises(ProofError, match="optimizer states are on disk and the optimizer is not in host memory"):
         prove(planned("dp4").program.model_copy(update={"offload": ("disk",)}))
 
 
@@ -615,7 +615,7 @@ def test_the_command_line_trains_such_plans(tmp_path: Path):
 MEASURED = """
 import pathlib, sys, threading, torch
 from partitioner.runtime import windows
-from partitioner.runtime.state.disk_offload import trim
+from partitioner.runtime.state.disk_offload import trim_allocator
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.comm.thread_backend import ThreadWorld
@@ -638,7 +638,7 @@ program = Program.model_validate_json(pathlib.Path(sys.argv[1]).read_text())
 engine = Engine(program, communicator=ThreadWorld(1, "cpu").communicator(0), offload_folder=folder)
 batch = (torch.ones(4, 512).to(getattr(torch, program.inputs[0].dtype)),)
 engine.step(batch)
-trim()
+trim_allocator()
 before = resident()
 optimizer = engine.on_disk(Measured(engine.parameters()))
 for _ in range(3):
@@ -696,7 +696,7 @@ def mapped() -> float:
 def test_who_reads_all_of_it_lets_go_of_it(tmp_path: Path):
     disk = Disk(tmp_path)
     parameters = [nn.Parameter(disk.empty((1 << 20,), torch.float32).fill_(1)) for _ in range(16)]
-    disk.forget()
+    disk.evict()
     before = mapped()
     consistency._hash_tensors([*parameters])
     assert mapped() - before < 16  # MiB, of 64

@@ -16,10 +16,10 @@ from partitioner import Constraints, DTensorError, Engine, LaunchError, LocalRan
 from partitioner.passes.ir.layouts import Layout
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.engine.export import find_placements
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.program.program import Program, shard_shape
 from partitioner.runtime.state.parameters import stack_weights
-from partitioner.runtime.state.weights import weights_of
+from partitioner.runtime.state.weights import open_weights
 from tests.helpers.experts_zoo import plain, plain_inputs
 from tests.helpers.zero_training import tied_inputs, tied_model
 
@@ -74,7 +74,7 @@ def planned(name: str) -> Program:
     model, pinned = PLANS[name]
     make, inputs = MODELS[model]
     plan = partition(make(), Topology.local(4), inputs(), constraints=Constraints(**pinned))
-    return with_precision(plan.program, "fp64")
+    return convert_precision(plan.program, "fp64")
 
 
 def batch(model: str) -> dict[str, Tensor]:
@@ -127,7 +127,7 @@ def test_whole_tensors_are_the_models(ranks: LocalRanks, name: str, placement: t
     program, model = planned(name), PLANS[name][0]
     alone = MODELS[model][0]().double()
     alone(**batch(model)).backward()
-    held = stack_weights(program, weights_of(alone))
+    held = stack_weights(program, open_weights(alone))
     gradients = {id(p): p.grad for p in alone.parameters()}
     found = ranks.call(whole, program.model_dump_json(), model, placement)
     seen: set[str] = set()
@@ -244,7 +244,7 @@ def test_ranks_that_torch_would_take_for_others_are_refused(ranks: LocalRanks):
 
 
 def test_without_processes_there_is_no_mesh():
-    program = with_precision(
+    program = convert_precision(
         partition(tied_model(), Topology.local(1), tied_inputs(), constraints=Constraints()).program, "fp64"
     )
     with pytest.raises(LaunchError, match="need a process group of the plan's 1 ranks, there is none: start with"):

@@ -14,7 +14,7 @@ from partitioner import Constraints, Topology, partition
 from partitioner.runtime.comm import rendezvous
 from partitioner.runtime.engine import defaults
 from partitioner.runtime.errors import LaunchError
-from partitioner.runtime.execute.transfers import early_starts
+from partitioner.runtime.execute.transfers import place_early_receives
 from partitioner.runtime.launch import cli
 from partitioner.runtime.launch.local import run_threads
 from partitioner.runtime.state import loss
@@ -37,12 +37,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_rank_has_the_gpu_of_its_place_or_the_only_one_that_it_sees(gpus: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert defaults.local_gpu() == torch.device("cuda", 3) and gpus.current == 3
+    assert defaults.select_local_gpu() == torch.device("cuda", 3) and gpus.current == 3
     gpus.count = 1
-    assert defaults.local_gpu() == torch.device("cuda", 0)
+    assert defaults.select_local_gpu() == torch.device("cuda", 0)
     gpus.count = 2
     with pytest.raises(LaunchError, match="local rank 3 has no GPU: torch sees 2 here"):
-        defaults.local_gpu()
+        defaults.select_local_gpu()
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_the_device_is_what_the_process_group_serves(
     group = SimpleNamespace(_device_types=[torch.device(kind) for kind in served])
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
-    assert str(defaults.default_device()) == expected
+    assert str(defaults.choose_default_device()) == expected
     gpus.count = 0
-    assert str(defaults.default_device()) == "cpu"
+    assert str(defaults.choose_default_device()) == "cpu"
 
 
 def test_a_device_without_a_number_is_the_current_one(gpus: Any):
@@ -101,13 +101,13 @@ def test_a_group_of_gpus_alone_says_how_long_ranks_on_the_cpu_wait(monkeypatch: 
 
     group = SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=backend_of)
     monkeypatch.setattr(rendezvous.c10d, "_get_default_group", lambda: group)
-    assert rendezvous.timeout_of_all(torch.device("cpu")) == timedelta(seconds=7)
+    assert rendezvous.get_default_timeout(torch.device("cpu")) == timedelta(seconds=7)
 
 
 def test_nothing_is_received_before_what_it_comes_of_is_computed():
     """On a GPU a receive is a kernel that waits: before the forward whose gradient it is, it may wait for ever."""
-    assert early_starts(line("F0", "SEND_F0<1", "RECV_B0<1", "B0")) == {1: [2]}
-    assert early_starts(line("F0", "F1", "RECV_B0<1", "B0")) == {1: [2]}
+    assert place_early_receives(line("F0", "SEND_F0<1", "RECV_B0<1", "B0")) == {1: [2]}
+    assert place_early_receives(line("F0", "F1", "RECV_B0<1", "B0")) == {1: [2]}
 
 
 def test_the_loss_may_come_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch):

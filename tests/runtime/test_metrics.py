@@ -28,11 +28,11 @@ from partitioner.cli.app import app
 from partitioner.errors import PlanError
 from partitioner.explain.measured import compare_steps
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
-from partitioner.runtime.engine.batches import batch_size
+from partitioner.runtime.engine.batches import count_tokens_and_samples
 from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecorderHeader
 from partitioner.runtime.observe.metrics import StepMetrics
 from partitioner.runtime.observe.trace_events import read_spans
-from partitioner.runtime.program.load import program_of
+from partitioner.runtime.program.load import load_program
 from partitioner.runtime.watch.stragglers import slow_ranks
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
@@ -115,7 +115,7 @@ def test_figures_are_of_all_batches_since_the_last_call(batches: list[int], tmp_
 
 
 def test_tokens_are_counted_where_there_are_some():
-    assert batch_size(program_of_net()) == (0, 8)
+    assert count_tokens_and_samples(program_of_net()) == (0, 8)
 
 
 def test_a_spike_is_told_and_does_not_become_usual():
@@ -263,7 +263,7 @@ def test_a_measured_step_stands_beside_the_predicted_one(tmp_path: Path, plan: P
 
 
 def steps_of(plan: str, folder: str) -> None:
-    program = program_of(plan)
+    program = load_program(plan)
     engine = Engine(program, communicator=TorchCommunicator(program.world_size, torch.device("cpu")))
     with Watch(engine, folder, leave=False):
         for _ in range(3):

@@ -249,7 +249,7 @@ def test_what_looks_at_a_whole_tensor_is_found_for_every_cut(made: Made):
     optimizer = made(parameters())
     for cut in (ROWS, COLUMNS, FLAT, ROWS_FLAT):
         found = try_on_parts(optimizer, [sample(cut)], False, StepCall())
-        assert found is not None and found.kind == "differs" and found.what == "parts", cut
+        assert found is not None and found.kind == "differs" and found.unit == "parts", cut
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_only_the_cuts_of_the_plan_count(
 def test_what_couples_parameters_is_found_where_stages_have_different_ones():
     for made in (lambda p: SAM(p, optim.SGD, lr=0.1), lambda p: optim.LBFGS(p, lr=0.1), lambda p: Global(p, lr=0.1)):
         found = try_on_parts(made(parameters()), [sample(ParameterCut())], True, StepCall())
-        assert found is not None and (found.kind, found.what) == ("differs", "stages")
+        assert found is not None and (found.kind, found.unit) == ("differs", "stages")
     assert (
         try_on_parts(optim.Adafactor(parameters()), [sample(ParameterCut())], True, StepCall()) is None
     )  # each tensor by itself

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from partitioner import BatchError, Constraints, Engine, LaunchError, Topology, partition
 from partitioner.runtime.checkpoint.dcp_files import ShardReader
 from partitioner.runtime.comm.thread_backend import ThreadWorld
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.state.loss import BACKOFF, FIRST, GROWTH, INTERVAL, LossScale
 from tests.helpers.every_rank import on_every_rank
@@ -29,7 +29,7 @@ MESHES: list[dict[str, Any]] = [
 
 
 def short(precision: str = "bf16", **plan: Any) -> Program:
-    return with_precision(program_of_net(**plan), precision)
+    return convert_precision(program_of_net(**plan), precision)
 
 
 def losses(program: Program, model: nn.Module, steps: int, **options: Any) -> list[float]:
@@ -146,7 +146,7 @@ def test_the_norm_counts_every_parameter_once(plan: dict[str, Any], tied: bool):
     model = Net(tied=tied)
     model(**net_inputs())["loss"].backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    program = with_precision(program_of_net(**plan, tied=tied), "bf16")
+    program = convert_precision(program_of_net(**plan, tied=tied), "bf16")
 
     def work(communicator: Any) -> tuple[Tensor, Tensor]:
         engine = Engine(program, model, communicator=communicator)

@@ -156,7 +156,7 @@ def test_a_gradient_is_not_taken_before_it_is_whole():
 
     error = refusal(on_stage(tiny_program(pp=2), 0, edit))
     assert error.instruction == "0B0"
-    assert "the gradient of 'h3' of microbatch 0 is not whole: stage 1's part is missing" in str(error)
+    assert "uses the gradient of 'h3' of microbatch 0 before the part of stage 1 is received" in str(error)
 
 
 def test_a_bucket_waits_for_the_last_backward():
@@ -174,7 +174,7 @@ def test_a_leak_is_reported_where_it_is_made():
 
     error = refusal(on_stage(tiny_program(pp=2), 0, edit))
     assert (error.instruction, error.fault) == ("0LOAD1", "leak")
-    assert "'x' of microbatch 1 is made here and never freed" in str(error)
+    assert "'x' of microbatch 1 is computed or received here and never freed" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, Engine, Evaluate, LaunchError, LocalRanks, Plan, Topology, partition
-from partitioner.runtime.comm.storage import give_back, resize_storage
+from partitioner.runtime.comm.storage import free_storage, resize_storage
 from partitioner.runtime.errors import InstructionError, ReplayError
-from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.precision import convert_precision
 from partitioner.runtime.replay.capture import OperatorCapture, Replay, copy_values
 from partitioner.runtime.replay.tape import RecordedCommunicator, Tape
 from partitioner.runtime.state.weights import write_weights
@@ -40,7 +40,7 @@ def on_threads(program: Any, model: nn.Module, batch: Any, execution: str) -> li
 
 def check_replayed(program: Any, model: nn.Module, batch: Any, eager_calls: bool = False) -> list[Trained]:
     """Training is replayed, with the numbers of an execution operator by operator, twice."""
-    program, model = with_precision(program, "fp64"), model.double()
+    program, model = convert_precision(program, "fp64"), model.double()
     expected = on_threads(program, model, batch, "eager")
     found = on_threads(program, model, batch, "graph")
     assert {run.states[""] for run in found} == {"replayed"}
@@ -149,7 +149,7 @@ def test_evaluations_between_steps_are_replayed_too():
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2, "num_microbatches": 2}], ids=str)
 def test_processes_over_gloo_train_the_same(mesh: dict[str, Any], tmp_path: Path):
-    program, model = with_precision(program_of_net(**mesh), "fp64"), Net().double()
+    program, model = convert_precision(program_of_net(**mesh), "fp64"), Net().double()
     (tmp_path / "program.json").write_text(program.model_dump_json())
     torch.save(net_inputs(), tmp_path / "batch.pt")
     write_weights(dict(model.state_dict()), tmp_path / "weights.safetensors")
@@ -165,7 +165,7 @@ def test_states_in_host_memory_are_a_reason_not_to_replay(caplog: pytest.LogCapt
     plan = offload_plans.planned("dp4", "optimizer")
     model, batch = MODELS["tied"][0](), MODELS["tied"][1]()
     with caplog.at_level(logging.WARNING):
-        found = on_threads(with_precision(plan.program, "fp64"), model.double(), batch, "graph")
+        found = on_threads(convert_precision(plan.program, "fp64"), model.double(), batch, "graph")
     assert found[0].states == {"": "eager"}
     assert "keeps optimizer in host memory" in found[0].text
     assert caplog.text.count("rank 0 runs without replay: the plan keeps optimizer in host memory") == 1
@@ -263,7 +263,7 @@ def test_memory_that_is_released_while_recording_is_there_in_replays():
     resize_storage(storage, 32)
     operand = torch.ones(8) * 3
     result = operand + 1
-    give_back(operand)
+    free_storage(operand)
     resize_storage(storage, 0)
     replay = capture.end()
     assert replay is not None
@@ -272,7 +272,7 @@ def test_memory_that_is_released_while_recording_is_there_in_replays():
     replay()
     assert result.tolist() == [4.0] * 8
     assert storage.nbytes() == 0
-    give_back(operand)  # after the recording it is released
+    free_storage(operand)  # after the recording it is released
     assert operand.untyped_storage().nbytes() == 0
 
 

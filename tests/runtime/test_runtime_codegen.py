@@ -12,7 +12,7 @@ from partitioner.runtime.execute.codegen import (
     FAST,
     AliasBinding,
     AsyncBinding,
-    Compiled,
+    CompiledGraph,
     ConstantBinding,
     DirectBinding,
     compile_graph,
@@ -57,7 +57,7 @@ def ones() -> list[Tensor]:
     return [torch.ones(2, 2), torch.ones(2, 2)]
 
 
-def body(compiled: Compiled) -> list[str]:
+def body(compiled: CompiledGraph) -> list[str]:
     return [line.strip() for line in compiled.code.splitlines()[1:]]
 
 
@@ -196,7 +196,7 @@ def test_a_sum_that_only_a_sink_reads_is_summed_by_the_sink():
 
     graph, _ = graph_of(build)
     compiled = compile_graph(graph, "block", {}, CPU, num_sinks=1)
-    assert "sink_0.sum(v0, [0])" in body(compiled)
+    assert "sink_0.add_sum(v0, [0])" in body(compiled)
     sink = Sink(torch.full((2,), 7.0))
     for _ in range(2):
         compiled.function(ones(), [sink])
@@ -220,7 +220,7 @@ def test_the_gradient_of_experts_is_added_up_in_place(turned: bool, read: str, s
     graph.output((made if read == "by others" else rows, result, *[result] * (read == "by two sinks")))
     num_sinks = 1 + (read == "by two sinks")
     compiled = compile_graph(graph, "block", {}, CPU, num_sinks)
-    assert ("sink_0.grouped(" in compiled.code) == (read == "by the sink")
+    assert ("sink_0.add_grouped_product(" in compiled.code) == (read == "by the sink")
     assert ("clone" in compiled.code) == (read != "by the sink")
     sinks = [sink(torch.full((3, 4, 2) if turned else (3, 2, 4), 7.0)) for _ in range(num_sinks)]
     arguments = torch.rand(6, 2), torch.rand(6, 4), torch.tensor([2, 2, 5], dtype=torch.int32)

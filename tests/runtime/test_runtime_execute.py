@@ -167,20 +167,20 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
     errors: list[InstructionError] = []
 
     def work(rank: int) -> None:
-        from partitioner.runtime.engine.batches import own_values, share_of
-        from partitioner.runtime.execute.bind import Library
+        from partitioner.runtime.engine.batches import convert_rank_batch, get_share
+        from partitioner.runtime.execute.bind import BlockLibrary
         from partitioner.runtime.execute.executor import Executor
         from partitioner.runtime.state.gradients import RankGradients
         from partitioner.runtime.state.parameters import load_states
-        from partitioner.runtime.state.weights import weights_of
+        from partitioner.runtime.state.weights import open_weights
 
         mine = program.rank(rank).with_instructions(lists[0] if rank == 0 else other)
         communicator = world.communicator(rank)
-        states = load_states(mine, weights_of(Net()), torch.device("cpu"))
+        states = load_states(mine, open_weights(Net()), torch.device("cpu"))
         gradients = RankGradients(mine, states, communicator)
-        executor = Executor(mine, states, gradients, communicator, Library(program, torch.device("cpu")))
+        executor = Executor(mine, states, gradients, communicator, BlockLibrary(program, torch.device("cpu")))
         try:
-            executor.run(own_values(program, share_of(mine), net_inputs()))
+            executor.run(convert_rank_batch(program, get_share(mine), net_inputs()))
         except InstructionError as error:
             errors.append(error)
 

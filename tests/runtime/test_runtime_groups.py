@@ -18,7 +18,7 @@ from partitioner.runtime.comm.group import Communicator, SoloGroup
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.comm.torch_backend import GlooGroup, TorchCommunicator
 from partitioner.runtime.errors import CommunicationError
-from partitioner.runtime.execute.bind import _start_spending
+from partitioner.runtime.execute.bind import _start_and_release_operand
 from partitioner.runtime.launch.process_pool import LocalRanks
 from partitioner.runtime.program.membership import PipelineEdge
 
@@ -110,12 +110,14 @@ def test_what_a_collective_copied_is_gone_when_it_ends(dim: int):
 def test_an_operand_that_nobody_else_reads_goes_with_the_collective():
     x = torch.arange(16.0).reshape(4, 4)
     assert torch.equal(
-        _start_spending(lambda x: GlooGroup(Backend()).reduce_scatter(x, 0), x).wait(),
+        _start_and_release_operand(lambda x: GlooGroup(Backend()).reduce_scatter(x, 0), x).wait(),
         2 * torch.arange(8.0).reshape(2, 4),
     )
     assert held([x]) == [False]
     x = torch.arange(4.0)
-    assert torch.equal(_start_spending(lambda x: SoloGroup().reduce_scatter(x, 0), x).wait(), torch.arange(4.0))
+    assert torch.equal(
+        _start_and_release_operand(lambda x: SoloGroup().reduce_scatter(x, 0), x).wait(), torch.arange(4.0)
+    )
 
 
 def in_order(communicator: Communicator) -> list[float]:

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from partitioner import Constraints, Engine, LaunchError, Topology, partition
-from partitioner.runtime.comm.rendezvous import tell_torchrun
+from partitioner.runtime.comm.rendezvous import report_to_torchrun
 from partitioner.runtime.errors import Failure, InstructionError
-from partitioner.runtime.launch.cli import _build_parser, random_batch
-from partitioner.runtime.program.load import program_of
+from partitioner.runtime.launch.cli import _build_parser, make_random_batch
+from partitioner.runtime.program.load import load_program
 from tests.helpers.net_runs import broken, infer_only
 from tests.helpers.paths import ROOT
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
@@ -71,15 +71,15 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path):
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path):
     with pytest.raises(LaunchError, match=r"^cannot read the plan"):
-        program_of(tmp_path / "nothing.json")
+        load_program(tmp_path / "nothing.json")
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(LaunchError, match="not complete JSON"):
-        program_of(tmp_path / "text.json")
+        load_program(tmp_path / "text.json")
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(LaunchError, match="has no 'program'"):
-        program_of(tmp_path / "other.json")
+        load_program(tmp_path / "other.json")
     with pytest.raises(LaunchError, match="got int"):
-        program_of(3)
+        load_program(3)
 
 
 def test_it_goes_on_from_the_last_step(tmp_path: Path):
@@ -183,7 +183,7 @@ def test_numbers_that_cannot_be_are_refused(wrong: list[str], capsys: pytest.Cap
 
 def test_a_random_batch_fits_the_program():
     program = program_of_net()
-    batch = random_batch(program, seed=0)
+    batch = make_random_batch(program, seed=0)
     assert batch.keys() == net_inputs().keys()
     assert torch.isfinite(Engine(program, Net()).step(batch))
 
@@ -266,9 +266,9 @@ def test_torchrun_finds_the_whole_reason_or_none(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(json, "dump", looked)
     error = InstructionError(Failure(3, "no memory", "RuntimeError", instruction="2B0"))
-    tell_torchrun(error)
+    report_to_torchrun(error)
     assert seen == [False]
     assert json.loads(path.read_text())["message"]["message"].startswith("InstructionError: rank 3, 2B0: RuntimeError")
     assert [*tmp_path.iterdir()] == [path]
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    tell_torchrun(error)  # not a worker of torchrun
+    report_to_torchrun(error)  # not a worker of torchrun

@@ -15,7 +15,7 @@ from partitioner import Constraints, Engine, LaunchError, Plan, Topology, Weight
 from partitioner.passes.ir.layouts import Layout, take_shard, take_shards
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.state.parameters import check_weights, load_states
-from partitioner.runtime.state.weights import FileWeights, weights_of
+from partitioner.runtime.state.weights import FileWeights, open_weights
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.net_training import train
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
@@ -53,7 +53,7 @@ def test_a_rank_reads_its_own_slices_of_a_sharded_folder(tmp_path: Path):
     for number in range(4):
         rank = program.rank(number)
         from_file = load_states(rank, weights, CPU)
-        from_module = load_states(rank, weights_of(model), CPU)
+        from_module = load_states(rank, open_weights(model), CPU)
         assert from_file.keys() == from_module.keys() == rank.states.keys()
         assert all(torch.equal(from_file[n], from_module[n]) for n in from_file)
 
@@ -78,7 +78,7 @@ def test_a_tied_parameter_may_stand_in_the_file_under_any_of_its_names(tmp_path:
 
 def differences(program: Program, model: nn.Module | dict[str, Tensor]) -> str:
     with pytest.raises(WeightsError) as caught:
-        check_weights(program, weights_of(model))
+        check_weights(program, open_weights(model))
     return str(caught.value)
 
 
@@ -106,17 +106,17 @@ def test_weights_without_values_are_refused():
     with torch.device("meta"):
         model = Net()
     with pytest.raises(WeightsError, match="is on the meta device"):
-        weights_of(model)
+        open_weights(model)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path):
     with pytest.raises(WeightsError, match=r"has neither model.safetensors.index.json nor a .safetensors file"):
-        weights_of(tmp_path)
+        open_weights(tmp_path)
     with pytest.raises(WeightsError, match="does not exist"):
-        weights_of(tmp_path / "nothing")
+        open_weights(tmp_path / "nothing")
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(WeightsError, match="cannot be read as safetensors"):
-        weights_of(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_random_weights_agree_between_plans():

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from partitioner.runtime.execute.transfers import early_starts, find_proven_arrivals
+from partitioner.runtime.execute.transfers import find_proven_arrivals, place_early_receives
 from partitioner.runtime.program.program import RankProgram
 from tests.helpers.instruction_words import line
 from tests.helpers.runtime_programs import program_of_net
 
 
 def test_a_receive_starts_one_computation_early():
-    assert early_starts(line("F0", "FREE0", "F1", "FREE1", "RECV_F2<1", "F2")) == {2: [4]}
+    assert place_early_receives(line("F0", "FREE0", "F1", "FREE1", "RECV_F2<1", "F2")) == {2: [4]}
 
 
 def test_receives_of_a_channel_keep_their_order():
-    assert early_starts(line("F0", "RECV_F1<1", "RECV_F2<1", "F1", "RECV_F3<1")) == {0: [1, 2], 3: [4]}
+    assert place_early_receives(line("F0", "RECV_F1<1", "RECV_F2<1", "F1", "RECV_F3<1")) == {0: [1, 2], 3: [4]}
 
 
 def test_channels_do_not_hold_each_other_up():
-    assert early_starts(line("F0", "RECV_F1<1", "F1", "RECV_B0<1", "B0")) == {0: [1], 2: [3]}
+    assert place_early_receives(line("F0", "RECV_F1<1", "F1", "RECV_B0<1", "B0")) == {0: [1], 2: [3]}
 
 
 def told(rank: RankProgram) -> dict[str, list[tuple[tuple[int, str], int]]]:

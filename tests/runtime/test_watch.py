@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from partitioner import Engine, LaunchError, LocalRanks, Monitor, RankError, Watch
-from partitioner.runtime.comm.failure_origin import is_secondary, users_line
+from partitioner.runtime.comm.failure_origin import find_user_line, is_secondary
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.comm.wait_clock import wait_for
 from partitioner.runtime.errors import Failure
 from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, Recorder, Recording
 from partitioner.runtime.execute.stack_location import RankLocation
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.watch.host_mirror import Mirror, ranks_named
-from partitioner.runtime.watch.root_cause import cause_of
-from partitioner.runtime.watch.status_board import Board, RankState
+from partitioner.runtime.watch.host_mirror import Mirror, find_named_ranks
+from partitioner.runtime.watch.root_cause import find_failure_cause
+from partitioner.runtime.watch.status_board import RankState, StatusBoard
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
 PATIENCE_S = 5.0
@@ -47,7 +47,7 @@ def state(
 
 
 def cause(*states: RankState, patience_s: float = 30.0, now: float = 100.0) -> Failure | None:
-    return cause_of(states, patience_s, now)
+    return find_failure_cause(states, patience_s, now)
 
 
 def test_while_any_rank_moves_there_is_no_cause():
@@ -121,13 +121,13 @@ def lost(rank: int, *others: int, at: float = 98.0) -> RankState:
 
 def test_a_host_that_falls_silent_is_the_cause_of_what_is_lost():
     """What its ranks did last is known; before it is known to be silent, nothing is told."""
-    gone = {"here": False, "silent_s": 3.5}
+    gone = {"on_this_host": False, "silent_s": 3.5}
     found = cause(lost(0, 2, 3), lost(1, 3), state(2, **gone), state(3, **gone))
     assert found is not None
     assert (found.rank, found.kind, found.index, found.step) == (3, "ProcessDied", 3, 5)
     assert "its host has given no sign of life for 3.5 s" in found.error
     assert "rank 0 lost it at step 5, instruction 3: 0F0; rank 1 lost it at" in found.error
-    heard = {"here": False, "silent_s": 1.0}
+    heard = {"on_this_host": False, "silent_s": 1.0}
     assert cause(lost(0, 2), lost(1, 2), state(2, **heard), state(3, **heard)) is None
     later = cause(lost(0, 2), lost(1, 2), state(2, **heard), state(3, **heard), now=104.0)
     assert later is not None
@@ -137,10 +137,10 @@ def test_a_host_that_falls_silent_is_the_cause_of_what_is_lost():
 def test_who_is_at_the_other_end_is_known_by_its_host_where_its_port_is_not():
     ends = {1: ["10.0.0.1:50"], 2: ["10.0.0.2:60"], 3: ["10.0.0.2:61", "127.0.0.1:5"]}
     own = ["10.0.0.1:40", "127.0.0.1:7"]
-    assert ranks_named("Read error [10.0.0.2]:61: reset", ends, own) == (3,)
-    assert ranks_named("Read error [::ffff:10.0.0.2]:99: reset", ends, own) == (2, 3)
-    assert ranks_named("Read error [127.0.0.1]:99: reset", ends, own) == ()
-    assert ranks_named("Read error [10.0.0.2]:99: reset", ends) == ()
+    assert find_named_ranks("Read error [10.0.0.2]:61: reset", ends, own) == (3,)
+    assert find_named_ranks("Read error [::ffff:10.0.0.2]:99: reset", ends, own) == (2, 3)
+    assert find_named_ranks("Read error [127.0.0.1]:99: reset", ends, own) == ()
+    assert find_named_ranks("Read error [10.0.0.2]:99: reset", ends) == ()
 
 
 def test_a_rank_that_was_stopped_while_it_waited_is_the_cause():
@@ -299,7 +299,7 @@ def test_a_rank_that_is_busy_for_longer_than_there_is_patience_is_waited_for(tmp
 def test_the_users_line_is_no_librarys():
     with pytest.raises(ValueError, match="property name") as caught:
         json.loads("{")
-    assert users_line(caught.value).startswith(f"{__file__}:")
+    assert find_user_line(caught.value).startswith(f"{__file__}:")
 
 
 def test_hosts_learn_of_each_others_ranks(tmp_path: Path):
@@ -309,17 +309,17 @@ def test_hosts_learn_of_each_others_ranks(tmp_path: Path):
     for rank, folder in enumerate(folders):
         Recorder(folder, program.rank(rank), [0, 1]).begin(6)
     mirrors = [Mirror(folder, store, host, 2, frozenset({host})) for host, folder in enumerate(folders)]
-    Board(folders[1]).post_failure(1, Failure(1, "of its own", "ValueError"))
+    StatusBoard(folders[1]).post_failure(1, Failure(1, "of its own", "ValueError"))
     for _ in range(2):
         for mirror in mirrors:
             mirror.exchange()
     for folder in folders:
-        assert [(s.rank, s.moment.step) for s in Board(folder).states()] == [(0, 6), (1, 6)]
+        assert [(s.rank, s.moment.step) for s in StatusBoard(folder).states()] == [(0, 6), (1, 6)]
         found = Monitor(folder).check()
         assert found is not None
         assert (found.rank, found.error) == (1, "of its own")
-    assert Board(folders[0]).tell(Failure(0, "said", "ValueError"))
-    assert not Board(folders[0]).tell(Failure(1, "said again", "ValueError"))
+    assert StatusBoard(folders[0]).tell(Failure(0, "said", "ValueError"))
+    assert not StatusBoard(folders[0]).tell(Failure(1, "said again", "ValueError"))
     for mirror in mirrors:
         mirror.exchange()
     told = Monitor(folders[1]).check()
@@ -384,7 +384,7 @@ def test_who_leaves_of_its_own_accord_is_no_cause(tmp_path: Path, error: type[Ba
     else:
         with pytest.raises(error):
             run()
-    (left,) = Board(tmp_path).states()
+    (left,) = StatusBoard(tmp_path).states()
     assert left.moment.phase == "gone"
     assert Monitor(tmp_path, patience_s=0.0).check() is None
 
@@ -399,7 +399,7 @@ def test_a_watch_within_a_watch_is_refused_and_the_outer_one_goes_on(tmp_path: P
         with Watch(other, tmp_path / "other", leave=False):
             other.step(net_inputs())
         engine.step(net_inputs())
-        (state,) = Board(tmp_path).states()
+        (state,) = StatusBoard(tmp_path).states()
         assert state.moment.step == 0
     with Watch(engine, tmp_path, leave=False):
         engine.step(net_inputs())

@@ -624,7 +624,7 @@ def gradient_bytes_of(placeholder: fx.Node) -> int:
     """Return the bytes of the accumulated gradient of a parameter; 0 if it has no gradient. ``placeholder``: the graph
     node by which a block (such as a layer) reads the parameter.
     """
-    return gradient_bytes(TensorSpec.of(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
+    return gradient_bytes(TensorSpec.from_tensor(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
 
 
 def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:

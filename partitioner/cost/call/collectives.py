@@ -16,7 +16,7 @@ from torch import fx
 
 from partitioner.cost.call.operators import Operand
 from partitioner.passes.ir.collectives import CONTEXT, collective_name
-from partitioner.passes.ops.attention import Band, ring_steps
+from partitioner.passes.ops.attention import Band, list_ring_steps
 from partitioner.passes.rules.attention import find_exchanged_band
 from partitioner.passes.rules.factors import get_node_argument
 from partitioner.topology.group import Group
@@ -116,7 +116,7 @@ def exchange_seconds(
     if algorithm != "ring":
         gather = collective_time("all_gather", group.size * here, group)
         return gather, gather + collective_time("reduce_scatter", group.size * here, group)
-    steps = ring_steps(query.shape[-2], key.shape[-2], group.size, zigzag, seen)
+    steps = list_ring_steps(query.shape[-2], key.shape[-2], group.size, zigzag, seen)
     wide = here * max(1.0, _WIDE_BYTES / key.dtype.itemsize)
     counts = Counter(after - before for before, after in pairwise(steps))
     forward_s = sum(count * group.hop(places).time(here) for places, count in counts.items())

@@ -18,7 +18,7 @@ from partitioner.cost.call.collectives import collective_time, dispatch_time
 from partitioner.cost.call.operators import is_view, operator_name
 from partitioner.cost.call.roofline import copied_s
 from partitioner.execution_profile import OURS, ExecutionProfile
-from partitioner.passes.experts.regions import find_regions
+from partitioner.passes.experts.regions import find_expert_regions
 from partitioner.passes.ir.hashing import hashed_once
 from partitioner.passes.ir.model import Block
 from partitioner.topology.group import Group
@@ -137,7 +137,7 @@ def expert_region(block: Block) -> ExpertProducts:
     """Return the matrix products of the experts in ``block`` (such as a layer), the values that the first of them read,
     and the values that the last of them compute. Empty if the block has no experts.
     """
-    found = find_regions(block)
+    found = find_expert_regions(block)
     if found:
         return ExpertProducts(
             tuple(dict.fromkeys(_skip_views_and_casts(n) for r in found for n in r.entries)),

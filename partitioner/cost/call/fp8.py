@@ -10,7 +10,7 @@ from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
 from partitioner.cost.call.operators import Kernel, Operand, is_attention, is_product, is_view, operator_name
 from partitioner.cost.call.roofline import memory_rate, product_rate
 from partitioner.passes.ir.model import Block, FoldedModel
-from partitioner.passes.ops.fp8 import ALIGNED, found_in, ops, product_of
+from partitioner.passes.ops.fp8 import ALIGNED, find_weight_products, match_weight_product, ops
 from partitioner.topology.hardware import DeviceType
 
 _SHOWN = 3  # products that a note names
@@ -26,7 +26,7 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozen
     """
     found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}
     if asked:
-        found |= found_in(block).keys() | (region.products if region.known else set())
+        found |= find_weight_products(block).keys() | (region.products if region.known else set())
     return frozenset(found)
 
 
@@ -200,7 +200,7 @@ def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str]) -> str:
     """Return the reason why the product ``node`` does not run in fp8, for a note to the user. ``states``: the names of
     the parameters and buffers of its block (such as a layer).
     """
-    product = product_of(node, states)
+    product = match_weight_product(node, states)
     if product is None:
         return f"no kernel in fp8 for {operator_name(node)}"
     rows, inner, out = product.sizes

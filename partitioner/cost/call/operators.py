@@ -18,14 +18,14 @@ from torch import Tensor, fx
 
 from partitioner.passes.ir.collectives import CONTEXT, collective_name
 from partitioner.passes.ir.gradient_flow import accumulated_in
-from partitioner.passes.ops.attention import Band, most_pairs
+from partitioner.passes.ops.attention import Band, count_max_pairs
 from partitioner.passes.ops.cross_entropy import NARROW
 from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.passes.ops.score_changes import choose_block_size
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.attention import find_attention_band, find_document_lengths
 from partitioner.passes.rules.factors import get_node_argument
-from partitioner.passes.shard.backward_halves import is_early
+from partitioner.passes.shard.backward_halves import is_in_first_half
 
 Shape = tuple[int, ...]
 
@@ -451,7 +451,7 @@ def _pointwise_backward(
         return broadcast  # the gradient passes unchanged
     factors = operands[1:] if name in _ADDED_TO else operands
     others = [o for o in factors if o is not wanted] or [wanted]
-    later = wanted.learned and not is_early(wanted.numel, result.numel)
+    later = wanted.learned and not is_in_first_half(wanted.numel, result.numel)
     return [_build_kernel(kind, [result, *others, result])._replace(learned=later), *broadcast]
 
 
@@ -477,7 +477,7 @@ def _product_backward(
 
 
 def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Kernel:
-    later = wanted.learned and not (kind == "reduction" and is_early(wanted.numel, read[0].numel))
+    later = wanted.learned and not (kind == "reduction" and is_in_first_half(wanted.numel, read[0].numel))
     return _build_kernel(kind, [wanted.gradient, *read])._replace(learned=later)
 
 
@@ -529,7 +529,7 @@ def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks
         seen = find_attention_band(node) or Band()
         pairs, keys = count_document_pairs(lengths, query[-2], *ranks, seen), min(keys, sum(lengths) / len(lengths))
     else:
-        pairs = most_pairs(query[-2], key[-2], *ranks, _find_priced_band(node))
+        pairs = count_max_pairs(query[-2], key[-2], *ranks, _find_priced_band(node))
     pairs += max(0, get_node_argument(node, "ahead", 0)) / ranks[0]
     return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), keys
 

@@ -28,7 +28,7 @@ from partitioner.passes.ir.model import Block
 from partitioner.passes.ops.cross_entropy import MOST_PIECES
 from partitioner.passes.rules.factors import operands_of, results_of
 from partitioner.passes.rules.strategies import needs_gradient
-from partitioner.passes.shard.backward_halves import is_early
+from partitioner.passes.shard.backward_halves import is_in_first_half
 
 Need = Literal["nothing", "operands", "others", "quotient", "result", "both", "indices", "norm", "attention"]
 
@@ -382,7 +382,7 @@ def _is_sum(node: fx.Node, operand: fx.Node) -> bool:
     than ``operand``. If backward is split, the first half (gradients of inputs) computes such a sum, so that the large
     tensor need not be kept for the second.
     """
-    return not is_product(node) and is_early(size_of(value_of(operand)), size_of(value_of(node)))
+    return not is_product(node) and is_in_first_half(size_of(value_of(operand)), size_of(value_of(node)))
 
 
 def _makes_all_at_once(node: fx.Node) -> bool:

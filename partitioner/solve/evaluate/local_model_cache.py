@@ -20,7 +20,7 @@ from partitioner.errors import PlanError
 from partitioner.passes.errors import PartitionError
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block, FoldedModel
-from partitioner.passes.shard.split_batch import couples_samples, split_batch
+from partitioner.passes.shard.split_batch import has_sample_collectives, split_batch
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prefetch import LocalKey, PrefetchQueue, ProblemKey, Solutions, Wanted
 from partitioner.solve.placement.placement import Placements
@@ -120,7 +120,7 @@ class LocalModels:
         if self.job.constraints.group_size is not None:
             return False  # a microbatch is one group, however many the rank has
         batch, samples = self.job.batch, self.job.global_batch
-        return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, samples, 1))
+        return has_sample_collectives(split_batch(self.job.model, batch.blocks, batch.values, samples, 1))
 
     def reference_seat(self, tp: int, cp: int = 1) -> RankProfile:
         """Return the profile of a rank (device type, speed and groups) that shardings are optimized for: the most

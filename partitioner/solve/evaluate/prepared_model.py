@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from partitioner.constraints import Constraints
-from partitioner.passes.capture.buffers import initial_values
-from partitioner.passes.capture.capture import PRECISIONS, capture, given_samples
+from partitioner.passes.capture.buffers import collect_initial_values
+from partitioner.passes.capture.capture import PRECISIONS, capture, find_batch_dims
 from partitioner.passes.capture.export import leaf_paths
 from partitioner.passes.capture.inputs import Inputs, split_inputs
 from partitioner.passes.capture.wrappers import refuse_sharded, unwrap_model
@@ -40,7 +40,7 @@ from partitioner.passes.normalize.document_masks import (
 from partitioner.passes.normalize.pipeline import normalize
 from partitioner.passes.ops.random import SEED
 from partitioner.passes.shard.fold import fold
-from partitioner.passes.shard.sample_groups import mean_over_groups
+from partitioner.passes.shard.sample_groups import average_over_groups
 from partitioner.passes.trace.autocast import DEVICES
 from partitioner.solve.sharding.batch import batch_size, of_groups, shard_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
@@ -127,12 +127,12 @@ class PreparedModel:
         user's; with them it is checked that the batch is a whole number of groups. ``device``: the device type to
         capture for, such as ``"cpu"``.
         """
-        given, dims = given_samples(self.model, self.inputs)
+        given, dims = find_batch_dims(self.model, self.inputs)
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
         with _explain_input_errors(size):
             group = self.normalize_capture(size, device)
-        found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
+        found = average_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
         return *of_groups(self._fold_normal_graph(found.captured), found, batch // size), batch
 
     def _capture_group(self, size: int, device: str) -> Captured:
@@ -182,7 +182,7 @@ class PreparedModel:
         modes = _warn_about_evaluation_mode(self.model) if train else _list_inference_warnings(folded, self.model)
         folded = folded.with_(notes=(*self.notes, *folded.notes, *packed, *modes))
         mark_gradients(folded, train)
-        return folded.with_(initial=initial_values(self.model, folded))
+        return folded.with_(initial=collect_initial_values(self.model, folded))
 
     def _set_document_lengths(self, normal: Captured) -> tuple[str, ...]:
         """Store the typical lengths of packed documents in the attention nodes of the graph ``normal``, in place.

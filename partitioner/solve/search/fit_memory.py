@@ -27,9 +27,9 @@ from partitioner.passes.errors import PartitionError
 from partitioner.plan import NEAR, Candidate, Certificate, ContextWay, Estimate
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.memory import disk_bytes, host_bytes
-from partitioner.runtime.program.precision import with_fp8
+from partitioner.runtime.program.precision import convert_to_fp8
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.program.state_bytes import host_states
+from partitioner.runtime.program.state_bytes import list_host_states
 from partitioner.runtime.prove.prove import prove
 from partitioner.schedules.formulas import is_formula, is_split
 from partitioner.simulate.program_memory import replace_estimated_memory
@@ -327,7 +327,7 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None
     moments = OPTIMIZERS[job.optimizer].moment_bytes
     in_host, on_disk = [], []
     for s, (stage, ranks) in enumerate(zip(program.stages, stage_ranks(program.mesh), strict=True)):
-        trained = [n for n in host_states(program, s) if n in facts.with_gradient]
+        trained = [n for n in list_host_states(program, s) if n in facts.with_gradient]
         states = sum(moments * facts.gradient_piece_bytes(n) // 4 for n in trained)  # as many elements in fp32
         there = states if "disk" in program.offload else 0
         in_host += [host_bytes(facts, s, stage.instructions) + states - there] * len(ranks)
@@ -368,7 +368,7 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         layout_of=None if job.layout is None else job.layout.program,
     )
     program = emit(local.model, chosen.stage_of_call, spec)
-    program = with_fp8(program) if job.precision == "fp8" else program
+    program = convert_to_fp8(program) if job.precision == "fp8" else program
     program = program.model_copy(update={"tf32": job.precision == "tf32"})
     facts = ProgramFacts(program)
     prove(program, facts=facts)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from torch import fx
 
 from partitioner.cost.call.operators import is_view
-from partitioner.passes.capture.buffers import leading_to
+from partitioner.passes.capture.buffers import list_ancestors_of
 from partitioner.passes.capture.inputs import NO_BATCH
 from partitioner.passes.errors import InputsError
 from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
@@ -139,7 +139,7 @@ def _into_buffers(model: FoldedModel) -> frozenset[fx.Node]:
     for name, block in model.blocks.items():
         calls = [c for c in model.calls if c.block == name]
         ends = [n for k, n in enumerate(block.outputs) if calls and all(c.outputs[k] in taken for c in calls)]
-        found |= leading_to(block.graph, ends)
+        found |= list_ancestors_of(block.graph, ends)
     return frozenset(found)
 
 

@@ -31,7 +31,7 @@ from partitioner.passes.rules.attention import find_attention_band, find_documen
 from partitioner.passes.rules.factors import Strategy, get_meta_shape, get_node_argument, operands_of
 from partitioner.passes.shard.repeated_heads import group_queries
 from partitioner.passes.shard.shard_block import shard_block
-from partitioner.passes.shard.split_batch import sample_dims, splits_samples
+from partitioner.passes.shard.split_batch import is_sharded_over_samples, sample_dims
 from partitioner.solve.sharding.choices import LayoutRules, ShardingError, matmul_flops
 from partitioner.solve.sharding.costs import TensorCosts
 from partitioner.solve.sharding.sharding import Allowed, ShardingSolution, solve_sharding
@@ -238,8 +238,8 @@ class _ContextRules:
     def _splits_samples(self, node: fx.Node, strategy: Strategy) -> bool:
         read = zip((self.samples[o] for o in operands_of(node) if o in self.samples), strategy.operands, strict=False)
         made = zip(self.samples.get(node, ()), strategy.results, strict=False)
-        return any(of and splits_samples(of[0], to) for of, to in read) or any(
-            splits_samples(of, to) for of, to in made
+        return any(of and is_sharded_over_samples(of[0], to) for of, to in read) or any(
+            is_sharded_over_samples(of, to) for of, to in made
         )
 
     def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:

@@ -40,7 +40,7 @@ from partitioner.passes.rules import Lowering, factors_of
 from partitioner.passes.rules.attention import find_exchanged_band
 from partitioner.passes.rules.factors import Strategy, operands_of, results_of
 from partitioner.passes.rules.strategies import needs_gradient
-from partitioner.passes.shard.repeated_heads import count_head_repetitions, exchanged_times
+from partitioner.passes.shard.repeated_heads import count_exchanged_copies, count_head_repetitions
 from partitioner.passes.shard.shard_block import RESHARDS
 from partitioner.solve.sharding.choices import matmul_flops
 from partitioner.topology.group import Group
@@ -234,7 +234,7 @@ class _Operator:
         """Return the factor by which fewer key heads of this attention are sent and read if the copies of key heads,
         which the model makes for groups of query heads, are left out; 1 if it makes none."""
         times = count_head_repetitions(self.node)
-        return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
+        return times // count_exchanged_copies(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
     def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
         """Return the compute seconds of this operator on one rank of ``device``, forward and, if it has a gradient,

@@ -17,8 +17,8 @@ from torch import fx
 from partitioner.candidate import Split, split_of
 from partitioner.errors import PlanError
 from partitioner.passes.errors import UnsupportedError
-from partitioner.passes.experts.dispatch import spread_experts
-from partitioner.passes.experts.regions import ExpertRegion, find_regions
+from partitioner.passes.experts.dispatch import distribute_experts
+from partitioner.passes.experts.regions import ExpertRegion, find_expert_regions
 from partitioner.passes.ir.layouts import READ_SHARDED, REPLICATED, Layout, make_shard_layout
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.passes.rules.factors import Strategy, operands_of
@@ -33,7 +33,7 @@ def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, lis
     which ranks will hold different experts; an operator that communicates over one of them ends a region. ``model``:
     the model as calls of blocks; equal layers share one block.
     """
-    found = {name: find_regions(block, apart) for name, block in model.blocks.items()}
+    found = {name: find_expert_regions(block, apart) for name, block in model.blocks.items()}
     return {name: regions for name, regions in found.items() if regions}
 
 
@@ -175,7 +175,7 @@ def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[F
     apart = ("dp", "cp") if merged is None else ("dp", "cp", merged)
     regions = regions_of(model, apart)
     try:
-        made = {n: spread_experts(model.blocks[n], found, "ep", ep, merged, apart) for n, found in regions.items()}
+        made = {n: distribute_experts(model.blocks[n], found, "ep", ep, merged, apart) for n, found in regions.items()}
     except UnsupportedError as error:
         raise PlanError(f"ep={ep}: {error}") from error
     layouts: dict[str, Layout] = {}

@@ -85,7 +85,7 @@ def values_of(block: Block) -> list[BlockValue]:
         BlockValue(
             source,
             index,
-            TensorSpec.of(results_of(source)[index]),
+            TensorSpec.from_tensor(results_of(source)[index]),
             carries[source, index],
             tuple(ValueReader(node, tuple(positions)) for node, positions in by_node.items()),
         )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from partitioner import Constraints, ExecutionProfile, Plan, Topology, partition
 from partitioner.cost.call.collectives import collective_time, dispatch_time
 from partitioner.passes.capture.capture import capture
-from partitioner.passes.experts.regions import find_regions
+from partitioner.passes.experts.regions import find_expert_regions
 from partitioner.passes.normalize.pipeline import normalize
 from partitioner.passes.shard.fold import fold
 from partitioner.topology import axis_group
@@ -63,7 +63,7 @@ def test_experts_are_found_where_their_weights_count_before_the_last_product(top
     with torch.device("meta"):
         model, x = Experts(topk).bfloat16(), torch.zeros(batch, 16, 512, dtype=torch.bfloat16)
         folded = fold(normalize(capture(model, (x,))))
-    regions = [region for block in folded.blocks.values() for region in find_regions(block)]
+    regions = [region for block in folded.blocks.values() for region in find_expert_regions(block)]
     assert [len(region.products) for region in regions] == [2] * len(regions)
     assert regions
 

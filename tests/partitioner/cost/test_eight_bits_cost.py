@@ -20,7 +20,7 @@ from partitioner.cost.call.operators import Kernel, Operand
 from partitioner.passes.errors import InputsError
 from partitioner.passes.ir.gradient_flow import mark_block
 from partitioner.passes.ir.model import Block
-from partitioner.passes.ops.fp8 import in_eight_bits, linear_fp8, linear_fp8_input, linear_fp8_weight
+from partitioner.passes.ops.fp8 import convert_products_to_fp8, linear_fp8, linear_fp8_input, linear_fp8_weight
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
 from partitioner.solve.bounds.block_work import block_work
 from partitioner.topology import loads
@@ -130,7 +130,7 @@ def test_the_rewritten_product_costs_what_the_search_counts(form: str, rows: int
     """Also where it is not rewritten, for its sizes."""
     block = product(rows, inner, out, form)
     asked, plain = call_costs(block, DEVICE, {}, spread=FP8), call_costs(block, DEVICE, {})
-    short = in_eight_bits(block)
+    short = convert_products_to_fp8(block)
     assert bool(short) == all(size % 16 == 0 for size in (rows, inner, out))
     found = call_costs(block, DEVICE, {}, spread=NO_SPREAD)
     assert (found.forward_s, found.backward_s, found.weights_s) == (asked.forward_s, asked.backward_s, asked.weights_s)

@@ -9,7 +9,7 @@ from torch import nn
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cost.call.operators import Kernel
 from partitioner.cost.call.roofline import kernel_time
-from partitioner.runtime.program.precision import products_of
+from partitioner.runtime.program.precision import allow_tf32_products
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.topology.detect import build_machine_topology
 
@@ -60,12 +60,12 @@ def test_only_the_plans_own_steps_on_a_gpu_are_rounded(a100: Topology):
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     program = planned(a100, "tf32").program
-    with products_of(program, torch.device("cuda", 0)):
+    with allow_tf32_products(program, torch.device("cuda", 0)):
         assert matmul.fp32_precision == "tf32"
     assert matmul.fp32_precision == before
-    with pytest.raises(KeyError), products_of(program, torch.device("cuda", 0)):
+    with pytest.raises(KeyError), allow_tf32_products(program, torch.device("cuda", 0)):
         raise KeyError
     assert matmul.fp32_precision == before
     for other in (program.model_copy(update={"tf32": False}), program):
-        with products_of(other, torch.device("cpu" if other.tf32 else "cuda")):
+        with allow_tf32_products(other, torch.device("cpu" if other.tf32 else "cuda")):
             assert matmul.fp32_precision == before

@@ -97,7 +97,7 @@ def test_stages_that_have_not_grown_alike_are_refused():
     listing = program.stages[1].instructions
     assert isinstance(listing, Listing)
     with pytest.raises(ProofError):
-        prove(with_stage(program, 1, instructions=listing.grown(listing.steps + 1)))
+        prove(with_stage(program, 1, instructions=listing.extend(listing.steps + 1)))
 
 
 def test_no_steady_state_is_seen_in_what_has_none():

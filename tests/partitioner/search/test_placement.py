@@ -24,8 +24,8 @@ from partitioner import Constraints, Engine, LaunchError, LocalRanks, Plan, Topo
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import PlanError
-from partitioner.runtime.comm.torch_backend import TorchCommunicator, processes_of
-from partitioner.runtime.program.load import placement_of
+from partitioner.runtime.comm.torch_backend import TorchCommunicator, map_ranks_to_processes
+from partitioner.runtime.program.load import load_placement
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
@@ -82,7 +82,7 @@ def test_the_plan_file_says_where_ranks_run(tmp_path: Path):
     program = json.loads(program_of_net(tp=2).model_dump_json(exclude_defaults=True))
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"program": program, "devices": [1, 0]}))
-    assert placement_of(path) == (1, 0)
+    assert load_placement(path) == (1, 0)
     with LocalRanks(2) as pool:
         assert pool.call(engine_rank, str(path)) == [1, 0]
 
@@ -92,10 +92,10 @@ def engine_rank(path: str) -> int:
 
 
 def test_processes_follow_the_devices_that_are_used():
-    assert processes_of((), 3) == (0, 1, 2)
-    assert processes_of((9, 4, 6), 3) == (2, 0, 1)
+    assert map_ranks_to_processes((), 3) == (0, 1, 2)
+    assert map_ranks_to_processes((9, 4, 6), 3) == (2, 0, 1)
     with pytest.raises(LaunchError, match="places 2 ranks on the devices"):
-        processes_of((1, 1), 2)
+        map_ranks_to_processes((1, 1), 2)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_the_plan_carries_the_placement(tmp_path: Path):
     plan = plan_on(cube_mesh([5, 2, 7, 0, 3, 6, 1, 4]), tp=4, dp=2, pp=1)
     assert sorted(plan.devices) == list(range(8))
     path = plan.save(tmp_path / "plan.json")
-    assert Plan.load(path).devices == placement_of(path) == plan.devices
+    assert Plan.load(path).devices == load_placement(path) == plan.devices
     assert plan_timeline(plan).step_time > 0
 
 

@@ -434,8 +434,9 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
     """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of the search space ``space``,
     and some with larger ``tp`` or with other ``cp`` that the search does not try by itself.
 
-    ``given_up``: name -> the user's value, for the fixed constraints that may change. If the user's ``tp`` is larger
-    than any size that the search tries by itself, candidates with other sizes beyond that are added. If the user's
+    ``given_up``: name -> the user's value, for the fixed constraints that may change. The search
+    tries ``tp`` up to a largest size by itself. Candidates with larger sizes are added only if the user's ``tp`` is
+    larger. If the user's
     ``cp`` is above 1, candidates with other sizes of ``cp`` are added.
     """
     sizes = list_divisors(space.world_size)[1:]

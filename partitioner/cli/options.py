@@ -243,8 +243,9 @@ def announce_target(text: str, *, meta: bool = False, asked: SampleOptions | Non
 
 def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:
     """Return the model that ``text`` names, with inputs and loss if it has them. ``text``: ``FILE.py:FUNCTION``, where
-    the function returns the model, or the path or name of a configuration. ``meta``: create a function's tensors on the
-    meta device, without memory. ``asked``: options for a configuration; ``None``: the defaults.
+    the function returns the model, or the path or name of a Hugging Face model folder or ``config.json``. ``meta``:
+    create a function's tensors on the meta device, without memory. ``asked``: options for a Hugging Face configuration,
+    such as the batch size and the sequence length; ``None``: the defaults.
 
     Raise :class:`TargetError` if the file or function does not exist, if the function fails, or if its result is not a
     model, (model, inputs) or (model, inputs, loss). Raise :class:`PretrainedError` for a configuration that cannot be

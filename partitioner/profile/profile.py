@@ -45,7 +45,8 @@ class ProfileEffort:
     """How long and how often the measurements of one profile of a machine run.
 
     ``kernel_s``: seconds to spend on each kernel. ``collective_s``: seconds to spend on each size of each collective.
-    ``sharing_s``: seconds of each repetition of the work by which the sharing of CPU cores is measured. ``repeats``:
+    ``sharing_s``: seconds of each repetition of the work that several processes run at the same time, to measure how
+    much they slow each other down on shared CPU cores. ``repeats``:
     repetitions of each measurement that compares two times, such as that of a computation with and without a
     collective. ``message_sizes``: sizes in bytes of the tensors that collectives and messages transfer.
     """

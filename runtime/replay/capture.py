@@ -143,7 +143,8 @@ def _repeat_into(func: Any, args: Any, kwargs: Any, results: Sequence[Tensor], f
 class OperatorCapture:
     """Records PyTorch operators in Python, and repeats them one by one.
 
-    All intermediate results keep their memory between steps. Collectives are not operators: they end a segment.
+    All intermediate results keep their memory between steps. Collectives are not recorded. The operators between two
+    collectives are recorded as one segment, with an object of this class each.
     """
 
     kind = "recorded operators"

@@ -63,8 +63,9 @@ class PinnedLayout:
         return LayoutRules(inputs, outputs, states=found)
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
-        """Return index among ``calls`` -> stage index, for each call of a block (such as a layer) whose stage follows
-        from the first program: by its module path, else by its parameters and buffers. The result is empty if these
+        """Return index among ``calls`` -> stage index, for each call of a block (such as a layer) of a further program
+        (such as an evaluation) whose stage the training program fixes: by its module path, else by its parameters and
+        buffers. The result is empty if these
         stage indices do not ascend in the order of ``calls``.
         """
         seen: dict[str, int] = defaultdict(int)

@@ -1,9 +1,10 @@
 """One layer of a recurrent network, in one direction, as one operator.
 
-``partition::lstm_layer`` is a layer of ``nn.LSTM``, ``partition::recurrent_layer`` one of ``nn.GRU`` or ``nn.RNN``. A
-graph with one operator for each layer does not grow with the number of time steps. Forward calls torch's own function,
-which is one kernel where a device has one (cuDNN). Nothing but the operands is kept for backward, which runs forward a
-second time and differentiates it.
+``partition::lstm_layer`` is a layer of ``nn.LSTM``, ``partition::recurrent_layer`` one of ``nn.GRU`` or ``nn.RNN``. The
+normal form replaces torch's operators by them (``passes/normalize/decompose.py``). A graph with one operator for each
+layer does not grow with the number of time steps. Forward calls torch's own function, which is one kernel where a
+device has one (cuDNN). Nothing but the operands is kept for backward, which runs forward a second time and
+differentiates it.
 
 The sequence comes first: inputs are ``[steps, batch, features]``.
 """

@@ -103,6 +103,7 @@ def plan_to_fit(
     exceptions of ``find``, and :class:`CapacityError` if no program fits.
     """
     near: tuple[PlannedProgram, PlanSearchResult] | None = None
+    fastest: tuple[float, PlannedProgram, PlanSearchResult] | None = None  # of the plans slower than estimated
     explored: PlanSearchResult | None = None
     lacking: PartitionError | None = None
     tried: Counter[MeshCandidate] = Counter()
@@ -139,8 +140,11 @@ def plan_to_fit(
                         lacking=explored.lacking,
                     )
                 assert seconds is not None
+                if fastest is None or seconds < fastest[0]:
+                    fastest = seconds, found, explored
                 done = explored.certificate.cut_off is not None or len(job.simulated) >= _MOST_SIMULATED
                 if done or _rivals_s(explored) >= seconds * (1 - SAME_TIME):
+                    _, found, explored = fastest
                     certificate = _as_followed(explored.compared(lower_bound_s), found)
                     return replace(_correct_step_time(found, certificate), lacking=explored.lacking)
                 job = replace(job, simulated={**job.simulated, candidate: seconds})

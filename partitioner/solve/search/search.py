@@ -29,12 +29,12 @@ from partitioner.solve.search.baselines import (
 )
 from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, ZeroInfeasibility
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.interleaved import PATIENCE, BestSchedule, list_promising_candidates, without_limit
 from partitioner.solve.search.outcomes import (
     CandidateOutcome,
     bound_and_gap,
     list_solved_candidates,
 )
+from partitioner.solve.search.outside_search import PATIENCE, BestSchedule, list_promising_candidates, without_limit
 from partitioner.solve.search.smaller_clusters import JobOf, faster_batches, is_even, without_laggards
 from partitioner.solve.search.space import SearchSpace, beyond_the_bound, build_search_space, left_out, list_candidates
 from partitioner.solve.search.warm_start import WarmStart

@@ -32,8 +32,8 @@ from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, SearchResult, ZeroInfeasibility
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.interleaved import _MOST_PRUNED, list_promising_candidates
 from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate
+from partitioner.solve.search.outside_search import _MOST_PRUNED, list_promising_candidates
 from partitioner.solve.search.search import search_for_plan
 from partitioner.solve.search.space import (
     SearchSpace,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from partitioner import Constraints, InputsError, PlanError, Topology, partition, prepare
 from partitioner.plan import Estimate
 from partitioner.solve.evaluate import prepared_model as module
+from partitioner.solve.search import fit_memory
 
 
 def _model() -> nn.Module:
@@ -63,6 +65,22 @@ def test_an_estimate_alone_has_the_same_figures() -> None:
     assert plan.planned_only == ("estimate_only=True",)
     with pytest.raises(PlanError, match="estimate_only"):
         plan.rank(0)
+
+
+def test_the_fastest_simulated_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plan is slower than estimated when its program is simulated, the second more so than the first, and so on:
+    the first is the fastest when no more are tried."""
+    simulated, emit = list[float](), fit_memory._emit_found_plan
+
+    def emit_slower(*arguments: Any) -> Any:
+        found = emit(*arguments)
+        simulated.append(found.estimate.step_time * (1.5 + len(simulated)))
+        return replace(found, estimate=found.estimate.model_copy(update={"simulated": simulated[-1]}))
+
+    monkeypatch.setattr(fit_memory, "_emit_found_plan", emit_slower)
+    plan = partition(_model(), Topology.local(4), (torch.zeros(8, 8),), loss=_loss)
+    assert len(simulated) > 1
+    assert plan.estimate.step_time == min(simulated) == simulated[0]
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])

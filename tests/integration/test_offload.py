@@ -320,7 +320,7 @@ def test_a_broken_program_is_refused(offload: str, change: Any, words: str):
 
 
 def test_a_program_says_what_it_offloads():
-    with pytest.raises(ProofError, match="moves activations to host memory, which the program does not say"):
+    with pytest.raises(ProofError, match="moves activations to host memory, but the program offloads none"):
         prove(eager(offload="activations").program.model_copy(update={"offload": ()}))
 
 

@@ -159,5 +159,5 @@ def test_a_sum_that_lacks_a_microbatch_is_refused():
     update = next(i for i in code if i.op == "UPDATE")
     first = next(k for k, i in enumerate(code) if i.op == "F" and i.microbatch == 0)
     moved = [*code[: first + 1], update, *(i for i in code[first + 1 :] if i is not update)]
-    with pytest.raises(ProofError, match=r"takes the sum for .* microbatch 1 has not added"):
+    with pytest.raises(ProofError, match=r"updates .* with a sum to which microbatch 1 has not added yet"):
         prove(with_stage(program, 0, instructions=tuple(moved)))

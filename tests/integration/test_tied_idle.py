@@ -122,7 +122,7 @@ def test_what_is_made_for_the_sum_is_counted():
 
 
 @pytest.mark.parametrize(
-    ("op", "words"), [("SCATTER", "nothing was added to bucket"), ("REDUCE", "nothing here adds to it")]
+    ("op", "words"), [("SCATTER", "to which nothing was added"), ("REDUCE", "no backward of this stage adds to it")]
 )
 def test_there_is_nothing_to_scatter_or_reduce(op: Any, words: str):
     program = planned(2, dp=4, dp_shard=2, microbatch_size=1).program

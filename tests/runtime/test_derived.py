@@ -99,9 +99,9 @@ def derive(program: Program, folder: Path) -> list[str]:
     _traced.clear()
     original = bind.differentiate_for_cpu
 
-    def told(program, name, *needs, slim):  # type: ignore[no-untyped-def]
+    def told(program, name, *needs, selective):  # type: ignore[no-untyped-def]
         _traced.append(name)
-        return original(program, name, *needs, selective=slim)
+        return original(program, name, *needs, selective=selective)
 
     bind.differentiate_for_cpu = told
     library = BlockLibrary(program, CPU, shared=folder)

@@ -10,22 +10,24 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_ONE_STAGE, Constraints
-from partitioner.cost.call.operators import is_attention
 from partitioner.errors import ConstraintError, PlanError
 from partitioner.schedules.csv_table import ScheduleTable, table_of
 from partitioner.schedules.registry import SCHEDULES, SEARCHED, chunks_of, schedule_name
-from partitioner.solve.evaluate.job import Job
 from partitioner.topology.hosts import can_offload
 from partitioner.topology.topology import Topology
 from partitioner.units import format_plural, format_ranges, list_divisors
+
+if TYPE_CHECKING:  # reports read plans without PyTorch
+    import torch
+
+    from partitioner.solve.evaluate.job import Job
 
 
 def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
@@ -248,6 +250,8 @@ def build_search_space(job: Job) -> SearchSpace:
     """Return the search space of ``job`` (model, batch, cluster and constraints), from which its candidates
     (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) are listed.
     """
+    from partitioner.cost.call.operators import is_attention  # imports PyTorch, which a reader of plans does not need
+
     model = job.model
     attends = any(is_attention(node) for block in model.blocks.values() for node in block.graph.nodes)
     # an image has channels where a text has tokens
@@ -274,7 +278,7 @@ def build_search_space(job: Job) -> SearchSpace:
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return not (dtype.is_floating_point or dtype.is_complex or str(dtype) == "torch.bool")
 
 
 def list_candidates(space: SearchSpace) -> list[MeshCandidate]:

@@ -722,7 +722,7 @@ def test_shardings_of_the_search_bound_candidates_with_more_ranks_for_a_sequence
     sequence, of twice as many samples, take at least as long."""
     work = job("llama", Topology.preset("dgx-h100"), batch=64, ahead=True)
     bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
-    space = SearchSpace(work.topology, 64, bounds.num_calls, bounds.dims, work.constraints, length=16)
+    space = build_search_space(work)
     plain = MeshCandidate(1, 4, 2, 4)
     shared = replace(plain, dp=2, cp=2, microbatch_size=8)
     others = [replace(shared, microbatch_size=16), replace(plain, dp=2, tp=4), replace(plain, dp=8, tp=1)]
@@ -730,13 +730,13 @@ def test_shardings_of_the_search_bound_candidates_with_more_ranks_for_a_sequence
     floors = BoundCascade(bounds, evaluator, list_candidates(space), space)
     quick = floors.times(every).tolist()
     assert floors.estimate_times(every).tolist() == quick
-    of_plain = evaluator.floor(plain, plain.microbatch_size)
+    of_plain = floors.sharded.bound_blocks(plain, plain.microbatch_size)
     assert of_plain is not None
     estimated = floors.estimate_times(every).tolist()
     assert quick[0] < estimated[0] <= bounds.with_floor([plain], of_plain) * (1 + 1e-9)
     assert quick[1] < estimated[1]
     assert estimated[2:] == quick[2:], "more samples take less time each, and another tp has other collectives"
-    of_shared = evaluator.floor(shared, shared.microbatch_size)
+    of_shared = floors.sharded.bound_blocks(shared, shared.microbatch_size)
     assert of_shared is not None and estimated[1] <= bounds.with_floor([shared], of_shared)
 
 

@@ -50,6 +50,7 @@ from partitioner.passes.trace.concrete_scalars import trace_concrete_scalars, tr
 from partitioner.passes.trace.inner_gradients import trace_inner_gradients
 from partitioner.passes.trace.kv_cache import switch_caches_off
 from partitioner.passes.trace.layer_equality import is_simple
+from partitioner.passes.trace.scans import trace_scans
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
     importlib.import_module("torch.export._trace")
@@ -217,6 +218,7 @@ def export_parameterless_copy(
             trace_selections(is_user_file),
             trace_random_draws(_format_current_line),
             trace_flex_attention(),
+            trace_scans(fake_copy.module),
             trace_fused_quantizers(_format_current_line),
             trace_expert_loops(fake_copy.loops),
             _lift_numbers(fake_copy),
@@ -428,6 +430,7 @@ def try_forward(
             mode,
             torch.no_grad(),
             trace_grouped_products(),
+            trace_scans(fake_copy.module),
             _trace_conversions(fake_copy),
             _lift_numbers(fake_copy),
         ):

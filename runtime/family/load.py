@@ -1,15 +1,17 @@
 """Read all programs of a plan, in memory or in a plan's file.
 
-A file holds once what its programs have in common: a further program is there as its difference from the one before it.
-A difference is ``{"=": value}`` (another value), ``{"keys": {...}, "gone": [...]}`` for dicts, or ``{"items": {...}}``
-for lists of one length, whose entries are differences again. ``{}`` is none. Programs for two lengths differ in the
-same numbers everywhere; ``{"numbers": {"512": 256}, "rest": ...}`` replaces these first.
+A file holds once what its programs have in common: a further program is there as its difference from an earlier one,
+which resembles it. ``base`` is the number of that program; 0 is the first. A difference is ``{"=": value}`` (another
+value), ``{"keys": {...}, "gone": [...]}`` for dicts, ``{"items": {...}}`` for lists of one length, whose entries are
+differences again, or ``{"splices": [[start, end, entries]]}`` for lists of different lengths. ``{}`` is none. Programs
+for two lengths differ in the same numbers everywhere; ``{"numbers": {"512": 256}, "rest": ...}`` replaces these first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from partitioner.runtime.program.load import check_program, load_program, read_p
 from partitioner.runtime.program.program import Program
 
 Delta = dict[str, Any]
+
+_MAX_SPLICED = 4096  # entries of two lists that are compared entry by entry; the time grows with the square
 
 
 def load_family(plan: Any) -> ProgramFamily:
@@ -48,36 +52,51 @@ def load_family(plan: Any) -> ProgramFamily:
 
 def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a plan file in its compact form, where each program of ``"further"`` is stored as its
-    difference from the program before it.
+    difference from the earlier program that it resembles most.
 
     ``content``: the content with whole programs, as JSON data. Returned unchanged if it has one program only.
     """
     if not content.get("further"):
         return content
-    before, folded = content["program"], {}
+    programs, folded = [content["program"]], {}
     for name, data in content["further"].items():
-        numbers = find_changed_numbers(before, data["program"])
-        rest = make_delta(replace_numbers(before, numbers), data["program"])
-        folded[name] = {**data, "program": {"numbers": {str(a): b for a, b in numbers.items()}, "rest": rest}}
-        before = data["program"]
+        base = max(range(len(programs)), key=lambda n: (_count_similar_blocks(programs[n], data["program"]), n))
+        folded[name] = {**data, "program": {"base": base, **_fold_program(programs[base], data["program"])}}
+        programs.append(data["program"])
     return {**content, "further": folded}
+
+
+def _count_similar_blocks(base: Any, program: Any) -> int:
+    """Return how many block types (such as layers) have graphs of equal many nodes in two programs, given as JSON data:
+    those are likely to differ in sizes only."""
+    sizes = [{name: len(block["nodes"]) for name, block in one["blocks"].items()} for one in (base, program)]
+    return sum(sizes[1].get(name) == size for name, size in sizes[0].items())
+
+
+def _fold_program(base: Any, program: Any) -> Delta:
+    """Return the difference of ``program`` from ``base``, two whole programs as JSON data: the numbers that change
+    everywhere, and the rest of the difference."""
+    numbers = find_changed_numbers(base, program)
+    rest = make_delta(replace_numbers(base, numbers), program)
+    return {"numbers": {str(a): b for a, b in numbers.items()}, "rest": rest}
 
 
 def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a plan file in which each program under ``"further"`` is stored as a whole, as JSON data.
 
-    ``content``: the compact content, in which each of these programs is stored as its difference from the program
-    before it. Raise :class:`LaunchError` if a difference does not fit.
+    ``content``: the compact content, in which each of these programs is stored as its difference from an earlier one.
+    Raise :class:`LaunchError` if a difference does not fit.
     """
     if not content.get("further"):
         return content
-    before, whole = content["program"], {}
+    programs, whole = [content["program"]], {}
     try:
         for name, data in content["further"].items():
             folded = data["program"]
             numbers = {int(a): b for a, b in folded["numbers"].items()}
-            before = apply_delta(replace_numbers(before, numbers), folded["rest"])
-            whole[name] = {**data, "program": before}
+            base = programs[folded.get("base", -1)]  # files of earlier versions do not name it: the program before
+            programs.append(apply_delta(replace_numbers(base, numbers), folded["rest"]))
+            whole[name] = {**data, "program": programs[-1]}
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise LaunchError(f"the further programs of the plan do not follow from its first one ({error})") from None
     return {**content, "further": whole}
@@ -129,8 +148,9 @@ def make_delta(base: Any, other: Any) -> Delta:
     """Return the difference between two pieces of JSON data, from which :func:`apply_delta` computes ``other`` out of
     ``base``.
 
-    It is ``{}`` for equal data, ``{"=": other}``, ``{"keys": {key: difference}, "gone": [key]}`` for dicts, or
-    ``{"items": {index: difference}}`` for lists of equal length.
+    It is ``{}`` for equal data, ``{"=": other}``, ``{"keys": {key: difference}, "gone": [key]}`` for dicts,
+    ``{"items": {index: difference}}`` for lists of equal length, or ``{"splices": [[start, end, entries]]}`` for lists
+    of different lengths, where ``entries`` take the place of those from ``start`` to ``end`` of ``base``.
     """
     if type(base) is type(other):
         if base == other and repr(base) == repr(other):  # 1, 1.0 and True are equal, but other JSON
@@ -143,7 +163,18 @@ def make_delta(base: Any, other: Any) -> Delta:
         if isinstance(base, list) and len(base) == len(other):
             items = {str(i): d for i, pair in enumerate(zip(base, other, strict=True)) if (d := make_delta(*pair))}
             return {"items": items} if len(items) <= len(base) / 2 or _is_nested(other) else {"=": other}
+        if isinstance(base, list) and len(base) + len(other) <= _MAX_SPLICED:
+            splices = _list_splices(base, other)
+            if sum(len(entries) for _, _, entries in splices) + len(splices) <= len(other) / 2:
+                return {"splices": splices}
     return {"=": other}
+
+
+def _list_splices(base: list[Any], other: list[Any]) -> list[list[Any]]:
+    """Return the changes that turn the list ``base`` into ``other``, in order: ``[start, end, entries]`` puts
+    ``entries`` in the place of ``base[start:end]``."""
+    matcher = SequenceMatcher(None, list(map(repr, base)), list(map(repr, other)), autojunk=False)
+    return [[i, j, other[k:n]] for tag, i, j, k, n in matcher.get_opcodes() if tag != "equal"]
 
 
 def _is_nested(value: list[Any]) -> bool:
@@ -153,9 +184,9 @@ def _is_nested(value: list[Any]) -> bool:
 def apply_delta(base: Any, delta: Delta) -> Any:
     """Return the JSON data ``base`` with the difference ``delta`` applied, which :func:`make_delta` returned for
     ``base``: ``{}`` for no difference, ``{"=": value}`` for another value, ``{"keys": {key: difference}, "gone":
-    [key]}`` for a dict, or ``{"items": {index: difference}}`` for a list.
+    [key]}`` for a dict, and ``{"items": {index: difference}}`` or ``{"splices": [[start, end, entries]]}`` for a list.
 
-    Raise ``KeyError``, ``IndexError`` or ``TypeError`` if ``delta`` is a difference from other data.
+    Raise ``KeyError``, ``IndexError``, ``TypeError`` or ``ValueError`` if ``delta`` is a difference from other data.
     """
     if "=" in delta:
         return delta["="]
@@ -165,4 +196,12 @@ def apply_delta(base: Any, delta: Delta) -> Any:
         return kept | {k: d["="] for k, d in changed.items() if k not in base}
     if "items" in delta:
         return [apply_delta(v, delta["items"].get(str(i), {})) for i, v in enumerate(base)]
+    if "splices" in delta:
+        found, at = list[Any](), 0
+        for start, end, entries in delta["splices"]:
+            if not at <= start <= end <= len(base):
+                raise IndexError(f"a list of {len(base)} entries has none from {start} to {end} after {at}")
+            found += [*base[at:start], *entries]
+            at = end
+        return found + base[at:]
     return base

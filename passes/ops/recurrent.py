@@ -12,7 +12,6 @@ The sequence comes first: inputs are ``[steps, batch, features]``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,17 +28,18 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def lstm_layer(x: Tensor, h: Tensor, c: Tensor, *weights: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+def lstm_layer(x: Tensor, h: Tensor, c: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     """Compute one direction of an LSTM layer. Return its output ``[steps, batch, out]`` and the last cell state ``[1,
     batch, hidden]``.
 
     ``x`` ``[steps, batch, in]``: the input. ``h`` ``[1, batch, out]``, ``c`` ``[1, batch, hidden]``: initial output and
-    cell state. ``weights``: five tensors as in ``nn.LSTM``: weights of the gates for the input ``[4 hidden, in]`` and
-    for the state ``[4 hidden, out]``; their biases ``[4 hidden]``, ``None`` for a layer without; and the projection of
-    the output ``[out, hidden]``, ``None`` for a layer without, where ``out`` equals ``hidden``. ``reverse``: whether
-    the layer reads its input from the last step to the first; step ``t`` of the output then belongs to step ``t`` of
-    the input.
+    cell state. ``how``: six further arguments. Five are tensors as in ``nn.LSTM``: weights of the gates for the input
+    ``[4 hidden, in]`` and for the state ``[4 hidden, out]``; their biases ``[4 hidden]``, ``None`` for a layer without;
+    and the projection of the output ``[out, hidden]``, ``None`` for a layer without, where ``out`` equals ``hidden``.
+    The last says whether the layer reads its input from the last step to the first; step ``t`` of the output then
+    belongs to step ``t`` of the input.
     """
+    *weights, reverse = how
     output, _, cell = _run_layer(LSTM, reverse, x, [h, c], weights)
     return output, cell
 
@@ -90,7 +90,7 @@ def lstm_layer_backward(grad: Tensor | None, grad_cell: Tensor | None, *operands
     its arguments.
     """
     *tensors, reverse = operands
-    return _differentiate(partial(lstm_layer, reverse=reverse), tensors, [grad, grad_cell])
+    return _differentiate(lambda *own: lstm_layer(*own, reverse), tensors, [grad, grad_cell])
 
 
 def recurrent_layer_backward(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]:
@@ -146,11 +146,6 @@ def _make_recurrent_gradients(grad: Tensor, *operands: Any) -> tuple[Tensor, ...
     return _fill_missing(operands[:6], [None if x is None else x.new_empty(x.shape) for x in operands[:6]])
 
 
-def _call_lstm_layer(*operands: Any) -> tuple[Tensor, Tensor]:
-    """Run :func:`lstm_layer` with the arguments ``operands`` of the operator, all by position."""
-    return lstm_layer(*operands[:-1], reverse=operands[-1])
-
-
 _LSTM_OPERANDS = (
     "Tensor x, Tensor h, Tensor c, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor? w_hr, bool reverse"
 )
@@ -162,7 +157,7 @@ _library.define(
 _library.define(f"recurrent_layer({_RECURRENT_OPERANDS}) -> Tensor")
 _library.define(f"recurrent_layer_backward(Tensor grad, {_RECURRENT_OPERANDS}) -> ({', '.join(['Tensor'] * 6)})")
 for _name, _run, _fake in (
-    ("lstm_layer", _call_lstm_layer, _make_lstm_results),
+    ("lstm_layer", lstm_layer, _make_lstm_results),
     ("lstm_layer_backward", lstm_layer_backward, _make_lstm_gradients),
     ("recurrent_layer", recurrent_layer, _make_recurrent_result),
     ("recurrent_layer_backward", recurrent_layer_backward, _make_recurrent_gradients),
@@ -180,21 +175,14 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.kept = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
-def _list_operands(ctx: Any) -> list[Any]:
-    """Return the arguments of the forward operator whose context ``ctx`` is."""
-    saved = iter(ctx.saved_tensors)
-    return [next(saved) if given else kept for given, kept in zip(ctx.given, ctx.kept, strict=True)]
-
-
 def _compute_gradients(ctx: Any, backward: Callable[..., tuple[Tensor, ...]], *grads: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of all arguments of a layer, ``None`` for those that need none. ``backward``: the operator
     that computes them. ``grads``: the gradients of the results."""
-    operands = _list_operands(ctx)
-    if all(grad is None for grad in grads):
-        return (None,) * len(operands)
-    found = backward(*grads, *operands)
-    rest = (None,) * (len(operands) - len(found))
-    return *(g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=False)), *rest
+    saved = iter(ctx.saved_tensors)
+    operands = [next(saved) if given else kept for given, kept in zip(ctx.given, ctx.kept, strict=True)]
+    found = () if all(grad is None for grad in grads) else backward(*grads, *operands)
+    needed = [g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=False)]
+    return *needed, *(None,) * (len(operands) - len(needed))
 
 
 def _compute_lstm_gradients(ctx: Any, grad: Tensor | None, grad_cell: Tensor | None) -> tuple[Any, ...]:

@@ -67,8 +67,8 @@ def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_similar_blocks(base: Any, program: Any) -> int:
-    """Return how many block types (such as layers) have graphs of equal many nodes in two programs, given as JSON data:
-    those are likely to differ in sizes only."""
+    """Return how many block types (such as layers) have graphs with equally many nodes in two programs, given as JSON
+    data. Such graphs are likely to differ in sizes only."""
     sizes = [{name: len(block["nodes"]) for name, block in one["blocks"].items()} for one in (base, program)]
     return sum(sizes[1].get(name) == size for name, size in sizes[0].items())
 

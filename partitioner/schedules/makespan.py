@@ -3,7 +3,9 @@ inputs are available.
 
 The makespan is the longest path through the actions. Each action depends on the previous action of its rank, and on at
 most one action of another virtual stage and the message from it. Dependencies are computed once per timetable. One pass
-over the actions then gives their end times. If steps overlap, a rank begins the next step as soon as it has finished
+over the actions then gives their end times. A rank may also have collectives at the ends of the step, which run one
+after the other beside its actions: parameters of a virtual stage are gathered before its first forward ends, and its
+gradients are reduced after its last backward has begun. If steps overlap, a rank begins the next step as soon as it has finished
 its own part of this step. The step time is then the time between the ends of two consecutive steps on one rank in
 steady state.
 """
@@ -25,7 +27,10 @@ from partitioner.schedules.actions import Timetable
 PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # indices into a phase's seconds
 
 KINDS = tuple(PARTS)
-_PHASES = "forward", "inputs", "weights", "values_sent", "gradients_sent"
+_NUM_PHASES = 7  # numbers of a :class:`Phases`
+_SENT, _ENDS = slice(3, 5), slice(5, 7)  # of these, messages, and collectives at the ends of a step
+ENTRIES = len(KINDS) + 2  # durations of a virtual stage in a flat list: of actions by kind, and of collectives
+_GATHER, _REDUCE = len(KINDS), len(KINDS) + 1
 _MOST_STEPS, _SAME_PACE = 8, 1e-9  # steps until all ranks take equally long, and the tolerance
 _AT_ONCE = 1 << 18  # most end times that are computed at once
 
@@ -33,11 +38,13 @@ _AT_ONCE = 1 << 18  # most end times that are computed at once
 @dataclass(frozen=True)
 class Phases:
     """Seconds of one microbatch in one virtual stage (the part of the model that one action of a pipeline rank runs):
-    of the forward, the backward and the messages.
+    of the forward, the backward and the messages; and of collectives at the ends of a step.
 
     ``inputs``: the half of the backward for input gradients. ``weights``: the half for weight gradients.
     ``values_sent``, ``gradients_sent``: seconds of the messages that bring the input of the forward and of the
-    backward; the rank may compute during a message.
+    backward; the rank may compute during a message. ``gathered``: seconds of gathering the stage's parameters, once
+    per step, before its first forward ends. ``reduced``: seconds of reducing its gradients, once per step, after its
+    last backward has begun. The rank may compute during both; collectives of one rank run one after the other.
     """
 
     forward: float = 0.0
@@ -45,6 +52,8 @@ class Phases:
     weights: float = 0.0
     values_sent: float = 0.0
     gradients_sent: float = 0.0
+    gathered: float = 0.0
+    reduced: float = 0.0
 
     @property
     def total(self) -> float:
@@ -61,9 +70,11 @@ def compute_makespan(
     soon as its inputs are available. ``table``: the actions of each rank. ``phases``: the times of each virtual stage.
 
     ``overlap_steps``: return instead the step time in steady state, if a rank begins the next step as soon as it has
-    finished its part of this one. ``train``: whether backwards take time.
+    finished its part of this one; collectives at the ends of a step are then not counted. ``train``: whether backwards
+    take time.
     """
-    waits, seconds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
+    ends = not overlap_steps and any(phase.gathered or phase.reduced for phase in phases)
+    waits, seconds, sent = waits_of(table, train, ends=ends), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         return max(_compute_step_times(waits, seconds, sent))
     done = _compute_action_ends(waits, seconds, sent)
@@ -76,15 +87,19 @@ def follow_all(
     """Return the seconds of a step for each of ``n`` sets of durations on one timetable, shape ``[n]``: the time until
     all ranks have finished their actions.
 
-    ``table``: the actions of each rank. ``phases``: seconds, shape ``[n, virtual stages, 5]``; the last dimension is
-    forward, backward for inputs, backward for weights, message of the forward's input, message of the backward's input.
+    ``table``: the actions of each rank. ``phases``: seconds, shape ``[n, virtual stages, 7]``; the last dimension is
+    forward, backward for inputs, backward for weights, message of the forward's input, message of the backward's input,
+    gathers of parameters, reductions of gradients (``[n, virtual stages, 5]`` without the last two).
     ``train``: whether backwards take time. ``overlap_steps``: return the step time in steady state, if a rank begins
     the next step as soon as it has finished its part of this one.
     """
-    waits = waits_of(table, train)
+    ends = not overlap_steps and bool(phases[:, :, _ENDS].any())
+    waits = waits_of(table, train, ends=ends)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
-    of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # in the order of :func:`seconds_of`
-    sent = phases[:, :, len(_PHASES) - 2 :].reshape(len(phases), -1).T
+    last = phases[:, :, _ENDS] if ends else np.zeros((*phases.shape[:2], 2))
+    of_kinds = np.concatenate([np.stack(kinds, axis=2), last], axis=2).reshape(len(phases), -1)
+    of_kinds = np.pad(of_kinds, ((0, 0), (0, 1))).T.copy()  # in the order of :func:`seconds_of`
+    sent = phases[:, :, _SENT].reshape(len(phases), -1).T
     sent = np.concatenate([sent, np.zeros((1, len(phases)))]) if sent.any() else sent[:0]
     most = max(1, _AT_ONCE // len(waits.before))
     taken = np.empty(len(phases))
@@ -104,15 +119,16 @@ def longest_path(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> tuple[float, NDArray[np.float64]]:
     """Return two values: the seconds of the longest path through the actions of a step, and how often each phase is on
-    this path, shape ``[virtual stages, 5]``: forward, backward for inputs, backward for weights, message of the
-    forward's input, message of the backward's input. ``table``: the actions of each rank. ``phases``: the seconds of
+    this path, shape ``[virtual stages, 7]``: forward, backward for inputs, backward for weights, message of the
+    forward's input, message of the backward's input, gathers, reductions. ``table``: the actions of each rank. ``phases``: the seconds of
     these phases for each virtual stage.
 
     With ``overlap_steps``, the seconds are the step time in steady state, if a rank begins the next step as soon as its
     part of this one has ended. The counts are then for the longest path from the first to the last action of the
     slowest rank; the seconds on this path may be fewer than the step time. Without ``train`` backwards take no time.
     """
-    waits, of_kinds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
+    ends = not overlap_steps and any(phase.gathered or phase.reduced for phase in phases)
+    waits, of_kinds, sent = waits_of(table, train, ends=ends), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         paces = _compute_step_times(waits, of_kinds, sent)
         seconds, rank = max(paces), paces.index(max(paces))
@@ -123,7 +139,7 @@ def longest_path(
         place = max(waits.last, key=done.__getitem__)
         seconds = done[place]
     often, messages = [0] * len(of_kinds), [0] * len(sent)
-    while place >= len(waits.last):
+    while place >= len(waits.last):  # until the start of a rank or of its links
         often[waits.what[place]] += 1
         before, needed = waits.before[place], waits.needed[place]
         message = waits.message[place]
@@ -131,9 +147,11 @@ def longest_path(
         if done[needed] + sent[message] > done[before]:
             place = needed
             messages[message] += 1
-    counts = np.zeros((len(phases), len(_PHASES)))
-    counts[:, -2:] = np.reshape(messages[:-1], (-1, 2))
-    for of_kind, (kind, parts) in zip(np.reshape(often, (-1, len(KINDS))).T, PARTS.items(), strict=True):
+    counts = np.zeros((len(phases), _NUM_PHASES))
+    counts[:, _SENT] = np.reshape(messages[:-1], (-1, 2))
+    by_stage = np.reshape(often[:-1], (-1, ENTRIES))
+    counts[:, _ENDS] = by_stage[:, len(KINDS) :]
+    for of_kind, (kind, parts) in zip(by_stage[:, : len(KINDS)].T, PARTS.items(), strict=True):
         for part in parts if train or kind == "F" else ():
             counts[:, part] += of_kind
     return seconds, counts
@@ -142,13 +160,16 @@ def longest_path(
 class Waits(NamedTuple):
     """What each action of all pipeline ranks in one step waits for: parallel lists with one entry per action, in
     topological order. The first entries, one per rank, are no actions: they stand for the start of the step on that
-    rank.
+    rank. If the collectives at the ends of the step are counted, a second entry per rank stands for the start of its
+    links, and collectives are entries like actions.
 
     ``before``: index of the previous action of the same rank. ``needed``: index of the action on another virtual stage
-    that computes the input; the start of the rank if there is none. ``what``: four times the virtual stage, plus 0 for
-    a forward, 1 or 2 for the backward for inputs or weights, 3 for a whole backward. ``message``: index of the message
-    that brings the input: twice the virtual stage, plus 1 for gradients; twice the number of stages if there is none.
-    ``rank``: the rank of each action. ``last``, with one entry per rank: index of its last action.
+    that computes the input; the start of the rank if there is none. ``what``: six times the virtual stage, plus 0 for a
+    forward, 1 or 2 for the backward for inputs or weights, 3 for a whole backward, 4 for the gathers and 5 for the
+    reductions; six times the number of stages for an entry that takes no time. ``message``: index of the message that
+    brings the input: twice the virtual stage, plus 1 for gradients; twice the number of stages if there is none.
+    ``rank``: the rank of each action. ``last``, with one entry per rank: index of its last action; if collectives are
+    counted, then one per rank with the index of its last collective.
     """
 
     before: list[int]
@@ -159,22 +180,25 @@ class Waits(NamedTuple):
     rank: list[int]
 
 
-def waits_of(table: Timetable, train: bool = True) -> Waits:
+def waits_of(table: Timetable, train: bool = True, *, ends: bool = False) -> Waits:
     """Return, for all actions of ``table`` in topological order, the actions and messages that each of them waits for.
-    Without ``train`` backwards do not wait for other virtual stages. The result is cached by the identity of ``table``.
+    Without ``train`` backwards do not wait for other virtual stages. ``ends``: include the collectives at the ends of
+    the step. The result is cached by the identity of ``table``.
     """
-    return _compute_waits(SameObject(table), train)
+    return _compute_waits(SameObject(table), train, ends)
 
 
 @lru_cache(maxsize=32)
-def _compute_waits(same: SameObject[Timetable], train: bool) -> Waits:
+def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Waits:
     """Return, for all actions of a timetable in topological order, the actions and messages that each of them waits
     for. ``same``: a wrapper of the timetable that compares by identity, so that the result can be cached. Without
-    ``train`` backwards do not wait for other virtual stages."""
+    ``train`` backwards do not wait for other virtual stages. ``ends``: include the collectives at the ends of the step.
+    """
     table, last = same.value, len(same.value.ranks) - 1
-    starts = range(len(table.orders))
+    starts = range((1 + ends) * len(table.orders))
     nothing = 2 * len(table.ranks)
     found = Waits([*starts], [*starts], [0 for _ in starts], [nothing for _ in starts], [*starts], [*starts])
+    gathered = _add_gathers(table, found) if ends else {}
     # (kind, microbatch, virtual stage) -> index of the action that completes it
     place: dict[tuple[str, int, int], int] = {}
     at = [0] * len(table.orders)
@@ -192,25 +216,84 @@ def _compute_waits(same: SameObject[Timetable], train: bool) -> Waits:
                 found.before.append(found.last[rank])
                 found.needed.append(place[needed] if needed is not None else rank)
                 found.rank.append(rank)
-                found.what.append(k * len(KINDS) + KINDS.index(kind))
+                found.what.append(k * ENTRIES + KINDS.index(kind))
                 found.message.append(2 * k + (kind != "F") if needed is not None else nothing)
                 found.last[rank] = len(found.before) - 1
+                if kind == "F" and k in gathered:  # the first forward ends no earlier than the gathers
+                    _add_pause(table, found, rank, found.last[rank], gathered.pop(k))
+                    found.last[rank] = len(found.before) - 1
                 if kind != "W":
                     place["F" if kind == "F" else "B", i, k] = found.last[rank]
                 at[rank] += 1
                 moved = True
+    if ends:
+        _add_reductions(table, found)
     return found
 
 
+def _add_gathers(table: Timetable, found: Waits) -> dict[int, int]:
+    """Append to ``found`` the gathers of parameters, which run one after the other on the links of each rank from the
+    start of the step, in the order of its virtual stages. Return the index of each: virtual stage -> index of its
+    gathers. ``table``: the actions of each rank.
+    """
+    places: dict[int, int] = {}
+    for rank, stages in enumerate(table.held):
+        for k in sorted(stages):
+            _add_collective(table, found, rank, k * ENTRIES + _GATHER, len(table.orders) + rank)
+            places[k] = len(found.before) - 1
+    return places
+
+
+def _add_reductions(table: Timetable, found: Waits) -> None:
+    """Append to ``found`` the reductions of gradients, which run one after the other on the links of each rank. Those
+    of a virtual stage begin no earlier than its last backward. ``table``: the actions of each rank.
+    """
+    final: dict[int, int] = {}  # virtual stage -> its last backward
+    for place in range(2 * len(table.orders), len(found.before)):
+        stage, kind = divmod(found.what[place], ENTRIES)
+        if 0 < kind < len(KINDS):
+            final[stage] = place
+    for stage, place in sorted(final.items(), key=lambda pair: pair[1]):
+        _add_pause(table, found, found.rank[place], found.before[place], found.needed[place], found.message[place])
+        _add_collective(table, found, found.rank[place], stage * ENTRIES + _REDUCE, len(found.before) - 1)
+
+
+def _add_collective(table: Timetable, found: Waits, rank: int, what: int, needed: int) -> None:
+    """Append to ``found`` a collective on the links of ``rank``, after the previous one. ``what``: its number in lists
+    of durations. ``needed``: index of the entry that it also waits for. ``table``: the actions of each rank.
+    """
+    lane = len(table.orders) + rank
+    found.before.append(found.last[lane])
+    found.needed.append(needed)
+    found.what.append(what)
+    found.message.append(2 * len(table.ranks))
+    found.rank.append(rank)
+    found.last[lane] = len(found.before) - 1
+
+
+def _add_pause(table: Timetable, found: Waits, rank: int, before: int, needed: int, message: int | None = None) -> None:
+    """Append to ``found`` an entry that takes no time and waits for two entries, the indices ``before`` and ``needed``,
+    and for the message with the index ``message`` from the second. ``rank``: the rank that it is on. ``table``: the
+    actions of each rank.
+    """
+    found.before.append(before)
+    found.needed.append(needed)
+    found.what.append(len(table.ranks) * ENTRIES)
+    found.message.append(2 * len(table.ranks) if message is None else message)
+    found.rank.append(rank)
+
+
 def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
-    """Return the seconds of actions as a flat list: for each virtual stage four numbers, of the forward, both halves of
-    the backward (for inputs, for weights) and the whole backward. ``phases``: the times of each virtual stage. Without
-    ``train`` backwards take 0 seconds."""
+    """Return the seconds of actions as a flat list: for each virtual stage six numbers, of the forward, both halves of
+    the backward (for inputs, for weights), the whole backward, and the gathers and reductions at the ends of a step. A
+    final zero stands for an entry that takes no time. ``phases``: the times of each virtual stage. Without ``train``
+    backwards take 0 seconds."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
         seconds += [sum(of_parts[p] for p in parts) * (train or k == "F") for k, parts in PARTS.items()]
-    return seconds
+        seconds += [phase.gathered, phase.reduced]
+    return [*seconds, 0.0]
 
 
 def sent_of(phases: Sequence[Phases]) -> list[float]:
@@ -224,8 +307,7 @@ def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
     """Return the end time of each action of a step in seconds. ``waits``: what each action waits for; the result has
-    the same order. ``seconds``: durations as a flat list with four numbers for each virtual stage: forward, backward
-    for inputs, backward for weights, whole backward. ``sent``: durations of messages as a flat list with two numbers
+    the same order. ``seconds``: durations as a flat list (see :func:`seconds_of`). ``sent``: durations of messages as a flat list with two numbers
     for each virtual stage (of the message that brings the input of its forward, and of its backward), followed by 0.
     ``begun``: the start time of each rank; ``None``: all start at 0.
     """
@@ -244,7 +326,7 @@ def _compute_action_end_times(
     """Return the end times of all actions of a step in seconds for ``n`` sets of durations, shape ``[actions, n]``.
 
     ``waits``: what each action waits for. The other arguments have one column per set of durations. ``seconds``:
-    durations, four rows per virtual stage: forward, backward for inputs, backward for weights, whole backward.
+    durations, with the rows of :func:`seconds_of`.
     ``sent``: durations of messages, two rows per virtual stage (for its forward, for its backward) and a last row of
     zeros; empty if messages take no time. ``begun``: start times, one row per rank.
     """
@@ -262,8 +344,7 @@ def _compute_action_end_times(
 def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
     """Return the seconds of one step on each rank after several steps that overlap: a rank begins the next step as soon
     as its part of the last one has ended. The largest of them is an upper bound on the step time in steady state.
-    ``waits``: what each action waits for. ``seconds``: durations of actions as a flat list with four numbers for each
-    virtual stage: forward, backward for inputs, backward for weights, whole backward. ``sent``: durations of messages
+    ``waits``: what each action waits for. ``seconds``: durations as a flat list (see :func:`seconds_of`). ``sent``: durations of messages
     as a flat list with two numbers for each virtual stage (messages for its forward and for its backward), followed by
     0.
     """

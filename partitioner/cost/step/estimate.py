@@ -23,7 +23,7 @@ from partitioner.cost.step.gradient_reduction import (
     reducer_of,
 )
 from partitioner.cost.step.offload import add_offload_transfers, exchanged_seconds, update_seconds
-from partitioner.cost.step.pipeline_tail import tied_seconds
+from partitioner.cost.step.pipeline_tail import is_priced_by_rank_ends, tied_seconds
 from partitioner.cost.step.placed_mesh import HERE, PlacedMesh
 from partitioner.cost.step.relaxed_mesh import BestCaseMesh
 from partitioner.cost.step.schedule_ends import RankEnds, seconds_added
@@ -505,7 +505,7 @@ def how_reduced(
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
     owned = [_count_shared_states(of_stage, states) for of_stage in names] if machine.profile.gather == "owner" else []
-    if problem.chunks > 1 and problem.train and machine.profile.overlap and not owned and not problem.overlap_steps:
+    if is_priced_by_rank_ends(problem, machine):
         each = list_reduction_schemes(machine, constraints)
         found = [
             (_compute_tail_seconds(problem, split, states, held, machine, how, schedule, chunks), how) for how in each

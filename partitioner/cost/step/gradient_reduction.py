@@ -384,8 +384,11 @@ def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], re
     return replace(work, total_s=work.total_s + starts, gather_s=work.gather_s + starts)
 
 
-Sizes = dict[tuple[str, Axes, int, Axes], float]
-"""Bytes that each collective moves. A key is (operation, its axes, ZeRO stage, axes of an earlier scatter)."""
+CollectiveKey = tuple[str, Axes, int, Axes]
+"""A kind of collective: its operation, its axes, the ZeRO stage, and the axes of an earlier scatter."""
+
+Sizes = dict[CollectiveKey, float]
+"""Bytes that each kind of collective moves."""
 
 
 def compute_gradient_reduction(

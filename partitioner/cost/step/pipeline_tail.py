@@ -3,7 +3,8 @@ consecutive block calls (such as layers) that may be a stage.
 
 No bound exceeds the time that :func:`partitioner.cost.step.estimate.estimate_step` counts for stages of these calls.
 With one stage on each rank the bound is close to the estimate, except that it ignores host memory and shared cores.
-With several virtual stages on a rank it counts only the update of one of them, and the reductions of tied weights.
+With several virtual stages on a rank it counts only the update of one of them, and the reductions of tied weights;
+their other collectives at the ends of a step are part of the problem of cutting the calls (``bound_stage_ends``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.call.roofline import memory_rate
 from partitioner.cost.call.states import StateCost
 from partitioner.cost.step.gradient_reduction import (
+    CollectiveKey,
     Reducer,
     Sizes,
     exposed_seconds,
@@ -35,10 +37,11 @@ from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, stage_buckets
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.formulas import is_split
-from partitioner.solve.stages.problem import StageCall, StageProblem
+from partitioner.solve.stages.problem import StageCall, StageEnds, StageProblem
 from partitioner.solve.stages.split import StagePlan, stage_plans
 from partitioner.solve.stages.tables import Counts, StageTables, Table, min_max
 
+_LARGE = 1e15  # bytes, to measure the slope of a collective's time
 _MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated bucket by bucket
 
 
@@ -95,6 +98,72 @@ def run_tails(
     longest = min_max(updates)[0]  # all ranks wait for the longest update; this is its least value over all cuts
     tied = _least_tied(problem, states, machine, seconds, ranks or stages)
     return [tail + np.maximum(update, longest) + tied for tail, update in zip(tails, updates, strict=True)]
+
+
+def bound_stage_ends(
+    problem: StageProblem,
+    states: Mapping[str, StateCost],
+    machine: PlacedMesh,
+    constraints: Constraints,
+    ranks: Sequence[int],
+) -> tuple[StageEnds, ...]:
+    """Return lower bounds on the seconds of gathering the updated parameters and of reducing the gradients of each
+    block call (such as a layer), for each virtual stage of ``problem``. Start-up times, and weights that several calls
+    read, are not counted. Empty if the step is not priced by such collectives, as with one stage on each rank.
+
+    ``states``: the cost of each parameter and buffer by name. ``ranks``: the pipeline rank of each virtual stage.
+    ``machine``: the devices and links that the mesh is laid over. ``constraints``: the choices that the user fixed.
+    """
+    if not is_priced_by_rank_ends(problem, machine):
+        return ()
+    readers = Counter(name for call in problem.calls for name in dict.fromkeys(call.states))
+    of_calls = [[states[n] for n in dict.fromkeys(c.states) if readers[n] == 1 and n in states] for c in problem.calls]
+    distinct = {id(cost): cost for own in of_calls for cost in own}
+    sizes = {number: reduced_sizes(cost) for number, cost in distinct.items()}
+    keys = list(dict.fromkeys(key for held in sizes.values() for key in held))
+    levels = {axes: last for cost in distinct.values() for axes, last in last_levels(cost).items()}
+    rows = {number: np.array([held.get(key, 0.0) for key in keys]) for number, held in sizes.items()}
+    num_bytes = np.array([sum((rows[id(cost)] for cost in own), np.zeros(len(keys))) for own in of_calls])
+    gathers = np.array([op == "all_gather" for op, *_ in keys], dtype=bool)
+    found: dict[int, StageEnds] = {}
+    for rank in dict.fromkeys(ranks):
+        paces = [
+            np.array([_bound_seconds_per_byte(key, reducer_of(machine, rank, how), levels) for key in keys])
+            for how in list_reduction_schemes(machine, constraints)
+        ]
+        found[rank] = StageEnds(
+            np.min([num_bytes[:, gathers] @ pace[gathers] for pace in paces], axis=0),
+            np.min([num_bytes[:, ~gathers] @ pace[~gathers] for pace in paces], axis=0),
+        )
+    return tuple(found[rank] for rank in ranks)
+
+
+def is_priced_by_rank_ends(problem: StageProblem, machine: PlacedMesh) -> bool:
+    """Return whether the collectives at the ends of a step are priced by simulating the schedule with them: ranks have
+    several virtual stages, and collectives overlap with computation. ``problem``: the block calls (such as layers) of
+    the model, to be cut into stages. ``machine``: the devices and links that the mesh is laid over.
+    """
+    profile = machine.profile
+    several = problem.chunks > 1 and problem.train and not problem.overlap_steps
+    return several and profile.overlap and profile.gather != "owner"
+
+
+def _bound_seconds_per_byte(key: CollectiveKey, reducer: Reducer, levels: Mapping[tuple[str, ...], bool]) -> float:
+    """Return the seconds that each further byte of a collective takes. ``key``: the name of the collective, its mesh
+    axes, and more. ``reducer``: computes the seconds of collectives. ``levels``: axes of a reduce-scatter -> whether no
+    other data-parallel reduction follows.
+    """
+    op, axes, *_ = key
+
+    def seconds(num_bytes: float) -> float:
+        if op == "all_gather":
+            return reducer.all_gather(num_bytes, axes).seconds
+        whole = op == "all_reduce"
+        return (
+            reducer.all_reduce(num_bytes, axes) if whole else reducer.scatter(num_bytes, axes, levels[axes])
+        ).seconds
+
+    return (seconds(_LARGE) - seconds(0.0)) / _LARGE
 
 
 def tied_seconds(cost: StateCost, count: int, machine: PlacedMesh) -> float:
@@ -364,4 +433,4 @@ class _ReductionTails:
         return self._known[known]
 
 
-__all__ = ["least_update", "run_tails"]
+__all__ = ["bound_stage_ends", "is_priced_by_rank_ends", "least_update", "run_tails"]

@@ -16,7 +16,7 @@ from partitioner.runtime.program.simulate import OverlappedCollective, RankClock
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.formulas import shorten_timetable
-from partitioner.schedules.makespan import KINDS, Phases, compute_makespan, seconds_of, sent_of, waits_of
+from partitioner.schedules.makespan import ENTRIES, KINDS, Phases, compute_makespan, seconds_of, sent_of, waits_of
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan
 
@@ -67,12 +67,12 @@ def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Se
     """
     waits, seconds, sent = waits_of(table), seconds_of(phases, True), sent_of(phases)
     lanes = [_Lane(rank) for rank in ranks]
-    last = {what // len(KINDS): k for k, what in enumerate(waits.what) if what % len(KINDS) in (_WHOLE, _WEIGHTS)}
+    last = {what // ENTRIES: k for k, what in enumerate(waits.what) if what % ENTRIES in (_WHOLE, _WEIGHTS)}
     begun: set[int] = set()
     done = [0.0] * len(lanes)
     for place in range(len(lanes), len(waits.what)):
         what, lane = waits.what[place], lanes[waits.rank[place]]
-        clock, (stage, kind) = lane.clock, divmod(what, len(KINDS))
+        clock, (stage, kind) = lane.clock, divmod(what, ENTRIES)
         clock.wait(done[waits.needed[place]] + sent[waits.message[place]])
         if kind == _FORWARD and stage not in begun:
             begun.add(stage)

@@ -14,7 +14,7 @@ from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.states import StateCost, with_lost
 from partitioner.cost.step.estimate import estimate_step, stage_problem
 from partitioner.cost.step.gradient_reduction import lost_by
-from partitioner.cost.step.pipeline_tail import least_update, run_tails
+from partitioner.cost.step.pipeline_tail import bound_stage_ends, least_update, run_tails
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.errors import CapacityError, PlanError
@@ -279,6 +279,8 @@ class PlacementEvaluator:
             costs_by_stage=costs_by_stage,
             scattering=machine.scattering(candidate.num_microbatches(job.global_batch)),
         )
+        ends = bound_stage_ends(problem, held, machine, job.constraints, virtual_ranks(candidate))
+        problem = replace(problem, ends=ends)
         if job.layout is not None:
             pinned = job.layout.pinned_calls(problem.calls)
             empty = bool(pinned) and len({*pinned.values()}) < problem.num_stages

@@ -5,7 +5,8 @@ The time of a schedule is the length of the longest path through its actions. Ea
 and backward times of the virtual stages. For one path, or a mean of paths, the best cuts are a shortest path over
 (stage, cut), and their sum is a lower bound for all cuts. The search alternates: it computes the best cuts for the mean
 of all paths so far, then adds the longest path under these cuts to the mean (fictitious play, Brown 1951; Robinson
-1951). Upper and lower bound approach each other.
+1951). Upper and lower bound approach each other. Collectives at the ends of a step are actions like any other, if the
+problem has them: the cuts then trade idle time of the pipeline for gradients that are reduced earlier.
 
 A rank runs the microbatches of a stage one after the other. Runs of calls are therefore excluded if running all
 microbatches through them takes longer than the step with the first cuts. If a gap remains, a local search moves cuts.
@@ -37,6 +38,8 @@ _MOVED, _ALL = (
     500_000,
     2_000_000,
 )  # actions to simulate in the local search, and if all cuts are tried (many at once are faster)
+_LISTED = 20_000_000  # actions to simulate if all cuts are tried that could still be faster
+_TABLED = 5_000_000  # seconds to tabulate for that: of each path on each sequence of calls in each stage
 _KEPT = 1000  # cuts that are returned if all are tried
 _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
@@ -68,7 +71,7 @@ def better_cuts(
     costs = _Costs(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
     seen: dict[tuple[int, ...], float] = {}
-    paths = np.zeros((tables.problem.num_stages, 5))
+    mean, paths = np.zeros((tables.problem.num_stages, len(costs.of_stage[0]))), list[Table]()
     bound, cuts = 0.0, tuple(start)
     actions = sum(map(len, timetable.orders))
     calls, stages = len(tables.problem.calls), tables.problem.num_stages
@@ -82,13 +85,19 @@ def better_cuts(
     for turn in range(1, turns + 1):
         seconds, path = longest_path(timetable, costs.phases(cuts), **how)
         seen[cuts] = seconds
-        paths += (path - paths) / turn
-        least, cuts = bands.shortest(paths)
+        paths.append(path[:, : mean.shape[1]])
+        mean += (paths[-1] - mean) / turn
+        least, cuts = bands.shortest(mean)
         bound = max(bound, least)
         if min(min(seen.values()) * (1 - _CLOSE), cutoff_s) <= bound:
             break
     else:
         _improve_cuts_locally(costs, timetable, how, seen, (_MOVED // 4 if quick else _MOVED) // actions)
+        limit_s = min(min(seen.values()) * (1 - TINY), cutoff_s)
+        left = None if quick else _list_cuts_within(costs, timetable, [*paths, mean], limit_s, _LISTED // actions)
+        if left is not None:
+            seen |= costs.taken(timetable, left, how)
+            bound = max(bound, min(min(seen.values()), limit_s))
     order = sorted((taken, found) for found, taken in seen.items())
     return RankedCuts(tuple(order), min(bound, order[0][0]))
 
@@ -141,6 +150,61 @@ def _simulate_all_cuts(
     return RankedCuts(order, order[0][0])
 
 
+def _list_cuts_within(
+    costs: _Costs, timetable: Timetable, paths: Sequence[Table], limit_s: float, most: int
+) -> Places | None:
+    """Return all cuts into stages with which a step may take less than ``limit_s`` seconds, one row for each: the index
+    of the first call of each stage, followed by the number of calls. Left out are cuts with which some rank works
+    longer, or with which one of ``paths`` is longer. ``None`` if there are too many.
+
+    The cuts are built up stage by stage. A path through the first stages is completed by the best cuts into the other
+    stages for this path alone. ``paths``: how often each phase of each stage occurs on them (see :class:`_Bands`).
+    ``costs``: seconds of all possible stages. ``timetable``: the order of actions of the schedule. ``most``: the largest
+    number of cuts to return; ten times as many are allowed while they are built up.
+    """
+    stages, calls = len(costs.of_stage), len(costs.of_stage[0][0]) - 1
+    if len(paths) * stages * (calls + 1) ** 2 > _TABLED:
+        return None
+    m = _count_microbatches(timetable)
+    along = np.stack(
+        [np.einsum("pc,cij->pij", *pair) for pair in zip(np.stack(paths, axis=1), map(np.stack, costs.of_stage))]
+    )
+    rest = _complete_paths(costs, along)
+    cuts, loads, sums = (
+        np.zeros((1, 1), dtype=np.int64),
+        np.zeros((1, len(timetable.orders))),
+        np.zeros((1, len(paths))),
+    )
+    for stage, rank in enumerate(timetable.ranks):
+        begun = cuts[:, -1]
+        work = np.sum(costs.of_stage[stage][:3], axis=0)  # forward, and both halves of the backward
+        seconds = loads[:, rank, None] + m * work[begun]  # [cuts, end of the stage]
+        row, stop = np.nonzero(np.isfinite(rest[stage + 1]).all(axis=0) & (seconds < limit_s))
+        sums = sums[row] + along[stage][:, begun[row], stop].T
+        fit = (sums + rest[stage + 1][:, stop].T < limit_s).all(axis=1)
+        row, stop, sums = row[fit], stop[fit], sums[fit]
+        cuts, loads = np.column_stack([cuts[row], stop]), loads[row]
+        loads[:, rank] = seconds[row, stop]
+        if len(cuts) > (most if stage == stages - 1 else 10 * most):
+            return None
+    return cuts
+
+
+def _complete_paths(costs: _Costs, along: Table) -> list[Table]:
+    """Return, for each number of stages from 0 to all, an array of shape ``[paths, calls + 1]``: the least seconds of
+    each path on the other stages if these begin with the call of this index; infinite if they cannot. ``along``: the
+    seconds of the paths on every sequence of block calls (such as layers), shape ``[stages, paths, calls + 1, calls +
+    1]``. ``costs``: seconds of all possible stages.
+    """
+    size = along.shape[-1]
+    longer = np.where(np.arange(size)[None, :] > np.arange(size)[:, None], 0.0, np.inf)
+    rest = [np.where(np.arange(size) == size - 1, 0.0, np.full((along.shape[1], size), np.inf))]
+    for of_stage, of_paths in zip(reversed(costs.of_stage), along[::-1], strict=True):
+        barred = np.where(np.isfinite(of_stage[1]), longer, np.inf)
+        rest.append((np.where(np.isfinite(barred), of_paths, np.inf) + rest[-1][:, None, :]).min(axis=2))
+    return rest[::-1]
+
+
 @lru_cache(maxsize=16)
 def _all_cuts(calls: int, stages: int) -> Places:
     """Return all ways to cut ``calls`` consecutive block calls (such as layers) into ``stages`` stages, as an array
@@ -154,8 +218,8 @@ class _Costs:
     """Seconds of every sequence of consecutive block calls (such as layers) on every virtual stage.
 
     ``of_stage`` has five tables for each stage, of shape ``[calls + 1, calls + 1]``: forward, backward for inputs,
-    backward for weights, wait for values and wait for gradients. Rows are the first call, columns the call after the
-    last. The seconds of the backward for inputs are infinite if the calls do not fit in memory. Stages share tables
+    backward for weights, wait for values and wait for gradients; and two more, gathers and reductions at the ends of a
+    step, if the problem has them. Rows are the first call, columns the call after the last. The seconds of the backward for inputs are infinite if the calls do not fit in memory. Stages share tables
     that are equal. ``tables``: seconds and bytes of all possible stages, from which these are taken.
     """
 
@@ -176,11 +240,21 @@ class _Costs:
             if problem.chunks == 1:  # see :func:`partitioner.solve.stages.virtual_stages.phases_of`
                 forward, inputs = forward + values, inputs + gradients
                 values = gradients = np.broadcast_to(np.zeros(1), times.shape)
-            self.of_stage.append((forward, inputs, weights, values, gradients))
+            ends = [problem.ends[k].gathers, problem.ends[k].reductions] if problem.ends else []
+            self.of_stage.append(
+                (
+                    forward,
+                    inputs,
+                    weights,
+                    values,
+                    gradients,
+                    *(tables.segments.sums(seconds.tolist()) for seconds in ends),
+                )
+            )
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
         """Return, for each stage under ``cuts``, its seconds per microbatch: forward, backward for inputs, backward for
-        weights, wait for values, wait for gradients. ``cuts``: how the block calls (such as layers) are cut into
+        weights, wait for values, wait for gradients; and its seconds per step of collectives at the ends. ``cuts``: how the block calls (such as layers) are cut into
         stages: the index of the first call of each stage, followed by the number of calls.
         """
         return [
@@ -223,8 +297,8 @@ class _Costs:
         return _Bands(np.where(fit[:, None], seconds[..., :width], 0.0), np.where(fit, 0.0, np.inf))
 
     def _stack_seconds(self, places: Iterable[tuple[Places, Places]]) -> Table:
-        """Return the seconds of sequences of block calls (such as layers), shape ``[stages, 5, ...]``; the second dim
-        is that of ``of_stage``. ``places``: for each stage two arrays, the first calls and the calls after the last."""
+        """Return the seconds of sequences of block calls (such as layers), shape ``[stages, 5, ...]`` (or
+        ``[stages, 7, ...]``); the second dim is that of ``of_stage``. ``places``: for each stage two arrays, the first calls and the calls after the last."""
         both = zip(self.of_stage, places, strict=True)
         return np.stack([np.stack([table[start, stop] for table in of_stage]) for of_stage, (start, stop) in both])
 
@@ -235,7 +309,8 @@ class _Bands:
     number of calls minus one.
 
     ``seconds``: shape ``[stages, 5, calls + 1, width]``; the second dim is forward, backward for inputs, backward for
-    weights, wait for values and wait for gradients. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the stage
+    weights, wait for values and wait for gradients; it has seven entries with gathers and reductions at the ends of a
+    step. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the stage
     may consist of these calls, else infinite.
     """
 
@@ -247,8 +322,7 @@ class _Bands:
         stages, and the cuts that attain it (the index of the first call of each stage, followed by the number of
         calls).
 
-        ``paths``: the weights, shape ``[stages, 5]``; the second dim is forward, backward for inputs, backward for
-        weights, wait for values and wait for gradients. If they count how often each phase occurs on a path through the
+        ``paths``: the weights, shape ``[stages, 5]`` or ``[stages, 7]``; the second dim is that of the seconds. If they count how often each phase occurs on a path through the
         actions of a schedule, the sum is a lower bound on the step time of all cuts.
         """
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred

@@ -68,6 +68,17 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class StageEnds:
+    """The collectives of the data-parallel ranks of one virtual stage at the ends of a step: lower bounds in seconds,
+    one for each block call (such as a layer), shape ``[calls]``. ``gathers``: of its updated parameters. ``reductions``:
+    of its gradients.
+    """
+
+    gathers: NDArray[np.float64]
+    reductions: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
 class StageProblem:
     """The problem of cutting block calls (such as layers) into pipeline stages: the calls in order, the stages' memory
     and links, and the schedule.
@@ -91,6 +102,8 @@ class StageProblem:
       ``flying``: for each stage, pairs of numbers of microbatches (backward not begun, between the halves of a split
       backward) that it holds at a time; empty if the schedule has a formula for them. ``overlap_steps``: whether a rank
       begins the next step when it has ended its own part of this one.
+    - ``ends``: for each stage, the collectives at the ends of a step, if ranks have several virtual stages; empty if
+      they are not known, and then not counted.
 
     ``num_stages``, ``num_microbatches``: their numbers; ``schedule``: its name.
     """
@@ -120,6 +133,7 @@ class StageProblem:
     barred: tuple[NDArray[np.bool_], ...] = ()
     overlap_steps: bool = False
     total_bytes: float = 0.0
+    ends: tuple[StageEnds, ...] = ()
 
     @property
     def num_rounds(self) -> int:

@@ -148,9 +148,10 @@ class StageSplit:
     pipeline.
 
     ``pipeline_s``: the least seconds that were found; ``stages`` may take slightly longer, because stages of about
-    equal time are preferred. ``lower_bound_s``: lower bound on the pipeline's seconds over all cuts. ``microbatch_s``:
-    seconds of one microbatch through all calls, forward and backward, by the calls' own costs. ``virtual``: the virtual
-    stages if a rank has several, else empty.
+    equal time are preferred. ``lower_bound_s``: lower bound over all cuts on the pipeline's seconds, with those of the
+    collectives at the ends of a step that the problem has. ``microbatch_s``: seconds of one microbatch through all
+    calls, forward and backward, by the calls' own costs. ``virtual``: the virtual stages if a rank has several, else
+    empty. ``with_ends_s``: like ``pipeline_s``, with those collectives; 0 if there are none.
     """
 
     stages: tuple[StagePlan, ...]
@@ -158,6 +159,12 @@ class StageSplit:
     lower_bound_s: float
     microbatch_s: float = 0.0
     virtual: tuple[StagePlan, ...] = ()
+    with_ends_s: float = 0.0
+
+    @property
+    def ended_s(self) -> float:
+        """Return the seconds of the pipeline, with the collectives at the ends of a step if they are known."""
+        return max(self.pipeline_s, self.with_ends_s)
 
     @property
     def cuts(self) -> tuple[int, ...]:

@@ -169,7 +169,7 @@ def solve_virtual(
     if lacking is not None and (not problem.train or problem.recompute is not None):
         raise lacking
     for how in ("selective", "full") if problem.slim is not None else ("full",):
-        fastest_s = min((cutoff_s, *(split.pipeline_s for split in found)))
+        fastest_s = min((cutoff_s, *(split.ended_s for split in found)))
         if found and _bound_recomputed_seconds(problem, num_ranks, how) >= fastest_s:
             continue
         with suppress(CapacityError):
@@ -187,8 +187,8 @@ def solve_virtual(
         raise lacking
     else:
         least = found[0].lower_bound_s
-    best = min(found, key=lambda split: split.pipeline_s)
-    return replace(best, lower_bound_s=min(best.pipeline_s, least))
+    best = min(found, key=lambda split: split.ended_s)
+    return replace(best, lower_bound_s=min(best.ended_s, least))
 
 
 def _bound_recomputed_seconds(problem: StageProblem, num_ranks: int, how: str) -> float:
@@ -240,11 +240,11 @@ class _VirtualStageRanks:
         """Return, for each rank of the pipeline, its usable memory in bytes."""
         return [self.problem.capacity[stages[0]] for stages in self.own]
 
-    def seconds(self, split: StageSplit) -> float:
+    def seconds(self, split: StageSplit, *, ends: bool = True) -> float:
         """Return the seconds that a step's pipeline takes with the stages of ``split``, by simulating the actions of
-        the schedule."""
+        the schedule. ``ends``: with the collectives at the ends of the step, if the problem has them."""
         problem = self.problem
-        phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
+        phases = [phases_of(problem, k, plan, ends=ends) for k, plan in enumerate(split.stages)]
         m, overlap = problem.num_microbatches, problem.overlap_steps
         how = self.schedule, len(self.own), m, self.chunks, phases, problem.train
         return pipeline_seconds(*how, overlap_steps=overlap)
@@ -456,12 +456,14 @@ def _join_stages_by_rank(
     """Return ``split`` with the virtual stages of each rank merged into one, and with the simulated seconds of the
     schedule. ``ranks``: the virtual stages of each rank. ``memory``: peak bytes of each rank. ``bound``: lower bound in
     seconds over all cuts."""
-    seconds = ranks.seconds(split)
+    seconds = ranks.seconds(split, ends=False)
+    with_ends = ranks.seconds(split) if ranks.problem.ends else 0.0
     stages = tuple(
         _merge_virtual_stages([split.stages[k] for k in virtual], round(taken))
         for virtual, taken in zip(ranks.own, memory, strict=True)
     )
-    return StageSplit(stages, seconds, min(seconds, bound), split.microbatch_s, split.stages)
+    least = min(max(seconds, with_ends), bound)
+    return StageSplit(stages, seconds, least, split.microbatch_s, split.stages, with_ends)
 
 
 def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
@@ -482,10 +484,11 @@ def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
     )
 
 
-def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
+def phases_of(problem: StageProblem, stage: int, plan: StagePlan, *, ends: bool = False) -> Phases:
     """Return the seconds of one microbatch in a virtual stage, split into forward, backward for inputs, backward for
     weights, and the waits for values and for gradients. ``stage``: index of the virtual stage. ``plan``: its block
-    calls (such as layers) and seconds.
+    calls (such as layers) and seconds. ``ends``: also return the seconds of the collectives at the ends of a step, if
+    the problem has them.
 
     Collectives and recomputation belong to the backward for inputs. On a rank with one stage the waits are added to the
     forward and the backward, because the rank is idle then. A rank with several virtual stages can run another one
@@ -496,5 +499,7 @@ def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
     values, gradients = plan.forward_wait_s, plan.transfer_s - plan.forward_wait_s
     inputs = plan.backward_s + plan.recompute_s - weights
     if problem.chunks > 1:
-        return Phases(plan.forward_s, inputs, weights, values, gradients)
+        each = (problem.ends[stage].gathers, problem.ends[stage].reductions) if ends and problem.ends else ()
+        sums = [float(seconds[plan.start : plan.stop].sum()) for seconds in each]
+        return Phases(plan.forward_s, inputs, weights, values, gradients, *sums)
     return Phases(plan.forward_s + values, inputs + gradients, weights)

@@ -5,9 +5,9 @@ The makespan is the longest path through the actions. Each action depends on the
 most one action of another virtual stage and the message from it. Dependencies are computed once per timetable. One pass
 over the actions then gives their end times. A rank may also have collectives at the ends of the step, which run one
 after the other beside its actions: parameters of a virtual stage are gathered before its first forward ends, and its
-gradients are reduced after its last backward has begun. If steps overlap, a rank begins the next step as soon as it has finished
-its own part of this step. The step time is then the time between the ends of two consecutive steps on one rank in
-steady state.
+gradients are reduced after its last backward has begun. If steps overlap, a rank begins the next step as soon as it has
+finished its own part of this step. The step time is then the time between the ends of two consecutive steps on one rank
+in steady state.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def longest_path(
 ) -> tuple[float, NDArray[np.float64]]:
     """Return two values: the seconds of the longest path through the actions of a step, and how often each phase is on
     this path, shape ``[virtual stages, 7]``: forward, backward for inputs, backward for weights, message of the
-    forward's input, message of the backward's input, gathers, reductions. ``table``: the actions of each rank. ``phases``: the seconds of
-    these phases for each virtual stage.
+    forward's input, message of the backward's input, gathers, reductions. ``table``: the actions of each rank.
+    ``phases``: the seconds of these phases for each virtual stage.
 
     With ``overlap_steps``, the seconds are the step time in steady state, if a rank begins the next step as soon as its
     part of this one has ended. The counts are then for the longest path from the first to the last action of the
@@ -307,9 +307,9 @@ def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
     """Return the end time of each action of a step in seconds. ``waits``: what each action waits for; the result has
-    the same order. ``seconds``: durations as a flat list (see :func:`seconds_of`). ``sent``: durations of messages as a flat list with two numbers
-    for each virtual stage (of the message that brings the input of its forward, and of its backward), followed by 0.
-    ``begun``: the start time of each rank; ``None``: all start at 0.
+    the same order. ``seconds``: durations as a flat list (see :func:`seconds_of`). ``sent``: durations of messages as a
+    flat list with two numbers for each virtual stage (of the message that brings the input of its forward, and of its
+    backward), followed by 0. ``begun``: the start time of each rank; ``None``: all start at 0.
     """
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
@@ -344,9 +344,9 @@ def _compute_action_end_times(
 def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
     """Return the seconds of one step on each rank after several steps that overlap: a rank begins the next step as soon
     as its part of the last one has ended. The largest of them is an upper bound on the step time in steady state.
-    ``waits``: what each action waits for. ``seconds``: durations as a flat list (see :func:`seconds_of`). ``sent``: durations of messages
-    as a flat list with two numbers for each virtual stage (messages for its forward and for its backward), followed by
-    0.
+    ``waits``: what each action waits for. ``seconds``: durations as a flat list (see :func:`seconds_of`). ``sent``:
+    durations of messages as a flat list with two numbers for each virtual stage (messages for its forward and for its
+    backward), followed by 0.
     """
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):

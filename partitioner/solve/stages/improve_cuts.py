@@ -40,6 +40,7 @@ _MOVED, _ALL = (
 )  # actions to simulate in the local search, and if all cuts are tried (many at once are faster)
 _LISTED = 20_000_000  # actions to simulate if all cuts are tried that could still be faster
 _TABLED = 5_000_000  # seconds to tabulate for that: of each path on each sequence of calls in each stage
+_BEGUN, _AT_ONCE = 200_000, 4_000_000  # cuts to build up at the same time, and their paths to add up at once
 _KEPT = 1000  # cuts that are returned if all are tried
 _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
@@ -159,49 +160,53 @@ def _list_cuts_within(
 
     The cuts are built up stage by stage. A path through the first stages is completed by the best cuts into the other
     stages for this path alone. ``paths``: how often each phase of each stage occurs on them (see :class:`_Bands`).
-    ``costs``: seconds of all possible stages. ``timetable``: the order of actions of the schedule. ``most``: the largest
-    number of cuts to return; ten times as many are allowed while they are built up.
+    ``costs``: seconds of all possible stages. ``timetable``: the order of actions of the schedule. ``most``: the
+    largest number of cuts to return.
     """
     stages, calls = len(costs.of_stage), len(costs.of_stage[0][0]) - 1
     if len(paths) * stages * (calls + 1) ** 2 > _TABLED:
         return None
-    m = _count_microbatches(timetable)
+    fits = np.stack([np.isfinite(of_stage[1]) for of_stage in costs.of_stage])
     along = np.stack(
-        [np.einsum("pc,cij->pij", *pair) for pair in zip(np.stack(paths, axis=1), map(np.stack, costs.of_stage))]
+        [
+            np.einsum("pc,cij->pij", weights, np.where(allowed, np.stack(of_stage), 0.0))
+            for weights, allowed, of_stage in zip(np.stack(paths, axis=1), fits, costs.of_stage, strict=True)
+        ]
     )
-    rest = _complete_paths(costs, along)
-    cuts, loads, sums = (
-        np.zeros((1, 1), dtype=np.int64),
-        np.zeros((1, len(timetable.orders))),
-        np.zeros((1, len(paths))),
-    )
-    for stage, rank in enumerate(timetable.ranks):
+    rest = _complete_paths(along, fits)
+    m, ranks = _count_microbatches(timetable), timetable.ranks
+    cuts, loads = np.zeros((1, 1), dtype=np.int64), np.zeros((1, len(timetable.orders)))
+    sums = np.zeros((1, len(paths)))
+    for stage, rank in enumerate(ranks):
         begun = cuts[:, -1]
         work = np.sum(costs.of_stage[stage][:3], axis=0)  # forward, and both halves of the backward
         seconds = loads[:, rank, None] + m * work[begun]  # [cuts, end of the stage]
-        row, stop = np.nonzero(np.isfinite(rest[stage + 1]).all(axis=0) & (seconds < limit_s))
-        sums = sums[row] + along[stage][:, begun[row], stop].T
-        fit = (sums + rest[stage + 1][:, stop].T < limit_s).all(axis=1)
-        row, stop, sums = row[fit], stop[fit], sums[fit]
-        cuts, loads = np.column_stack([cuts[row], stop]), loads[row]
+        allowed = fits[stage][begun] & np.isfinite(rest[stage + 1]).all(axis=0) & (seconds < limit_s)
+        row, stop = np.nonzero(allowed)
+        kept: list[NDArray[np.float64]] = []
+        for some in np.array_split(np.arange(len(row)), 1 + len(row) * len(paths) // _AT_ONCE):
+            longer = sums[row[some]] + along[stage][:, begun[row[some]], stop[some]].T
+            allowed[row[some], stop[some]] = (longer + rest[stage + 1][:, stop[some]].T < limit_s).all(axis=1)
+            kept.append(longer[allowed[row[some], stop[some]]])
+            if sum(map(len, kept)) > (most if stage == stages - 1 else _BEGUN):
+                return None
+        row, stop = np.nonzero(allowed)
+        cuts, loads, sums = np.column_stack([cuts[row], stop]), loads[row], np.concatenate(kept)
         loads[:, rank] = seconds[row, stop]
-        if len(cuts) > (most if stage == stages - 1 else 10 * most):
-            return None
     return cuts
 
 
-def _complete_paths(costs: _Costs, along: Table) -> list[Table]:
+def _complete_paths(along: Table, fits: NDArray[np.bool_]) -> list[Table]:
     """Return, for each number of stages from 0 to all, an array of shape ``[paths, calls + 1]``: the least seconds of
     each path on the other stages if these begin with the call of this index; infinite if they cannot. ``along``: the
     seconds of the paths on every sequence of block calls (such as layers), shape ``[stages, paths, calls + 1, calls +
-    1]``. ``costs``: seconds of all possible stages.
+    1]``. ``fits``: whether a stage may consist of the sequence, shape ``[stages, calls + 1, calls + 1]``.
     """
     size = along.shape[-1]
-    longer = np.where(np.arange(size)[None, :] > np.arange(size)[:, None], 0.0, np.inf)
+    any_call = np.arange(size)[None, :] > np.arange(size)[:, None]
     rest = [np.where(np.arange(size) == size - 1, 0.0, np.full((along.shape[1], size), np.inf))]
-    for of_stage, of_paths in zip(reversed(costs.of_stage), along[::-1], strict=True):
-        barred = np.where(np.isfinite(of_stage[1]), longer, np.inf)
-        rest.append((np.where(np.isfinite(barred), of_paths, np.inf) + rest[-1][:, None, :]).min(axis=2))
+    for allowed, of_paths in zip(fits[::-1], along[::-1], strict=True):
+        rest.append((np.where(allowed & any_call, of_paths, np.inf) + rest[-1][:, None, :]).min(axis=2))
     return rest[::-1]
 
 
@@ -219,8 +224,9 @@ class _Costs:
 
     ``of_stage`` has five tables for each stage, of shape ``[calls + 1, calls + 1]``: forward, backward for inputs,
     backward for weights, wait for values and wait for gradients; and two more, gathers and reductions at the ends of a
-    step, if the problem has them. Rows are the first call, columns the call after the last. The seconds of the backward for inputs are infinite if the calls do not fit in memory. Stages share tables
-    that are equal. ``tables``: seconds and bytes of all possible stages, from which these are taken.
+    step, if the problem has them. Rows are the first call, columns the call after the last. The seconds of the backward
+    for inputs are infinite if the calls do not fit in memory. Stages share tables that are equal. ``tables``: seconds
+    and bytes of all possible stages, from which these are taken.
     """
 
     def __init__(self, tables: StageTables) -> None:
@@ -254,8 +260,9 @@ class _Costs:
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
         """Return, for each stage under ``cuts``, its seconds per microbatch: forward, backward for inputs, backward for
-        weights, wait for values, wait for gradients; and its seconds per step of collectives at the ends. ``cuts``: how the block calls (such as layers) are cut into
-        stages: the index of the first call of each stage, followed by the number of calls.
+        weights, wait for values, wait for gradients; and its seconds per step of collectives at the ends. ``cuts``: how
+        the block calls (such as layers) are cut into stages: the index of the first call of each stage, followed by the
+        number of calls.
         """
         return [
             Phases(*(float(table[cuts[k], cuts[k + 1]]) for table in of_stage))
@@ -297,8 +304,9 @@ class _Costs:
         return _Bands(np.where(fit[:, None], seconds[..., :width], 0.0), np.where(fit, 0.0, np.inf))
 
     def _stack_seconds(self, places: Iterable[tuple[Places, Places]]) -> Table:
-        """Return the seconds of sequences of block calls (such as layers), shape ``[stages, 5, ...]`` (or
-        ``[stages, 7, ...]``); the second dim is that of ``of_stage``. ``places``: for each stage two arrays, the first calls and the calls after the last."""
+        """Return the seconds of sequences of block calls (such as layers), shape ``[stages, 5, ...]`` (or ``[stages, 7,
+        ...]``); the second dim is that of ``of_stage``. ``places``: for each stage two arrays, the first calls and the
+        calls after the last."""
         both = zip(self.of_stage, places, strict=True)
         return np.stack([np.stack([table[start, stop] for table in of_stage]) for of_stage, (start, stop) in both])
 
@@ -322,8 +330,9 @@ class _Bands:
         stages, and the cuts that attain it (the index of the first call of each stage, followed by the number of
         calls).
 
-        ``paths``: the weights, shape ``[stages, 5]`` or ``[stages, 7]``; the second dim is that of the seconds. If they count how often each phase occurs on a path through the
-        actions of a schedule, the sum is a lower bound on the step time of all cuts.
+        ``paths``: the weights, shape ``[stages, 5]`` or ``[stages, 7]``; the second dim is that of the seconds. If they
+        count how often each phase occurs on a path through the actions of a schedule, the sum is a lower bound on the
+        step time of all cuts.
         """
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape

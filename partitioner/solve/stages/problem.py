@@ -70,8 +70,8 @@ class Pace:
 @dataclass(frozen=True)
 class StageEnds:
     """The collectives of the data-parallel ranks of one virtual stage at the ends of a step: lower bounds in seconds,
-    one for each block call (such as a layer), shape ``[calls]``. ``gathers``: of its updated parameters. ``reductions``:
-    of its gradients.
+    one for each block call (such as a layer), shape ``[calls]``. ``gathers``: of its updated parameters.
+    ``reductions``: of its gradients.
     """
 
     gathers: NDArray[np.float64]

@@ -102,7 +102,7 @@ def check_layout(
         outcomes: list[RankOutcome] = pool.call(run_rank, target, timeout=timeout)
         errors, placed, loss_is = _compare(plain, outcomes)
         wrong = {name: error for name, error in errors.items() if not error <= tolerance}
-        differences = _find_foreign(plain, outcomes, placed)
+        differences = _find_foreign(plain, outcomes, placed) + _find_trained(plain, placed)
         if wrong:
             parts = _run_alone(single, split_gradients, target, ranks, timeout=timeout)
             names = [n.removeprefix("grad ") for n in wrong if n.startswith("grad ")]
@@ -272,6 +272,22 @@ def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: 
         told = [f"{name} on {format_ranks(ranks)}" for name, ranks in names.items()]
         found.append(LayoutDifference(kind, text, tuple(told), math.inf))
     return found
+
+
+def _find_trained(plain: PlainResults, placed: PlacedShards) -> list[LayoutDifference]:
+    """Return a list with one difference if ranks compute gradients of parameters that the plain model (the user's model
+    on one process) freezes, so that an optimizer would train them; else an empty list. ``plain``: results of the plain
+    model. ``placed``: the elements of its parameters that each rank holds.
+    """
+    found = {}
+    for name in [name for name in placed.holders if name not in plain.grads]:
+        given = [h for h in placed.holders[name] if h.gradient is not None and bool(h.gradient.count_nonzero())]
+        if given:
+            found[name] = f"{name} on {format_ranks(sorted({h.rank for h in given}))}"
+    if not found:
+        return []
+    text = "the plain model freezes the parameter (requires_grad is False), and ranks compute a gradient for it"
+    return [LayoutDifference("trained", text, tuple(found.values()), math.inf)]
 
 
 def _locate_function(function: Callable[[], Any] | str) -> str:

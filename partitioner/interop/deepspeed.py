@@ -188,6 +188,8 @@ def _read_states(options: Options) -> dict[str, Any]:
         if options.take_flag(f"zero_optimization.{name}", None) and weights == _NOTHING:
             weights = _HOST
     share = options.take_share("zero_optimization.offload_optimizer.ratio", 1.0)
+    if not 0 <= share <= 1:
+        raise options.wrong_value("zero_optimization.offload_optimizer.ratio", "a number from 0 to 1")
     if share < 1 and stage != 3:
         raise ContradictionError(
             f"{options.where}: zero_optimization.offload_optimizer.ratio={share:g} with stage {stage}; expected "

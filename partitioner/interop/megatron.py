@@ -31,6 +31,12 @@ _CONTEXT = {
 }
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd_momentum", "muon": "sgd_momentum", "dist_muon": "sgd_momentum"}
 _QUICK = ("layernorm", "moe_act")  # modules whose results are made quickly
+_RECOMPUTED = (
+    "core_attn", "gdn_norm", "layernorm", "mhc", "mla_up_proj", "mlp", "moe", "moe_act", "mtp", "shared_experts",
+)  # fmt: skip
+_FP8 = {name: name for name in ("none", "e4m3", "hybrid", "e5m2")}
+_FP8_RECIPES = {name: name for name in ("delayed", "tensorwise", "mxfp8", "blockwise", "custom", "nvfp4")}
+_GRAPHS = {name: name for name in ("none", "local", "transformer_engine", "full_iteration")}
 _PLACES = re.compile(r"[EtmL]")
 _MOST_REPEATED = 10_000
 
@@ -215,6 +221,13 @@ def _build_layout(options: Options, name: str, devices: int | None) -> TrainingL
         raise ContradictionError(
             f"{options.name('seq-length')}={length} is not divisible by 2 x cp = {2 * cp}; expected a multiple of it"
         )
+    if length and sequence and length % (tp * cp):
+        raise ContradictionError(
+            f"{options.name('seq-length')}={length} is not divisible by tp={tp}"
+            + (f" x cp={cp}" if cp > 1 else "")
+            + f" under {options.name('sequence-parallel')}; expected a multiple of {tp * cp}"
+        )
+    _check_model_sizes(options, tp, ep)
     for option, reason in _BEYOND.items():
         if options.has(option) and options.given[option] is not False:
             options.note(option, reason)
@@ -233,6 +246,23 @@ def _build_layout(options: Options, name: str, devices: int | None) -> TrainingL
     return TrainingLayout(**layout, profile=profile, unused=options.list_unused())
 
 
+def _check_model_sizes(options: Options, tp: int, ep: int) -> None:
+    """Raise :class:`ContradictionError` if ``options``, options of Megatron-LM, give a number of attention heads that
+    is not divisible by ``tp``, or a number of experts that is not divisible by ``ep``.
+    """
+    sizes = (
+        ("num-attention-heads", "tensor-model-parallel-size", tp),
+        ("num-experts", "expert-model-parallel-size", ep),
+    )
+    for option, axis, ranks in sizes:
+        count = options.take_number(option)
+        if count and count % ranks:
+            raise ContradictionError(
+                f"{options.name(option)}={count} is not divisible by {options.name(axis)}={ranks}; expected a multiple "
+                f"of {ranks}, or a divisor of {count} ranks"
+            )
+
+
 def _read_precision(options: Options) -> str:
     """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. FP4 counts as ``fp8``.
     ``options``: the options of the configuration.
@@ -242,6 +272,9 @@ def _read_precision(options: Options) -> str:
         raise ContradictionError(f"{options.name('bf16')} and {options.name('fp16')} together; expected one of them")
     options.take("pipeline-dtype")
     short = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    for option in ("fp8-format", "fp8"):
+        if isinstance(value := options.given.get(option), str) and value:
+            options.take_choice(option, _FP8)
     for option in ("fp8-format", "fp8", "fp4-format", "fp4"):
         value = options.take(option)
         if value not in (None, False, "none", ""):
@@ -308,6 +341,13 @@ def _read_recompute(options: Options) -> str:
         kind, method = kind or "full", method or older or "uniform"
     if modules is not None and not (isinstance(modules, list) and all(isinstance(each, str) for each in modules)):
         raise options.wrong_value("recompute-modules", "names of modules, like core_attn layernorm")
+    unknown = [name for name in modules or () if name not in _RECOMPUTED]
+    if unknown:
+        raise OptionValueError(
+            f"{options.where}: {options.name('recompute-modules')}: unknown module {unknown[0]}; "
+            f"{format_suggestion(unknown[0], [*_RECOMPUTED])}expected some of {', '.join(_RECOMPUTED)}: "
+            "correct the name"
+        )
     if kind == "full":
         if method is None:
             raise ContradictionError(
@@ -491,7 +531,7 @@ def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, 
     if options.take_flag("no-scatter-gather-tensors-in-pipeline"):
         facts["sends"] = "whole"
     facts |= _read_expert_profile(options)
-    recipe = options.take_text("fp8-recipe", "delayed")
+    recipe = options.take_choice("fp8-recipe", _FP8_RECIPES, "delayed")
     facts["current_scaling"] = precision == "fp8" and recipe == "tensorwise"
     facts["graphs"] = _read_graphs(options)
     return facts
@@ -536,7 +576,7 @@ def _read_graphs(options: Options) -> str:
     """Return which part of a step runs as CUDA graphs: ``none``, ``part`` (only some modules of a layer) or ``all``.
     ``options``: the options of the configuration.
     """
-    kind = options.take_text("cuda-graph-impl", "none")
+    kind = options.take_choice("cuda-graph-impl", _GRAPHS, "none")
     on = options.take_any_flag("enable-cuda-graph", "external-cuda-graph")
     scope = options.take("cuda-graph-scope")
     scope = scope if isinstance(scope, list) else [scope] if isinstance(scope, str) else []

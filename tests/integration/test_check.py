@@ -136,6 +136,8 @@ def test_the_command_has_three_exit_codes():
     equal = invoke("check", f"{faults}:permuted_shards")
     assert equal.exit_code == 0
     assert "Equal: 5 tensors compared" in equal.stdout
+    trained = invoke("check", f"{faults}:trained")  # its gradients are equal
+    assert "Different: the 4 tensors compared are equal, and something else differs" in trained.stdout
     differs = invoke("check", f"{faults}:summed", "--rows", "2")
     assert differs.exit_code == 1
     assert "Different: 4 of 5 tensors compared differ" in differs.stdout

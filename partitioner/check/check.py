@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from partitioner.check.causes import UNKNOWN, Cause, CauseFinder, format_ranks
 from partitioner.check.compare import (
     TOLERANCE,
+    ForeignElements,
     PlacedShards,
     compare_gradient,
     compare_loss,
@@ -258,7 +260,8 @@ def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: 
         found.append(LayoutDifference("different-seeds", text, ("weights",), math.inf))
     groups: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for elements in placed.foreign:
-        if elements.beside is None or elements.count * 2 > elements.total:
+        few = elements.beside is not None and elements.count * 2 <= elements.total
+        if not few and not (elements.constant and _is_whole(plain, placed, elements)):
             cause = ("other-weights", "the values are not those of the plain model")
         elif elements.largest_gradient > 0.0:
             cause = (
@@ -272,6 +275,20 @@ def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: 
         told = [f"{name} on {format_ranks(ranks)}" for name, ranks in names.items()]
         found.append(LayoutDifference(kind, text, tuple(told), math.inf))
     return found
+
+
+def _is_whole(plain: PlainResults, placed: PlacedShards, elements: ForeignElements) -> bool:
+    """Return whether the ranks hold every element of the parameter of the plain model (the user's model on one process)
+    to which ``elements`` were added, so that these are no replacement. ``plain``: results of the plain model.
+    ``placed``: the elements that each rank holds.
+    """
+    beside = {other.beside for other in placed.foreign if other.name == elements.name} - {None}
+    held = {h.name: name for name, holders in placed.holders.items() for h in holders}
+    name = next(iter(beside), held.get(elements.name))
+    if name is None:
+        return False
+    indices = torch.cat([h.index for h in placed.holders[name] if h.name == elements.name])
+    return len(indices.unique()) == plain.weights[name].numel()
 
 
 def _find_trained(plain: PlainResults, placed: PlacedShards) -> list[LayoutDifference]:

@@ -280,6 +280,25 @@ def padding() -> Setup:
     return _setup(Padded)
 
 
+def padding_of_most_rows() -> Setup:
+    """The last layer's four rows are padded to 16, which the ranks share: the second of two has padding only."""
+
+    class Padded(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.body = model[:2]
+            weight = nn.functional.pad(model[2].weight.detach(), (0, 0, 0, 12))
+            self.last = nn.Parameter(_rows(weight).clone())
+            self.last_bias = model[2].bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = nn.functional.linear(self.body(x), self.last)
+            sums = rows.new_zeros(len(x), 4)
+            return sums + rows[:, :4] + rows[:, 4:] + self.last_bias
+
+    return _setup(Padded)
+
+
 def precision() -> Setup:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -452,6 +471,7 @@ CAUSES = {  # function -> kind of the first difference
     "different_seeds": "different-seeds",
     "same_positions": "wrong-module",
     "padding": "padding",
+    "padding_of_most_rows": "padding",
     "precision": "precision",
     "local_clip": "local-clip",
     "unsummed_output": "unsummed",

@@ -287,10 +287,13 @@ def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ..
         found |= {_STEPS: count} if count else {}
         if layout.global_batch and not count:
             leave_out("global_batch", "it follows from micro batch, accumulation steps and replicas")
-    zero: dict[str, Any] = {"stage": layout.zero or 0, "overlap_comm": layout.profile.overlap}
+    stage = min(layout.zero or 0, 1 if layout.pp > 1 else 3)
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": layout.profile.overlap}
     if layout.zero is None:
         leave_out("zero", "states are not sharded unless it is asked for")
-    _add_offload(layout, zero, leave_out)
+    elif stage != layout.zero:
+        leave_out("zero", "the pipeline engine has ZeRO-1 at most, which is written")
+    _add_offload(layout.replace(zero=stage), zero, leave_out)
     if (layout.dp_replicate or 1) > 1 and layout.zero:
         for field in ("dp_shard", "dp_replicate"):  # MiCS is refused since 0.19
             leave_out(field, "states are sharded over all data-parallel ranks")

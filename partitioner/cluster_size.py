@@ -31,7 +31,7 @@ from partitioner.passes.faults import typed_errors
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.passes.padding.resize import resize_folded
 from partitioner.plan import Plan
-from partitioner.plans.figures import fullest_rank, list_usable_bytes, memory_text, mesh_text
+from partitioner.plans.figures import candidate_text, fullest_rank, list_usable_bytes, memory_text
 from partitioner.plans.training_run import TrainingRun, energy_of, money_of
 from partitioner.runtime.files import write_text
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
@@ -79,7 +79,7 @@ class Size:
         money = f", {format_digits(self.money)} USD" if self.money is not None else ""
         energy = f", {format_digits(self.energy)} J" if self.energy is not None else ""
         rate = f"{throughput_text(self.plan)}, " if self.plan.global_batch else ""
-        told = f"{rate}{format_percent(self.plan.estimate.mfu)} MFU, {mesh_text(self.plan.mesh)}"
+        told = f"{rate}{format_percent(self.plan.estimate.mfu)} MFU, {candidate_text(self.plan.chosen)}"
         return f"{nodes}: {seconds_text(self.step_time)}{money}{energy} per step, {told}"
 
 
@@ -289,8 +289,9 @@ class Largest:
         """Return one line: the largest size that fits with its memory, mesh and step time, and the size that does not
         fit."""
         fits = (
-            f"{_WHAT[self.of].format(self.size)} fits: {memory_text(self.plan)}, {mesh_text(self.plan.mesh)}, "
-            f"{seconds_text(self.plan.estimate.step_time)} a step"
+            f"{_WHAT[self.of].format(self.size)} fits: {memory_text(self.plan)}, {candidate_text(self.plan.chosen)}, "
+            f"{seconds_text(self.plan.estimate.step_time)} for a step of "
+            f"{format_plural(self.plan.global_batch, 'sample')}"
         )
         if self.too_large is None:
             return f"{fits}; nothing larger was tried"
@@ -486,7 +487,7 @@ class Fit:
     """Result of :func:`check_fit`. ``str()`` of it has a line for each answer.
 
     Attributes:
-        plan: the estimates of the job's best plan, without a program; ``None``: the job does not fit.
+        plan: the job's best plan, as :func:`partitioner.partition` returns it; ``None``: the job does not fit.
         reason: why it does not fit, and the nearest changes with which it does; empty if it fits.
         length: tokens of a sample; 0 if the inputs are not sequences of tokens.
         microbatch: the largest microbatch that fits; ``None``: not even one sample for each device does.
@@ -529,7 +530,7 @@ class Fit:
             batch = format_plural(self.plan.global_batch, "sample")
             lines = [
                 f"fits: yes, {memory_text(self.plan)}{left} on the fullest rank",
-                f"layout: {mesh_text(self.plan.mesh)}",
+                f"layout: {candidate_text(self.plan.chosen)}",
                 f"step: {seconds_text(self.plan.estimate.step_time)} for {batch}, {speed}",
             ]
         largest = "not even one sample for each device fits" if self.microbatch is None else str(self.microbatch)
@@ -569,7 +570,7 @@ def check_fit(
     length = _token_length(inputs)
     plan, reason = None, ""
     try:
-        plan = partition(model, topology, inputs, constraints=constraints, estimate_only=True, **more)
+        plan = partition(model, topology, inputs, constraints=constraints, **more)
     except CapacityError as error:
         error.suggest()
         reason = str(error)

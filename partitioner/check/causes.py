@@ -371,7 +371,7 @@ class CauseFinder:
             return None
         first = found[ranks[0]]
         if all(_is_same_fit(first, weights) for weights in found.values()):
-            return _name_weights(first)
+            return _name_weights(first, self.parts.labels)
         shares = {
             rank: ", ".join(f"sample {s} part {c} {_format_factor(w)}" for (s, c), w in [*weights.items()][:4])
             for rank, weights in found.items()
@@ -437,13 +437,14 @@ def _is_same_fit(one: Mapping[tuple[int, int], float], other: Mapping[tuple[int,
     return one.keys() == other.keys() and all(abs(one[label] - other[label]) < 1e-6 for label in one)
 
 
-def _name_weights(weights: Mapping[tuple[int, int], float]) -> Cause | None:
+def _name_weights(weights: Mapping[tuple[int, int], float], labels: Sequence[tuple[int, int]]) -> Cause | None:
     """Return the cause why pieces of the batch contribute to gradients with wrong ``weights``; ``None`` if all are 1.
-    ``weights``: (sample, part of the sequence) -> weight, 1 if right."""
+    ``weights``: (sample, part of the sequence) -> weight, 1 if right. ``labels``: all pieces; those without a target
+    have no weight."""
     samples = sorted({sample for sample, _ in weights})
     by_sample = {s: [w for (sample, _), w in weights.items() if sample == s] for s in samples}
     if all(max(w) - min(w) < 1e-6 for w in by_sample.values()):
-        means = {s: w[0] for s, w in by_sample.items()}
+        means, pieces = {s: w[0] for s, w in by_sample.items()}, sorted({sample for sample, _ in labels})
         unit = "sample"
     else:
         chunks = sorted({chunk for _, chunk in weights})
@@ -451,12 +452,12 @@ def _name_weights(weights: Mapping[tuple[int, int], float]) -> Cause | None:
         if any(max(w) - min(w) > 1e-6 for w in by_chunk.values()):
             told = ", ".join(f"sample {s} part {c}: {_format_factor(w)}" for (s, c), w in [*weights.items()][:8])
             return Cause("reweighted", f"parts of the batch have wrong weights in the gradient: {told}")
-        means = {c: w[0] for c, w in by_chunk.items()}
+        means, pieces = {c: w[0] for c, w in by_chunk.items()}, sorted({chunk for _, chunk in labels})
         unit = "part of the sequence"
     if all(abs(w - 1.0) < 1e-6 for w in means.values()):
         return None
     told = ", ".join(f"{unit} {i}: {_format_factor(w)}" for i, w in [*means.items()][:8])
-    groups = _split_equal_weights(means)
+    groups = _split_equal_weights(means, pieces)
     if groups is not None:
         return Cause(
             "mean-of-means",
@@ -469,25 +470,28 @@ def _name_weights(weights: Mapping[tuple[int, int], float]) -> Cause | None:
     return Cause("reweighted", f"parts of the batch have wrong weights in the gradient: {told}")
 
 
-def _split_equal_weights(means: Mapping[int, float]) -> int | None:
+def _split_equal_weights(means: Mapping[int, float], pieces: Sequence[int]) -> int | None:
     """Find out whether a gradient is a mean of means over groups of the batch where a mean over all targets is right.
     Return the number of groups; ``None`` if the weights do not show this.
 
-    ``means``: index of a sample (or part of the sequence) -> its weight in the gradient, 1 if right. If group
-    i of n groups has the fraction f_i of all targets, the mean of means gives it the weight 1 / (n f_i). The fractions
-    add up to 1, so the inverse weights of the groups add up to n.
+    ``means``: index of a sample (or part of the sequence) -> its weight in the gradient, 1 if right. ``pieces``: the
+    indices of all samples (or parts), also of those that have no target and therefore no weight. If group i of n groups
+    has the fraction f_i of all targets, the mean of means gives it the weight 1 / (n f_i). The fractions add up to 1,
+    so the inverse weights of the groups add up to n.
     """
-    keys = list(means)
-    weights = torch.tensor([means[k] for k in keys], dtype=torch.float64)
-    if bool((weights <= 1e-6).any()):
+    if any(weight <= 1e-6 for weight in means.values()):
         return None
-    for n in range(2, len(keys) + 1):
-        if len(keys) % n:
+    for n in range(2, len(pieces) + 1):
+        each, rest = divmod(len(pieces), n)
+        if rest:
             continue
-        blocks = weights.view(n, -1)
-        strided = weights.view(-1, n).T
-        for rows in (blocks, strided):
-            if float((rows.amax(1) - rows.amin(1)).max()) < 1e-6 and abs(float((1 / rows[:, 0]).sum()) - n) < 1e-6 * n:
+        blocks = [pieces[i * each : (i + 1) * each] for i in range(n)]
+        strided = [pieces[i::n] for i in range(n)]
+        for groups in (blocks, strided):
+            known = [[means[piece] for piece in group if piece in means] for group in groups]
+            known = [weights for weights in known if weights]
+            equal = all(max(weights) - min(weights) < 1e-6 for weights in known)
+            if equal and abs(sum(1 / weights[0] for weights in known) - n) < 1e-6 * n:
                 return n
     return None
 

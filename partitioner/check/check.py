@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from partitioner.check.causes import UNKNOWN, Cause, CauseFinder, format_ranks
 from partitioner.check.compare import (
     TOLERANCE,
+    ForeignElements,
     PlacedShards,
     compare_gradient,
     compare_loss,
@@ -102,7 +104,7 @@ def check_layout(
         outcomes: list[RankOutcome] = pool.call(run_rank, target, timeout=timeout)
         errors, placed, loss_is = _compare(plain, outcomes)
         wrong = {name: error for name, error in errors.items() if not error <= tolerance}
-        differences = _find_foreign(plain, outcomes, placed)
+        differences = _find_foreign(plain, outcomes, placed) + _find_trained(plain, placed)
         if wrong:
             parts = _run_alone(single, split_gradients, target, ranks, timeout=timeout)
             names = [n.removeprefix("grad ") for n in wrong if n.startswith("grad ")]
@@ -258,7 +260,8 @@ def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: 
         found.append(LayoutDifference("different-seeds", text, ("weights",), math.inf))
     groups: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for elements in placed.foreign:
-        if elements.beside is None or elements.count * 2 > elements.total:
+        few = elements.beside is not None and elements.count * 2 <= elements.total
+        if not few and not (elements.constant and _is_whole(plain, placed, elements)):
             cause = ("other-weights", "the values are not those of the plain model")
         elif elements.largest_gradient > 0.0:
             cause = (
@@ -272,6 +275,36 @@ def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: 
         told = [f"{name} on {format_ranks(ranks)}" for name, ranks in names.items()]
         found.append(LayoutDifference(kind, text, tuple(told), math.inf))
     return found
+
+
+def _is_whole(plain: PlainResults, placed: PlacedShards, elements: ForeignElements) -> bool:
+    """Return whether the ranks hold every element of the parameter of the plain model (the user's model on one process)
+    to which ``elements`` were added, so that these are no replacement. ``plain``: results of the plain model.
+    ``placed``: the elements that each rank holds.
+    """
+    beside = {other.beside for other in placed.foreign if other.name == elements.name} - {None}
+    held = {h.name: name for name, holders in placed.holders.items() for h in holders}
+    name = next(iter(beside), held.get(elements.name))
+    if name is None:
+        return False
+    indices = torch.cat([h.index for h in placed.holders[name] if h.name == elements.name])
+    return len(indices.unique()) == plain.weights[name].numel()
+
+
+def _find_trained(plain: PlainResults, placed: PlacedShards) -> list[LayoutDifference]:
+    """Return a list with one difference if ranks compute gradients of parameters that the plain model (the user's model
+    on one process) freezes, so that an optimizer would train them; else an empty list. ``plain``: results of the plain
+    model. ``placed``: the elements of its parameters that each rank holds.
+    """
+    found = {}
+    for name in [name for name in placed.holders if name not in plain.grads]:
+        given = [h for h in placed.holders[name] if h.gradient is not None and bool(h.gradient.count_nonzero())]
+        if given:
+            found[name] = f"{name} on {format_ranks(sorted({h.rank for h in given}))}"
+    if not found:
+        return []
+    text = "the plain model freezes the parameter (requires_grad is False), and ranks compute a gradient for it"
+    return [LayoutDifference("trained", text, tuple(found.values()), math.inf)]
 
 
 def _locate_function(function: Callable[[], Any] | str) -> str:

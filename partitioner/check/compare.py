@@ -53,6 +53,7 @@ class ForeignElements:
         count, total: number of such elements, and number of all elements of the parameter.
         beside: name of the plain model's parameter to which the remaining elements belong; ``None`` if there are none.
         largest_gradient: largest absolute gradient of such an element.
+        constant: whether all such elements have the same value.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class ForeignElements:
     total: int
     beside: str | None
     largest_gradient: float
+    constant: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,10 @@ def place_shards(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Placed
             if not bool(known.all()):
                 other = 0.0 if gradient is None else float(gradient[~known].abs().max())
                 beside = names[owners[0]] if owners else None
+                more = flat[~known]
+                constant = bool((more == more[0]).all())
                 foreign.append(
-                    ForeignElements(outcome.rank, shard.name, int((~known).sum()), flat.numel(), beside, other)
+                    ForeignElements(outcome.rank, shard.name, len(more), flat.numel(), beside, other, constant)
                 )
     return PlacedShards(holders, foreign)
 

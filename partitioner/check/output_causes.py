@@ -74,6 +74,8 @@ def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]
         if cause is UNKNOWN and all(len(calls) == len(expected) == 1 for calls in given.values()):
             cause = name_output_cause(expected[0], [calls[0] for calls in given.values()], len(outcomes))
         where = f"the output of {name or 'the model'} is wrong first"
+        if _is_same_part(expected, given):
+            return Cause("wrong-module", f"{where}: all ranks have the same part of it, and no rank has the rest")
         if cause is UNKNOWN and last:
             held = {o.rank: calls[last] for o, calls in zip(outcomes, by_rank, strict=True) if last in calls}
             fused = _name_fused_cut(plain, last, name, held)
@@ -122,7 +124,7 @@ def _is_right(expected: Sequence[Tensor], given: dict[int, list[Tensor]], world_
     it, one for each call. ``world_size``: number of ranks.
     """
     if all(any(_is_part(whole, part) for whole in expected) for calls in given.values() for part in calls):
-        return True
+        return not _is_same_part(expected, given)
     if len({tuple(call.shape for call in calls) for calls in given.values()}) > 1:
         return False
     for groups in list_groupings(sorted(given), world_size):
@@ -144,6 +146,23 @@ def _is_part(whole: Tensor, part: Tensor) -> bool:
     if max(len(rows), len(parts)) > _MOST_ROWS:
         return False
     return bool((torch.cdist(parts, rows).amin(1) <= 1e-6 * max(float(rows.abs().max()), 1e-12)).all())
+
+
+def _is_same_part(expected: Sequence[Tensor], given: dict[int, list[Tensor]]) -> bool:
+    """Return whether all ranks have the same part of a module's output and no rank has the rest, although their parts
+    together are as large as the whole. ``expected``: the module's outputs in the plain model (the user's model on one
+    process), one for each call. ``given``: rank -> the module's outputs on it.
+    """
+    if len(given) < 2 or len(expected) != 1 or any(len(calls) != 1 for calls in given.values()):
+        return False
+    whole, parts = expected[0], [calls[0] for calls in given.values()]
+    first = parts[0]
+    if not first.numel() < whole.numel() <= first.numel() * len(parts) or first.shape[-1:] != whole.shape[-1:]:
+        return False
+    rows, held = whole.flatten(0, -2), first.flatten(0, -2)
+    if len(rows) > _MOST_ROWS or not all(_is_equal(part, first) for part in parts):
+        return False
+    return bool((torch.cdist(rows, held).amin(1) > 1e-6 * max(float(rows.abs().max()), 1e-12)).any())
 
 
 def _name_bias(plain: PlainResults, name: str, given: dict[int, list[Tensor]]) -> Cause | None:

@@ -358,6 +358,7 @@ def check(
     The exit code is 1 if they differ.
     """
     from partitioner import check_layout
+    from partitioner.check.compare import TOLERANCE
 
     with show_spinner(f"Running {ranks} ranks and the plain model"):
         found = check_layout(function, ranks, timeout)
@@ -367,13 +368,15 @@ def check(
         told = f"{len(found.errors)} tensors compared, largest error {largest:.2e}"
         console.print(Text.assemble(("Equal: ", "bold green"), told))
         return
-    wrong = {name for difference in found.differences for name in difference.names} & set(found.errors)
+    wrong = {name: error for name, error in found.errors.items() if not error <= TOLERANCE}
     told = f"{len(wrong)} of {len(found.errors)} tensors compared differ"
+    if not wrong:
+        told = f"the {len(found.errors)} tensors compared are equal, and something else differs"
     console.print(Text.assemble(("Different: ", "bold red"), told))
     for difference in found.differences:
         console.print(Text.assemble("\n", (f"{difference.kind}: ", "bold"), difference.cause))
         for name in difference.names[:rows]:
-            error = f"  {found.errors[name]:.1e}" if name in found.errors else ""
+            error = f"  {wrong[name]:.1e}" if name in wrong else ""
             console.print(Text(f"    {name}{error}"))
         if len(difference.names) > rows:
             console.print(Text(f"    and {len(difference.names) - rows} more"))

@@ -85,7 +85,7 @@ class LinkTable:
 
     @property
     def height(self) -> float:
-        return _TABLE_HEAD + _ROW * len(self.rows)
+        return _TABLE_HEAD + _ROW * len(self.rows) if self.rows else 0.0
 
 
 def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
@@ -107,6 +107,8 @@ def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
 
 def draw_links(root: ET.Element, table: LinkTable, x: float, y: float) -> None:
     """Draw ``table`` into ``root``. ``x``, ``y``: its top left corner in pixels."""
+    if not table.rows:  # a single device
+        return
     widths = table.columns
     lefts = [x + sum(widths[:i]) for i in range(len(widths))]
     for left, head in zip(lefts, _HEADS, strict=False):

@@ -124,7 +124,7 @@ def _read_fsdp(options: Options, of_node: int | None) -> dict[str, Any]:
         found["dp_shard"] = of_node
     elif hybrid:
         options.note(f"{name}sharding_strategy", "num_processes is not given; states are sharded over all ranks")
-    moved = options.take_flag(f"{name}offload_params") or options.take_flag(f"{name}cpu_offload")
+    moved = options.take_any_flag(f"{name}offload_params", f"{name}cpu_offload")
     found["offload"] = ("optimizer", "parameters") if moved else ()
     again = options.take_flag(f"{name}activation_checkpointing", None)
     found["recompute"] = None if again is None else "full" if again else "none"

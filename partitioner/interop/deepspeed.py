@@ -38,7 +38,6 @@ _BEYOND = {
     "activation_checkpointing.partition_activations": "saved activations are not divided over tp",
     "activation_checkpointing.cpu_checkpointing": "the model's script says what is recomputed; it stays on the device",
     "activation_checkpointing.number_checkpoints": "the model's script says what is recomputed",
-    "pipeline.activation_checkpoint_interval": "the model's script says what is recomputed",
     "pipeline.partition": "stages are divided evenly by layers",
     "tensor_parallel.partition_config": "how single layers are sharded is chosen by the plan",
     "tensor_parallel.preset_model": "how single layers are sharded is chosen by the plan",
@@ -127,6 +126,21 @@ def _read_axes(options: Options) -> dict[str, Any]:
     found |= {"context": "ulysses"} if cp > 1 else {}
     found |= {"sequence_parallel": False} if tp > 1 else {}
     found |= {"schedule": "1f1b"} if pp > 1 else {}
+    interval = options.take_number("pipeline.activation_checkpoint_interval", 0, least=0)
+    if interval and pp == 1:
+        options.note("pipeline.activation_checkpoint_interval", "has no effect without a pipeline")
+    elif interval:
+        found["recompute"] = "full"
+        if interval > 1:
+            options.note(
+                "pipeline.activation_checkpoint_interval", "each layer is taken to be saved by itself, not groups"
+            )
+    stage = options.given.get("zero_optimization.stage")
+    if pp > 1 and str(stage) in ("2", "3"):
+        raise ContradictionError(
+            f"{options.where}: pipeline.stages={pp} with zero_optimization.stage={stage}, which DeepSpeed's pipeline "
+            "engine refuses; expected stage 0 or 1, or one pipeline stage"
+        )
     dp = options.take_number("data_parallel_size")
     return found | ({"dp": dp} if dp else {})
 
@@ -174,6 +188,8 @@ def _read_states(options: Options) -> dict[str, Any]:
         if options.take_flag(f"zero_optimization.{name}", None) and weights == _NOTHING:
             weights = _HOST
     share = options.take_share("zero_optimization.offload_optimizer.ratio", 1.0)
+    if not 0 <= share <= 1:
+        raise options.wrong_value("zero_optimization.offload_optimizer.ratio", "a number from 0 to 1")
     if share < 1 and stage != 3:
         raise ContradictionError(
             f"{options.where}: zero_optimization.offload_optimizer.ratio={share:g} with stage {stage}; expected "
@@ -208,7 +224,7 @@ def _read_precision(options: Options) -> str | None:
     ``options``: the options of the configuration.
     """
     filled = any(options.given.get(name) == "auto" for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled"))
-    bf16 = options.take_flag("bf16.enabled") or options.take_flag("bfloat16.enabled")
+    bf16 = options.take_any_flag("bf16.enabled", "bfloat16.enabled")
     section = options.given.get("bfloat16")
     if isinstance(section, Mapping):
         options.take("bfloat16")
@@ -271,10 +287,13 @@ def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ..
         found |= {_STEPS: count} if count else {}
         if layout.global_batch and not count:
             leave_out("global_batch", "it follows from micro batch, accumulation steps and replicas")
-    zero: dict[str, Any] = {"stage": layout.zero or 0, "overlap_comm": layout.profile.overlap}
+    stage = min(layout.zero or 0, 1 if layout.pp > 1 else 3)
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": layout.profile.overlap}
     if layout.zero is None:
         leave_out("zero", "states are not sharded unless it is asked for")
-    _add_offload(layout, zero, leave_out)
+    elif stage != layout.zero:
+        leave_out("zero", "the pipeline engine has ZeRO-1 at most, which is written")
+    _add_offload(layout.replace(zero=stage), zero, leave_out)
     if (layout.dp_replicate or 1) > 1 and layout.zero:
         for field in ("dp_shard", "dp_replicate"):  # MiCS is refused since 0.19
             leave_out(field, "states are sharded over all data-parallel ranks")
@@ -291,7 +310,9 @@ def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ..
             found["optimizer"] = {"type": kinds[layout.optimizer], **params}
         else:
             leave_out("optimizer", "its type is left to the script")
-    if layout.recompute is not None:
+    if layout.recompute == "full" and layout.pp > 1:
+        found["pipeline"]["activation_checkpoint_interval"] = 1
+    elif layout.recompute is not None:
         leave_out("recompute", "the model's script says what is recomputed")
     if layout.seq_length is not None:
         leave_out("seq_length", "samples are the script's")

@@ -200,7 +200,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         """
         if self.devices not in (None, num_devices):
             raise ContradictionError(
-                f"the configuration is for {self.devices} devices; expected a topology of as many, got {num_devices}"
+                f"the configuration is for {self.devices} devices; expected a topology of as many, got {num_devices}: "
+                "change one of them"
             )
         dp = self._check_devices(num_devices)
         shard, replicate = self.dp_shard, self.dp_replicate

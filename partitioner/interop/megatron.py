@@ -17,8 +17,8 @@ from partitioner.interop.layout import (
     UnknownOptionError,
     UnusedOption,
 )
-from partitioner.interop.megatron_words import parse_arguments, read_words
-from partitioner.interop.options import Options, load_known_options, parse_mapping
+from partitioner.interop.megatron_words import depends_on_environment, parse_arguments, read_words
+from partitioner.interop.options import OF_MODEL, Options, explain_unused, load_known_options, parse_mapping
 from partitioner.topology.validate import format_suggestion
 
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -31,6 +31,12 @@ _CONTEXT = {
 }
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd_momentum", "muon": "sgd_momentum", "dist_muon": "sgd_momentum"}
 _QUICK = ("layernorm", "moe_act")  # modules whose results are made quickly
+_RECOMPUTED = (
+    "core_attn", "gdn_norm", "layernorm", "mhc", "mla_up_proj", "mlp", "moe", "moe_act", "mtp", "shared_experts",
+)  # fmt: skip
+_FP8 = {name: name for name in ("none", "e4m3", "hybrid", "e5m2")}
+_FP8_RECIPES = {name: name for name in ("delayed", "tensorwise", "mxfp8", "blockwise", "custom", "nvfp4")}
+_GRAPHS = {name: name for name in ("none", "local", "transformer_engine", "full_iteration")}
 _PLACES = re.compile(r"[EtmL]")
 _MOST_REPEATED = 10_000
 
@@ -59,7 +65,6 @@ _BEYOND = {
     "use-tp-pp-dp-mapping": "ranks are placed in the default order",
     "microbatch-group-size-per-virtual-pipeline-stage": "groups of microbatches are as large as pp",
     "microbatch-group-size-per-vp-stage": "groups of microbatches are as large as pp",
-    "moe-expert-capacity-factor": "the capacity matters with moe-pad-expert-input-to-capacity alone",
     "gradient-accumulation-fusion": "the profile of the framework has it",
     "nccl-ub": "memory and speed of registered buffers are not known",
     "fp4-format": "fp4 is priced as fp8",
@@ -72,7 +77,6 @@ _OF_MODEL = frozenset(
     "untie-embeddings-and-output-weights moe-shared-expert-intermediate-size moe-layer-freq multi-latent-attention "
     "make-vocab-size-divisible-by".split()
 )
-_MODEL_REASON = "describes the model, which is given by itself"
 _BRIDGE_NAMES = {  # field of Megatron-Bridge -> option that means it
     "virtual-pipeline-model-parallel-size": "num-virtual-stages-per-pipeline-rank",
     "num-layers-in-first-pipeline-stage": "decoder-first-pipeline-num-layers",
@@ -92,6 +96,8 @@ def read_megatron(text: str | list[str], ignore: Collection[str] = ()) -> Traini
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
     given, devices = parse_arguments(read_words(text) if isinstance(text, str) else text, ignore)
+    if devices is not None and isinstance(text, str) and depends_on_environment(text):
+        devices = None
     if not given:
         raise LayoutError(
             "the command line has no options; expected arguments of Megatron-LM, like --tensor-model-parallel-size 2"
@@ -132,8 +138,9 @@ def read_megatron_bridge(text: str) -> TrainingLayout:
                 )
             given[name], written[name] = value, place
     layout = _build_layout(Options(given, "Megatron-Bridge", written=written), "megatron-bridge", None)
-    reason = "has no effect on the time or memory of a planned step"
-    more = (UnusedOption(option=name, value=str(value)[:60], reason=reason) for name, value in beside.items())
+    more = (
+        UnusedOption(option=name, value=str(value)[:60], reason=explain_unused(name)) for name, value in beside.items()
+    )
     return layout.replace(unused=(*layout.unused, *more))
 
 
@@ -214,11 +221,18 @@ def _build_layout(options: Options, name: str, devices: int | None) -> TrainingL
         raise ContradictionError(
             f"{options.name('seq-length')}={length} is not divisible by 2 x cp = {2 * cp}; expected a multiple of it"
         )
+    if length and sequence and length % (tp * cp):
+        raise ContradictionError(
+            f"{options.name('seq-length')}={length} is not divisible by tp={tp}"
+            + (f" x cp={cp}" if cp > 1 else "")
+            + f" under {options.name('sequence-parallel')}; expected a multiple of {tp * cp}"
+        )
+    _check_model_sizes(options, tp, ep)
     for option, reason in _BEYOND.items():
         if options.has(option) and options.given[option] is not False:
             options.note(option, reason)
     for option in sorted(_OF_MODEL & options.given.keys()):
-        options.note(option, _MODEL_REASON)
+        options.note(option, OF_MODEL)
     layout: dict[str, Any] = {
         "framework": name, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "devices": devices, "precision": precision,
         "etp": etp or (tp if ep > 1 else None), "zero": zero, "microbatch_size": size, "global_batch": batch,
@@ -232,6 +246,23 @@ def _build_layout(options: Options, name: str, devices: int | None) -> TrainingL
     return TrainingLayout(**layout, profile=profile, unused=options.list_unused())
 
 
+def _check_model_sizes(options: Options, tp: int, ep: int) -> None:
+    """Raise :class:`ContradictionError` if ``options``, options of Megatron-LM, give a number of attention heads that
+    is not divisible by ``tp``, or a number of experts that is not divisible by ``ep``.
+    """
+    sizes = (
+        ("num-attention-heads", "tensor-model-parallel-size", tp),
+        ("num-experts", "expert-model-parallel-size", ep),
+    )
+    for option, axis, ranks in sizes:
+        count = options.take_number(option)
+        if count and count % ranks:
+            raise ContradictionError(
+                f"{options.name(option)}={count} is not divisible by {options.name(axis)}={ranks}; expected a multiple "
+                f"of {ranks}, or a divisor of {count} ranks"
+            )
+
+
 def _read_precision(options: Options) -> str:
     """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. FP4 counts as ``fp8``.
     ``options``: the options of the configuration.
@@ -241,6 +272,9 @@ def _read_precision(options: Options) -> str:
         raise ContradictionError(f"{options.name('bf16')} and {options.name('fp16')} together; expected one of them")
     options.take("pipeline-dtype")
     short = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    for option in ("fp8-format", "fp8"):
+        if isinstance(value := options.given.get(option), str) and value:
+            options.take_choice(option, _FP8)
     for option in ("fp8-format", "fp8", "fp4-format", "fp4"):
         value = options.take(option)
         if value not in (None, False, "none", ""):
@@ -307,6 +341,13 @@ def _read_recompute(options: Options) -> str:
         kind, method = kind or "full", method or older or "uniform"
     if modules is not None and not (isinstance(modules, list) and all(isinstance(each, str) for each in modules)):
         raise options.wrong_value("recompute-modules", "names of modules, like core_attn layernorm")
+    unknown = [name for name in modules or () if name not in _RECOMPUTED]
+    if unknown:
+        raise OptionValueError(
+            f"{options.where}: {options.name('recompute-modules')}: unknown module {unknown[0]}; "
+            f"{format_suggestion(unknown[0], [*_RECOMPUTED])}expected some of {', '.join(_RECOMPUTED)}: "
+            "correct the name"
+        )
     if kind == "full":
         if method is None:
             raise ContradictionError(
@@ -388,7 +429,7 @@ def _read_stages(options: Options, pp: int) -> dict[str, Any]:
         found["stage_layers"] = _parse_stage_layout(options, text)
         chunks = max(1, len(found["stage_layers"]) // pp)
     elif first is not None or last is not None:
-        found["stage_layers"] = _divide_rest(options, pp * (chunks or 1), first, last)
+        found["stage_layers"] = _divide_rest(options, (pp, chunks or 1), first, last)
     if per_chunk:
         found["layers_per_stage"] = per_chunk
         layers = options.take_number("num-layers")
@@ -411,11 +452,13 @@ def _read_stages(options: Options, pp: int) -> dict[str, Any]:
     return found
 
 
-def _divide_rest(options: Options, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
-    """Return the number of layers in each of ``stages`` stages. ``first``, ``last``: the configured number of layers of
-    the first and of the last stage; ``None``: not configured. All other stages share the remaining layers equally.
-    ``options``: the options of the configuration.
+def _divide_rest(options: Options, stages: tuple[int, int], first: int | None, last: int | None) -> tuple[int, ...]:
+    """Return the number of layers in each virtual stage, in the order of the layers. ``stages``: the number of pipeline
+    ranks, and of virtual stages on each. ``first``, ``last``: the configured number of layers of the first and of the
+    last pipeline rank, over all its virtual stages; ``None``: not configured. All other ranks share the remaining
+    layers equally. ``options``: the options of the configuration.
     """
+    ranks, chunks = stages
     layers = options.take_number("num-layers")
     if layers is None:
         raise ContradictionError(
@@ -423,14 +466,21 @@ def _divide_rest(options: Options, stages: int, first: int | None, last: int | N
             f"{options.name('decoder-last-pipeline-num-layers')} is given without {options.name('num-layers')}; "
             "expected the number of layers, too, because the layers of the other stages follow from it"
         )
-    others = stages - (first is not None) - (last is not None)
+    others = ranks - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
     if (others < 1 and rest) or rest < 0 or (others and rest % others):
         raise ContradictionError(
             f"of {layers} layers, {rest} are left for {others} stages; expected a multiple of their number"
         )
     middle = [rest // others] * others if others else []
-    return (*([] if first is None else [first]), *middle, *([] if last is None else [last]))
+    of_rank = [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+    for size in of_rank:
+        if size % chunks:
+            raise ContradictionError(
+                f"{size} layers on a pipeline rank do not divide into its {chunks} virtual stages; expected a multiple "
+                f"of {chunks} on each rank"
+            )
+    return tuple(size // chunks for size in of_rank) * chunks
 
 
 def _parse_stage_layout(options: Options, given: Any) -> tuple[int, ...]:
@@ -481,7 +531,7 @@ def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, 
     if options.take_flag("no-scatter-gather-tensors-in-pipeline"):
         facts["sends"] = "whole"
     facts |= _read_expert_profile(options)
-    recipe = options.take_text("fp8-recipe", "delayed")
+    recipe = options.take_choice("fp8-recipe", _FP8_RECIPES, "delayed")
     facts["current_scaling"] = precision == "fp8" and recipe == "tensorwise"
     facts["graphs"] = _read_graphs(options)
     return facts
@@ -510,8 +560,15 @@ def _read_expert_profile(options: Options) -> dict[str, Any]:
     if options.take_flag("moe-router-force-load-balancing"):
         facts["even_experts"] = "routed"
     elif padded:
-        options.take("moe-expert-capacity-factor")
         facts["even_experts"] = "padded"
+    capacity = options.take_share("moe-expert-capacity-factor", 1.0)
+    if capacity != 1.0 or facts.get("even_experts") != "padded":
+        options.note(
+            "moe-expert-capacity-factor",
+            "experts are taken to have the mean number of rows, whatever the capacity"
+            if padded
+            else "the capacity matters with moe-pad-expert-input-to-capacity alone",
+        )
     return facts
 
 
@@ -519,8 +576,8 @@ def _read_graphs(options: Options) -> str:
     """Return which part of a step runs as CUDA graphs: ``none``, ``part`` (only some modules of a layer) or ``all``.
     ``options``: the options of the configuration.
     """
-    kind = options.take_text("cuda-graph-impl", "none")
-    on = options.take_flag("enable-cuda-graph") or options.take_flag("external-cuda-graph")
+    kind = options.take_choice("cuda-graph-impl", _GRAPHS, "none")
+    on = options.take_any_flag("enable-cuda-graph", "external-cuda-graph")
     scope = options.take("cuda-graph-scope")
     scope = scope if isinstance(scope, list) else [scope] if isinstance(scope, str) else []
     modules = options.take("cuda-graph-modules")

@@ -15,6 +15,7 @@ from partitioner.topology.validate import format_suggestion
 _SHORT = {"nproc_per_node": "per_node", "nnodes": "nodes", "num_processes": "all", "ntasks": "all"}
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
+_DEFAULT = re.compile(r"\$\{(\w+):?-[^{}]*\}")  # of a variable that the environment may set
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _COMPARISON = re.compile(r"\[+\s*[\"']?([^\"'\s]*)[\"']?\s*(==?|!=)\s*[\"']?([^\"'\s]*)[\"']?\s*\]+")
@@ -249,6 +250,18 @@ def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dic
     return given, _count_devices(words[:start])
 
 
+def depends_on_environment(text: str) -> bool:
+    """Return whether the number of devices that the launcher in ``text``, a shell script, starts depends on a variable
+    that the environment may set, such as ``${SLURM_NNODES:-1}``, and no option of the training script depends on it.
+    """
+    words = read_words(_DEFAULT.sub(r"${\1}", text))
+    start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
+    if _count_devices(words[:start]) is not None:
+        return False
+    names = {match[1] or match[3] for word in words[:start] for match in _VARIABLE.finditer(word)}
+    return not any(name in word for word in words[start:] for name in (*names, "$(("))
+
+
 def _list_overrides(words: list[str]) -> list[str]:
     """Return those of ``words`` that change a recipe of Megatron-Bridge, such as ``train.train_iters=10``."""
     sections = load_known_options()["megatron-bridge"]
@@ -321,8 +334,11 @@ def _count_devices(words: list[str]) -> int | None:
         name, equals, value = word.lstrip("-").partition("=")
         value = value if equals else (words[index + 1] if index + 1 < len(words) else "")
         key = _SHORT.get(name.replace("-", "_"))
-        if word.startswith("-") and key and value.isdecimal() and len(value) < 8 and int(value):
-            found[key] = int(value)
+        if not word.startswith("-") or not key:
+            continue
+        if not value.isdecimal() or len(value) >= 8 or not int(value):
+            return None  # a variable of the environment, or "auto"
+        found[key] = int(value)
     if "all" in found:
         return found["all"]
     return found["per_node"] * found.get("nodes", 1) if "per_node" in found else None

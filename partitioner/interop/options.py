@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tomllib
@@ -16,7 +17,9 @@ import yaml
 from partitioner.interop.layout import LayoutError, OptionValueError, UnknownOptionError, UnusedOption
 from partitioner.topology.validate import find_alias_problem, format_suggestion
 
-_NO_EFFECT = "has no effect on the time or memory of a planned step"
+NO_EFFECT = "has no effect on the time or memory of a planned step"
+OF_MODEL = "describes the model, which is given by itself"
+NOT_USED = "is not part of the prediction, and may change time or memory"
 _SHOWN = 60  # characters of a value in a message
 _MOST_LISTED = 30  # unknown options in a message
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
@@ -43,6 +46,36 @@ def list_known_names(format_name: str) -> frozenset[str]:
     """
     sections = load_known_options()[format_name]
     return frozenset(f"{section}.{name}" if section else name for section, names in sections.items() for name in names)
+
+
+@cache
+def _load_kinds() -> dict[str, frozenset[str]]:
+    """Return the words from which the kind of an unused option follows: kind -> words. Kinds are ``certain``
+    (harmless whatever else the name has), ``performance``, ``model`` and ``harmless``.
+    """
+    text = resources.files("partitioner.interop").joinpath("data/option_kinds.yaml").read_text()
+    found: dict[str, list[str]] = yaml.safe_load(text)
+    return {kind: frozenset(words) for kind, words in found.items()}
+
+
+def explain_unused(option: str) -> str:
+    """Return why an option that no reader uses does not change a prediction, as a clause. ``option``: its name, such as
+    ``--lr`` or ``training.steps``.
+
+    The words of the name decide (``data/option_kinds.yaml``). An option whose name has none of the listed words may
+    change time or memory, and the clause says so.
+    """
+    words = re.findall(r"[a-z0-9]+", option.lower())
+    pairs = {f"{first}_{second}" for first, second in itertools.pairwise(words)}
+    given = {*words, *pairs}
+    kinds = _load_kinds()
+    if given & kinds["certain"]:
+        return NO_EFFECT
+    if given & kinds["performance"]:
+        return NOT_USED
+    if given & kinds["model"]:
+        return OF_MODEL
+    return NO_EFFECT if given & kinds["harmless"] else NOT_USED
 
 
 def read_text_file(path: Path) -> str:
@@ -212,6 +245,10 @@ class Options:
             return str(value).lower() in _TRUE
         raise self.wrong_value(option, "true or false")
 
+    def take_any_flag(self, *names: str) -> bool:
+        """Return whether one of the options ``names`` is switched on. Mark all of them as read."""
+        return any(list(map(self.take_flag, names)))
+
     def take_choice(self, option: str, choices: Mapping[str, Any], default: Any = None) -> Any:
         """Return the entry of ``choices`` (allowed value -> result) for the value of ``option``, in upper or lower
         case; ``default`` if the option is not given. Raise :class:`OptionValueError` for a value that is not allowed.
@@ -275,7 +312,7 @@ class Options:
         """Return the options of the configuration that have no effect: those that were recorded with a reason, and all
         others that were not read.
         """
-        left = [self._unused(option, _NO_EFFECT) for option in self.given if option not in self._taken]
+        left = [self._unused(option, explain_unused(option)) for option in self.given if option not in self._taken]
         return (*self._notes, *left)
 
     def _unused(self, option: str, reason: str) -> UnusedOption:

@@ -16,7 +16,8 @@ from partitioner.errors import CapacityError
 from partitioner.explain.explain import memory_words
 from partitioner.explain.tables import build_bar_chart, build_empty_table, format_heading, format_text_line
 from partitioner.explain.time_parts import time_shares
-from partitioner.interop.layout import ContradictionError, TrainingLayout, divide_layers
+from partitioner.interop.layout import ContradictionError, TrainingLayout, UnusedOption, divide_layers
+from partitioner.interop.options import NO_EFFECT, NOT_USED, OF_MODEL
 from partitioner.passes.capture.wrappers import unwrap_model
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
@@ -267,8 +268,27 @@ def prediction_parts(found: Prediction) -> list[RenderableType]:
         parts += ["", format_heading("What was assumed"), *(format_text_line(f"- {note}") for note in found.notes)]
     if layout.unused:
         parts += ["", format_heading("Options that do not change the prediction")]
-        parts += [format_text_line(f"- {option}") for option in layout.unused]
+        parts += [format_text_line(f"- {line}") for line in group_unused(layout.unused)]
     return parts
+
+
+def group_unused(unused: tuple[UnusedOption, ...]) -> list[str]:
+    """Return one line for each reason in ``unused``, options that do not change a prediction: first the reasons that
+    concern single options, then options that may matter, that describe the model, and those without effect.
+    """
+    by_reason: dict[str, list[UnusedOption]] = {}
+    for option in unused:
+        by_reason.setdefault(option.reason, []).append(option)
+    common = (NOT_USED, OF_MODEL, NO_EFFECT)
+    lines = [str(option) for reason, options in by_reason.items() if reason not in common for option in options]
+    for reason in common:
+        options = by_reason.get(reason, [])
+        names = ", ".join(f"{each.option}={each.value}" if each.value else each.option for each in options)
+        if len(options) == 1:
+            lines.append(f"{names}: {reason}")
+        elif options:
+            lines.append(f"each of these {reason}: {names}")
+    return lines
 
 
 def _build_comparison(found: Prediction) -> RenderableType:

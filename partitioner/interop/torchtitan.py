@@ -408,6 +408,8 @@ def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
         options.note("activation_checkpoint.mode", "what the compiler recomputes is not known; the search chooses it")
         return None
     way = str(options.take("activation_checkpoint.selective_ac_option") or "op")
+    if way != "op" and not (way.isdecimal() and int(way)):
+        raise options.wrong_value("activation_checkpoint.selective_ac_option", "op, or a whole number of 1 or more")
     if mode == "alternate" and way.isdecimal():
         if way == "1":
             return "full"

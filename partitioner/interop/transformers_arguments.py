@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from partitioner.execution_profile import OURS
 from partitioner.interop.deepspeed import build_deepspeed_layout
-from partitioner.interop.layout import ContradictionError, TrainingLayout, UnusedOption
+from partitioner.interop.layout import ContradictionError, OptionValueError, TrainingLayout, UnusedOption
 from partitioner.interop.options import (
     Options,
     flatten_sections,
@@ -18,6 +19,7 @@ from partitioner.interop.options import (
     parse_mapping,
     read_text_file,
 )
+from partitioner.topology.validate import format_suggestion
 
 _WHERE = "the transformers configuration"
 _OF_DEEPSPEED = (  # options of DeepSpeed that the trainer fills in
@@ -26,6 +28,13 @@ _OF_DEEPSPEED = (  # options of DeepSpeed that the trainer fills in
 )
 _WORDS = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
 _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
+_STYLES = (  # of plans for single modules: tensor and expert parallelism, FSDP, and names of versions 4.5x
+    "all_reduce", "colwise", "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise",
+    "ep_dispatch_experts", "ep_router", "free_full_weight", "gather", "grouped_gemm", "keep_full_weight", "local",
+    "local_colwise", "local_packed_rowwise", "local_params", "local_rowwise", "mla_kv_a_proj", "moe_identity_expert",
+    "moe_tp_experts", "packed_colwise", "packed_rowwise", "replicate", "replicated_with_grad_allreduce", "rowwise",
+    "rowwise_rep", "rowwise_split_input", "sequence_parallel",
+)  # fmt: skip
 
 
 def read_transformers(
@@ -76,6 +85,7 @@ def _read_distributed(options: Options) -> TrainingLayout:
         if options.given.get(name) == "auto":  # the model's own plan
             del options.given[name]
         elif options.has(name):
+            _check_plan(options, name)
             options.note(name, "how single modules are sharded is chosen by the plan")
     if options.take_flag("enable_sequence_parallel"):
         options.note("enable_sequence_parallel", "is reserved and does nothing")
@@ -95,6 +105,27 @@ def _read_distributed(options: Options) -> TrainingLayout:
     return TrainingLayout(framework="transformers", **layout, profile=profile, unused=options.list_unused())
 
 
+def _check_plan(options: Options, name: str) -> None:
+    """Raise :class:`OptionValueError` if the plan ``name`` among ``options``, such as ``tp_plan``, is no mapping of
+    modules to styles, has a style that transformers does not know, or names a single layer.
+    """
+    plan = options.given[name]
+    if not isinstance(plan, Mapping):
+        raise options.wrong_value(name, "auto, or a mapping of modules to styles")
+    for module, style in plan.items():
+        if not isinstance(style, str) or style not in _STYLES:
+            meant = format_suggestion(style, [*_STYLES]) if isinstance(style, str) else ""
+            raise OptionValueError(
+                f"{_WHERE}: {name}: {module} has the unknown style {style!r}; {meant}expected one of "
+                f"{', '.join(_STYLES)}: correct the style"
+            )
+        if re.search(r"\.\d+(\.|$)", str(module)):
+            raise OptionValueError(
+                f"{_WHERE}: {name}: {module} names a single layer, which transformers refuses; expected a name for all "
+                f"layers, with * for the number: {re.sub(r'[.][0-9]+(?=[.]|$)', '.*', str(module))}"
+            )
+
+
 def _read_arguments(options: Options, folder: Path | None) -> TrainingLayout:
     """Return the training layout that the fields of ``TrainingArguments`` describe. ``options``: these fields.
     ``folder``: the folder to which the path of a DeepSpeed file in them is relative; ``None``: the current folder."""
@@ -103,7 +134,7 @@ def _read_arguments(options: Options, folder: Path | None) -> TrainingLayout:
     bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
     if bf16 and fp16:
         raise ContradictionError(f"{_WHERE}: bf16 and fp16 together; expected one of them")
-    checkpointed = options.take_flag("gradient_checkpointing") or options.take_flag("activation_checkpointing")
+    checkpointed = options.take_any_flag("gradient_checkpointing", "activation_checkpointing")
     layout: dict[str, Any] = {
         "framework": "transformers", "microbatch_size": size, "microbatches": steps, "zero": 0,
         "precision": "bf16" if bf16 else "fp16" if fp16 else "fp32", "recompute": "full" if checkpointed else "none",
@@ -157,7 +188,7 @@ def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
         options.note("fsdp", "the ranks of a node are not known; states are sharded over all ranks")
     if version not in (1, 2):
         raise options.wrong_value("fsdp_config.version", "1 or 2")
-    moved = options.take_flag("fsdp_config.cpu_offload") or options.take_flag("fsdp_config.offload_params")
+    moved = options.take_any_flag("fsdp_config.cpu_offload", "fsdp_config.offload_params")
     return {"zero": zero, "offload": ("optimizer", "parameters") if moved or "offload" in words else ()}
 
 

@@ -17,6 +17,7 @@ together.
 from __future__ import annotations
 
 import importlib
+import json
 import signal
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from partitioner.runtime.checkpoint.atomic_folder import remove_path_atomically
+from partitioner.runtime.checkpoint.atomic_folder import MANIFEST, remove_path_atomically
 from partitioner.runtime.checkpoint.load import (
     LATEST,
     STEP,
@@ -97,7 +98,8 @@ class Checkpoints:
             and call :meth:`close`.
 
     If writing fails, the next save or :meth:`wait` raises the error; complete checkpoints are kept. A folder may be
-    used for one training at a time.
+    used for one training at a time: a run that finds a checkpoint of another run where its own was the latest raises
+    :class:`CheckpointError`.
     """
 
     def __init__(
@@ -127,6 +129,10 @@ class Checkpoints:
             "partitioner.runtime.checkpoint.dcp_files"
         )  # takes a second, and the first save is beside training
         self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder} is no folder; expected the folder of the checkpoints: give another path"
+            )
         self.engine = engine
         self.optimizer = optimizer
         self.every = every
@@ -140,6 +146,7 @@ class Checkpoints:
         self.interrupted = False
         rank = engine.rank_program
         self._interrupts = Interrupts(rank.rank, rank.program.world_size, signals) if signals else None
+        self._published: tuple[str, str] | None = None  # name and token of the checkpoint that was published last
         self._last: int | None = None  # the step that was saved last, or restored from the disk
 
     def after_step(self) -> Saving | None:
@@ -221,9 +228,18 @@ class Checkpoints:
 
     def _publish_checkpoint(self, directory: Path) -> None:
         """Write the file ``latest``, which names the complete checkpoint ``directory``, and remove old checkpoints.
-        Only rank 0 calls this.
+        Only rank 0 calls this. Raise :class:`CheckpointError` if another run has written to the folder since the last
+        call.
         """
+        found = _read_published(self.folder)
+        # a checkpoint of this step may be this run's own, which it has written again
+        if found and self._published and found != self._published and found[0] != directory.name:
+            raise CheckpointError(
+                f"another run writes to {self.folder}: {found[0]} is of it, while this run wrote {directory.name}; "
+                "expected one training for each folder: end one of the runs, or give each its own folder"
+            )
         write_text(self.folder / LATEST, directory.name)
+        self._published = _read_published(self.folder)
         if self.keep_last is None:
             return
         # what has more steps is of a run that was gone back in: it goes when its step is reached again
@@ -232,3 +248,14 @@ class Checkpoints:
             kept = self.keep_every is not None and checkpoint.optimizer_steps % self.keep_every == 0
             if not kept and checkpoint.folder != directory:
                 remove_path_atomically(checkpoint.folder)
+
+
+def _read_published(folder: Path) -> tuple[str, str] | None:
+    """Return name and token of the checkpoint that the file ``latest`` in ``folder`` names; ``None`` if there is none,
+    or if it cannot be read.
+    """
+    try:
+        name = (folder / LATEST).read_text().strip()
+        return name, str(json.loads((folder / name / MANIFEST).read_text())["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

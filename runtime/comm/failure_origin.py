@@ -58,10 +58,14 @@ def find_user_line(error: BaseException) -> str:
 
     Lines of this package, of installed libraries and of the standard library are skipped.
     """
-    others = (*runtime.__path__, sysconfig.get_path("stdlib"), "<")
-    lines = [
-        f"{f.filename}:{f.lineno}"
-        for f in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in f.filename and not f.filename.startswith(others)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{f.filename}:{f.lineno}" for f in frames if is_user_file(f.filename)]
     return lines[-1] if lines else ""
+
+
+def is_user_file(filename: str) -> bool:
+    """Return whether ``filename``, the file of a stack frame, is a script of the user: no file of this package, of an
+    installed library or of the standard library.
+    """
+    others = (*runtime.__path__, sysconfig.get_path("stdlib"), "<")
+    return "site-packages" not in filename and not filename.startswith(others)

@@ -271,9 +271,7 @@ class BatchEntries:
         if not isinstance(tensor, Tensor):
             have = ", ".join(k for k, v in self.leaves.items() if isinstance(v, Tensor)) or "no tensors"
             got = f"is {_describe_value(tensor)}" if place in self.leaves else "is missing"
-            wanted = (
-                f"a {data.dtype} tensor of shape {list(expected)}" if data.number is None else _A_NUMBER[data.number]
-            )
+            wanted = _describe_tensor(data.dtype, expected) if data.number is None else _A_NUMBER[data.number]
             raise BatchError(f"input {data.path!r} {got}: expected {wanted}, the batch has {have}")
         check_tensor(tensor, f"input {data.path!r}", BatchError, numbers=True)
         shape = tuple(tensor.shape)
@@ -329,9 +327,12 @@ def _is_plain(value: Any) -> bool:
 
 def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{'an' if dtype[0] == 'i' else 'a'} {dtype} tensor of shape {list(value.shape)}"
+        return _describe_tensor(str(value.dtype).removeprefix("torch."), tuple(value.shape))
     return repr(value) if _is_plain(value) else f"a {type(value).__name__}"
+
+
+def _describe_tensor(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{'an' if dtype[0] == 'i' else 'a'} {dtype} tensor of shape {list(shape)}"
 
 
 def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
@@ -342,6 +343,8 @@ def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
     if dim is not None and len(shape) == len(data.shape):
         others = [d for d in range(len(shape)) if d != dim]
         if all(shape[d] == data.shape[d] for d in others):
+            if not shape[dim]:
+                return "the batch has no samples; leave it out, on all ranks"
             return (
                 f"another batch size than planned ({data.shape[dim]}); pass the whole global batch of "
                 f"{data.shape[dim]} samples, or plan again with global_batch={shape[dim]}"

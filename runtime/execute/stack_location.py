@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from partitioner.runtime.comm.failure_origin import is_user_file
 from partitioner.runtime.comm.torch_backend import TorchCommunicator, TorchGroup, Transfer
 from partitioner.runtime.execute.calls import BoundCall
 from partitioner.runtime.execute.executor import Executor
@@ -29,7 +30,7 @@ class RankLocation:
     ``call``, ``node``, ``path`` and ``source``: the part of the model that runs, the graph node, its module's path and
     its source line. ``waits``: the ranks that it waits for. ``meeting``: the members of the collective that it is in.
     Both are empty if it waits for no rank. ``line``: the innermost line of Python, if the rank is outside of its
-    program.
+    program. ``script``: the innermost line of the user's script, as ``file:line``; empty if there is none.
     """
 
     call: str = ""
@@ -39,6 +40,7 @@ class RankLocation:
     waits: tuple[int, ...] = ()
     meeting: tuple[int, ...] = ()
     line: str = ""  # the innermost line of Python, for a rank outside of its program
+    script: str = ""
 
     def to_data(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,6 +60,8 @@ def locate_rank(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> 
     for frame, line in frames:
         code = frame.f_code
         found.setdefault("line", f"{code.co_name} ({code.co_filename}:{line})")
+        if "script" not in found and is_user_file(code.co_filename):
+            found["script"] = f"{code.co_filename}:{line}"
         if code.co_filename.startswith(_COMPILED):  # reading its locals would keep freed tensors alive
             node = files.get(code.co_filename, {}).get(line)
             if node is not None and "node" not in found:

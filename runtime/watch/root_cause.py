@@ -70,7 +70,8 @@ def describe_failure_at(state: RankState, kind: str, error: str) -> Failure:
     source = f"from {spot.source}" if spot is not None and spot.source else ""
     inside = state.moment.phase == "step"
     if not inside and place is not None:
-        error = f"{error}; it was last seen in {place.line}"
+        called_from = f"{place.script}, in " if place.script and place.script not in place.line else ""
+        error = f"{error}; it was last seen in {called_from}{place.line}"
     return Failure(
         rank=state.rank,
         error=error,

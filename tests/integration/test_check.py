@@ -44,6 +44,12 @@ def test_faults_are_named(name: str):
     assert "unknown" not in [d.kind for d in found.differences], str(found)
 
 
+def test_the_module_with_the_same_part_on_all_ranks_is_named():
+    """Each rank's part is a part of the right output, but always the same one."""
+    text = " ".join(str(run("faulty_layouts", "same_positions")).split())
+    assert "the output of position is wrong first: all ranks have the same part of it" in text
+
+
 def kind_in_text(name: str) -> str:
     """The kind of cause that the docstring of an example promises."""
     (kind,) = re.findall(r"The\s+fault\s+is\s+`([a-z-]+)`", (GALLERY / f"{name}.py").read_text())
@@ -130,6 +136,8 @@ def test_the_command_has_three_exit_codes():
     equal = invoke("check", f"{faults}:permuted_shards")
     assert equal.exit_code == 0
     assert "Equal: 5 tensors compared" in equal.stdout
+    trained = invoke("check", f"{faults}:trained")  # its gradients are equal
+    assert "Different: the 4 tensors compared are equal, and something else differs" in trained.stdout
     differs = invoke("check", f"{faults}:summed", "--rows", "2")
     assert differs.exit_code == 1
     assert "Different: 4 of 5 tensors compared differ" in differs.stdout

@@ -37,10 +37,12 @@ from partitioner import (
     run_local,
     run_reference,
 )
+from partitioner.plans.figures import candidate_text
 from partitioner.plans.verify import TOLERANCE, compare
 from partitioner.pretrained.adapters import AdaptedLinear
 from partitioner.pretrained.configuration import Configuration, read_configuration
 from partitioner.pretrained.load import _choose_class, _list_classes
+from partitioner.units import format_plural
 from tests.helpers.command_line import invoke
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -624,7 +626,11 @@ def test_the_margin_and_the_rate_are_those_of_the_plan(saved: Path) -> None:
     found = load_pretrained(saved, seq=16, batch=4)
     fit = check_fit(found.model, small_node(2, 1), found.inputs, longest=16, tokens=6400)
     assert fit.plan is not None and fit.run is not None and fit.microbatch is not None
+    planned = partition(found.model, small_node(2, 1), found.inputs)
+    assert fit.plan.estimate.memory == planned.estimate.memory  # one figure, here and in the summary of the plan
     assert fit.margin_bytes is not None and 0 < fit.margin_bytes < 2**20
+    assert f"layout: {candidate_text(planned.chosen)}\n" in str(fit)
+    assert f"for a step of {format_plural(fit.microbatch.plan.global_batch, 'sample')}" in str(fit)
     assert fit.tokens_per_s == pytest.approx(64 / fit.plan.estimate.step_time)
     assert fit.run.steps == 100
     assert fit.microbatch.too_large is not None

@@ -584,3 +584,34 @@ def test_ranks_that_see_different_folders_are_told(tmp_path: Path):
     told.clear()
     on_every_rank(program_of_net(dp=2), lambda c: restore(c, load=True))
     assert sorted(t.startswith("the checkpoint was not loaded: rank 1") for t in told) == [False, True]
+
+
+def test_two_runs_that_write_to_one_folder_are_found(tmp_path: Path):
+    """The run whose newest checkpoint was followed by one of another run says so; its own later ones stay out."""
+    ours, others = one_rank(tmp_path, every=1), one_rank(tmp_path, every=1)
+    for engine, optimizer, checkpoints in (ours, others):
+        run(engine, optimizer, checkpoints, 1)
+        checkpoints.wait()
+    run(*ours, 1)
+    with pytest.raises(
+        CheckpointError, match=r"another run writes to .*: step-0000000001 is of it, while this run wrote"
+    ):
+        ours[2].wait()
+    assert (tmp_path / "latest").read_text().strip() == "step-0000000001"
+
+
+def test_a_step_that_is_saved_twice_is_of_one_run(tmp_path: Path):
+    engine, optimizer, checkpoints = one_rank(tmp_path, every=1)
+    run(engine, optimizer, checkpoints, 2)
+    checkpoints.save().wait()
+    checkpoints.save().wait()
+    run(engine, optimizer, checkpoints, 1)
+    checkpoints.wait()
+    assert (tmp_path / "latest").read_text().strip() == "step-0000000003"
+
+
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path):
+    (tmp_path / "file").touch()
+    engine, optimizer, _ = one_rank(tmp_path)
+    with pytest.raises(CheckpointError, match="file is no folder; expected the folder of the checkpoints"):
+        Checkpoints(tmp_path / "file", engine, optimizer)

@@ -121,6 +121,12 @@ def test_another_batch_size_is_refused_with_both_sizes():
         engine.step({k: v[:4] for k, v in inputs.items()})
 
 
+def test_a_batch_without_samples_is_not_to_be_planned_for():
+    inputs = {name: value[:0] for name, value in net_inputs().items()}
+    with pytest.raises(BatchError, match=r"got \[0, 8\]: the batch has no samples; leave it out, on all ranks$"):
+        Engine(program_of_net(), Net()).step(inputs)
+
+
 def test_a_missing_input_is_named():
     inputs = net_inputs()
     del inputs["target"]

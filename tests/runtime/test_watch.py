@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +23,10 @@ from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.comm.wait_clock import wait_for
 from partitioner.runtime.errors import Failure
 from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, Recorder, Recording
-from partitioner.runtime.execute.stack_location import RankLocation
+from partitioner.runtime.execute.stack_location import RankLocation, locate_rank
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.watch.host_mirror import Mirror, find_named_ranks
-from partitioner.runtime.watch.root_cause import find_failure_cause
+from partitioner.runtime.watch.root_cause import describe_failure_at, find_failure_cause
 from partitioner.runtime.watch.status_board import RankState, StatusBoard
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
@@ -60,6 +62,19 @@ def test_the_cause_is_the_rank_that_others_wait_for_and_that_waits_for_nobody():
     assert (found.rank, found.kind, found.index, found.step) == (2, "Stalled", 3, 5)
     assert found.node == "mm (aten.mm.default)"
     assert "rank 1 waits for it at step 5, instruction 3: 1F0" in found.error
+
+
+def test_a_rank_outside_of_its_program_is_told_by_the_line_of_the_script():
+    """A rank that waits inside this package, such as in ``Checkpoints.close()``, is told by the script's own line."""
+    here = sys._getframe()
+    inner = [(wait_for.__code__, 32), (here.f_code, 5)]
+    frames = [(SimpleNamespace(f_code=code, f_locals={}), line) for code, line in inner]
+    executor = SimpleNamespace(binder=SimpleNamespace(compiled=[]))
+    place = locate_rank(iter(frames), executor)  # type: ignore[arg-type]
+    assert place.script == f"{__file__}:5"
+    outside = RecordedMoment(step=4, phase="between steps", action=3, moved=0, beat=0)
+    found = describe_failure_at(replace(state(1), place=place, moment=outside), "Stalled", "has not moved")
+    assert found.error.startswith(f"has not moved; it was last seen in {__file__}:5, in wait_for (")
 
 
 class Work:

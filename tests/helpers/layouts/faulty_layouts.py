@@ -131,6 +131,60 @@ def reweighted() -> Setup:
     return _setup(step=step)
 
 
+def mean_of_means_of_ranks() -> Setup:
+    """The loss is the mean over targets; ranks average the means over their own targets. The first rank has one target
+    in its two samples, the second rank has two.
+    """
+    targets = torch.tensor([-100, 1, 2, 3])
+
+    def step(model: Any, inputs: Any) -> Any:
+        loss = nn.functional.cross_entropy(model(_rows(inputs[0])), _rows(targets))
+        loss.backward()
+        _reduce(model, factor=1 / dist.get_world_size())
+        return loss
+
+    return Setup(
+        _model(),
+        (torch.randn(4, DIM),),
+        lambda model: model,
+        step,
+        lambda out: nn.functional.cross_entropy(out, targets),
+    )
+
+
+def trained() -> Setup:
+    """The plain model freezes its first layer, the distributed model trains it."""
+    setup = _setup(lambda model: model.requires_grad_())
+    setup.plain[0].requires_grad_(False)
+    return setup
+
+
+class Positions(nn.Module):
+    """Adds an embedding of positions, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(4, DIM)
+        self.out = nn.Linear(DIM, 4)
+
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        hidden: Tensor = self.out(torch.tanh(x + self.position(first + torch.arange(x.shape[1]))))
+        return hidden
+
+
+def same_positions() -> Setup:
+    """Under context parallelism, the positions of each rank start at 0."""
+
+    def step(model: Any, inputs: Any) -> Any:
+        part = model(inputs[0].chunk(dist.get_world_size(), 1)[dist.get_rank()])
+        loss = part.square().sum() / 32
+        loss.backward()
+        _reduce(model)
+        return loss, part
+
+    return Setup(Positions(), (torch.randn(2, 4, DIM),), lambda model: model, step, _square)
+
+
 class _Part(nn.Module):
     """Some rows of a layer, whose results are gathered. The gradients are set by the test."""
 
@@ -222,6 +276,25 @@ def padding() -> Setup:
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.body(x))
+
+    return _setup(Padded)
+
+
+def padding_of_most_rows() -> Setup:
+    """The last layer's four rows are padded to 16, which the ranks share: the second of two has padding only."""
+
+    class Padded(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.body = model[:2]
+            weight = nn.functional.pad(model[2].weight.detach(), (0, 0, 0, 12))
+            self.last = nn.Parameter(_rows(weight).clone())
+            self.last_bias = model[2].bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = nn.functional.linear(self.body(x), self.last)
+            sums = rows.new_zeros(len(x), 4)
+            return sums + rows[:, :4] + rows[:, 4:] + self.last_bias
 
     return _setup(Padded)
 
@@ -386,15 +459,19 @@ CAUSES = {  # function -> kind of the first difference
     "factor": "factor",
     "factor_by_rank": "factor-by-rank",
     "missing": "missing",
+    "trained": "trained",
     "missing_zero": "missing",
     "dropped": "dropped",
     "reweighted": "reweighted",
+    "mean_of_means_of_ranks": "mean-of-means",
     "swapped": "swapped",
     "permuted": "permuted",
     "not_held": "not-held",
     "other_weights": "other-weights",
     "different_seeds": "different-seeds",
+    "same_positions": "wrong-module",
     "padding": "padding",
+    "padding_of_most_rows": "padding",
     "precision": "precision",
     "local_clip": "local-clip",
     "unsummed_output": "unsummed",

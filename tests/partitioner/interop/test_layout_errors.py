@@ -168,3 +168,38 @@ def test_damaged_configurations_end_with_typed_errors(tmp_path: Path, name: str)
             messages.append(str(error))
     assert read + len(messages) == 300
     assert messages and min(map(len, messages)) > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--fp8-format e5m9", "expected one of none, e4m3, hybrid, e5m2, got 'e5m9'"),
+        ("--fp8-format hybrid --fp8-recipe blockwize", "did you mean blockwise"),
+        ("--cuda-graph-impl foo", "expected one of none, local, transformer_engine, full_iteration"),
+        ("--recompute-granularity selective --recompute-modules core_atn", "did you mean core_attn"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 4097", "not divisible by tp=2 under"),
+        ("--tensor-model-parallel-size 16 --num-attention-heads 40", "=40 is not divisible by .*=16"),
+        ("--expert-model-parallel-size 4 --num-experts 6", "=6 is not divisible by .*=4"),
+    ],
+)
+def test_values_that_megatron_refuses(text: str, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        read_layout(f"{MEGATRON} {text}", "megatron")
+
+
+RATIO = '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 2}}}'
+SELECTIVE = "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = "
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.json", RATIO, "expected a number from 0 to 1"),
+        ("a.toml", f"{SELECTIVE}'opp'", "expected op, or a whole number"),
+        ("a.toml", f"{SELECTIVE}'0'", "expected op, or a whole number"),
+    ],
+)
+def test_values_that_other_frameworks_refuse(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(OptionValueError, match=words):
+        read_layout(tmp_path / name)

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from partitioner import TrainingLayout, read_layout
+from partitioner import ContradictionError, OptionValueError, TrainingLayout, read_layout
 from partitioner.interop.layout import divide_layers
+from partitioner.interop.options import NO_EFFECT, NOT_USED, OF_MODEL
+from partitioner.interop.predict import group_unused
+from partitioner.interop.transformers_arguments import read_transformers
 
 
 def read_file(tmp_path: Path, name: str, text: str, format_name: str | None = None) -> TrainingLayout:
@@ -88,7 +91,7 @@ def test_a_shell_script_is_read_and_not_executed(tmp_path: Path) -> None:
     trap = tmp_path / "touched"
     script = f"""#!/bin/bash
 set -euo pipefail   # a comment
-NODES=${{NODES:-2}}
+NODES=2
 PER_NODE=8
 TP=${{1:-"4"}}
 MODE=${{2:-"bf16"}}
@@ -341,3 +344,76 @@ def test_options_of_the_training_script(tmp_path: Path) -> None:
     text = json.dumps(DEEPSPEED | {"cuda_visible_devices": "0"})
     (tmp_path / "ds.json").write_text(text)
     assert "cuda_visible_devices" in unused_of(read_layout(tmp_path / "ds.json", ignore=["cuda_visible_devices"]))
+
+
+def test_first_and_last_layers_are_those_of_a_pipeline_rank() -> None:
+    """Megatron divides the layers of each pipeline rank by the number of virtual stages, those of the first and the
+    last rank, too: 28 layers on 4 ranks, 6 on the first, 6 on the last and 8 on both others, in two virtual stages.
+    """
+    text = (
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --num-layers 28 "
+        "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 6"
+    )
+    assert read_layout(MEGATRON + text).stage_layers == (3, 4, 4, 3, 3, 4, 4, 3)
+    with pytest.raises(ContradictionError, match="7 layers on a pipeline rank do not divide into its 2 virtual"):
+        read_layout(MEGATRON + text.replace("28", "30").replace("num-layers 6", "num-layers 7"))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices"),
+    [("2", 16), ("${SLURM_NNODES:-2}", None), ("$SLURM_NNODES", None), ('"${COUNT-2}"', None)],
+)
+def test_nodes_that_the_environment_may_set_are_open(nodes: str, devices: int | None) -> None:
+    script = f"NODES={nodes}\ntorchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py {MEGATRON}"
+    assert read_layout(script, "megatron").devices == devices
+
+
+def test_deepspeed_pipeline_recomputes_by_its_interval(tmp_path: Path) -> None:
+    """DeepSpeed's pipeline engine takes the interval from the file."""
+    text = '{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 4, "activation_checkpoint_interval": 1}}'
+    assert read_file(tmp_path, "ds.json", text, "deepspeed").recompute == "full"
+    zero = text[:-1] + ', "zero_optimization": {"stage": 2}}'
+    with pytest.raises(ContradictionError, match="stage=2, which DeepSpeed's pipeline engine refuses"):
+        read_file(tmp_path, "ds.json", zero, "deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"model.layers.*.mlp.up_proj": "colwisee"}, "did you mean colwise"),
+        ({"model.layers.3.mlp.up_proj": "colwise"}, r"with \* for the number: model.layers.\*.mlp.up_proj"),
+        ("colwise", "expected auto, or a mapping"),
+    ],
+)
+def test_plans_that_transformers_refuses(plan: Any, message: str) -> None:
+    with pytest.raises(OptionValueError, match=message):
+        read_transformers(json.dumps({"tp_size": 2, "tp_plan": plan}))
+
+
+def test_unused_options_are_not_said_to_have_no_effect() -> None:
+    """An option that may change time or memory is not called harmless, and one of the model is called so."""
+    text = (
+        "--outer-dp-sharding-strategy optim --moe-layer-recompute --fsdp-double-buffer --lr 1e-4 --wandb-project x "
+        "--log-memory-to-tensorboard --q-lora-rank 512 --normalization RMSNorm --attention-backend unfused"
+    )
+    found = unused_of(read_layout(MEGATRON + text))
+    matters = ("--outer-dp-sharding-strategy", "--moe-layer-recompute", "--fsdp-double-buffer", "--attention-backend")
+    assert {found[name] for name in matters} == {NOT_USED}
+    assert {found[name] for name in ("--lr", "--wandb-project", "--log-memory-to-tensorboard")} == {NO_EFFECT}
+    assert {found[name] for name in ("--q-lora-rank", "--normalization")} == {OF_MODEL}
+
+
+def test_a_capacity_other_than_the_mean_is_listed() -> None:
+    text = "--num-experts 8 --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor "
+    assert "mean number of rows" in unused_of(read_layout(MEGATRON + text + "2.0"))["--moe-expert-capacity-factor"]
+    assert "--moe-expert-capacity-factor" not in unused_of(read_layout(MEGATRON + text + "1.0"))
+
+
+def test_options_of_one_reason_are_on_one_line() -> None:
+    text = "--lr 1e-4 --seed 3 --fsdp-double-buffer --rampup-batch-size 8 8 1000 --hidden-size 64"
+    assert group_unused(read_layout(MEGATRON + text).unused) == [
+        "--rampup-batch-size=['8', '8', '1000']: steps with smaller batches at the start are not predicted",
+        f"--fsdp-double-buffer: {NOT_USED}",
+        f"--hidden-size=64: {OF_MODEL}",
+        f"each of these {NO_EFFECT}: --lr=1e-4, --seed=3",
+    ]

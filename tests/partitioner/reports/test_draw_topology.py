@@ -127,3 +127,9 @@ def test_devices_do_not_overlap_and_stay_inside():
             for other_left, other_top, other_wide, other_high, _ in found[i + 1 :]:
                 apart_across = left + wide <= other_left or other_left + other_wide <= left
                 assert apart_across or top + high <= other_top or other_top + other_high <= top
+
+
+def test_a_single_device_has_no_table_of_links():
+    """The head of the table is left out with its rows."""
+    assert "a device gets" in draw_topology(Topology.local(2))
+    assert "a device gets" not in draw_topology(Topology.local(1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import RenderableType
@@ -81,10 +81,12 @@ def precision_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -> tuple[str, ...]:
+def notes_on_precision(
+    topology: Topology, precision: str, model: FoldedModel, fp8_scaling: Literal["tensor", "row", "block"] = "tensor"
+) -> tuple[str, ...]:
     """Return notes for the user, one sentence each: for ``precision`` ``fp8``, which products of ``model`` are not in
     fp8; for ``fp32`` on GPUs, that plans ignore the setting ``torch.set_float32_matmul_precision`` of this process.
-    ``topology``: the devices that the plan is for.
+    ``topology``: the devices that the plan is for. ``fp8_scaling``: which numbers share a scale in fp8.
     """
     import torch  # a plan's report does without
 
@@ -92,7 +94,7 @@ def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -
     from partitioner.validate import torch_device
 
     if precision == "fp8":
-        return notes_on_fp8(model)
+        return notes_on_fp8(model, fp8_scaling)
     setting = torch.get_float32_matmul_precision()
     if setting == "highest" or precision != "fp32" or torch_device(topology) != "cuda":
         return ()

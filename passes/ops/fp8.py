@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 from partitioner.passes.ir.model import Block
+from partitioner.passes.ops import experts as _experts  # noqa: F401  # registers the products of experts
 from partitioner.passes.ops.scaled_products import BLOCK, multiply_scaled
 
 aten = torch.ops.aten
@@ -245,6 +246,22 @@ def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node,
     }
 
 
+def find_expert_products(block: Block, scaling: str) -> set[fx.Node]:
+    """Return the products of rows with the matrices of their experts in the graph of ``block`` that can be computed in
+    8 bits, except for the gradients of these matrices: with one scale per row, in bfloat16, and with both dims of a
+    matrix multiples of 16. ``scaling``: which numbers share a scale.
+    """
+    states, found = frozenset(block.states), set[fx.Node]()
+    for node in block.graph.nodes if scaling == "row" else ():
+        if node.target is ops.expert_mm.default and not node.args[3:]:
+            x, weight, _ = node.args
+            assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+            short = x.meta["val"].dtype == weight.meta["val"].dtype == torch.bfloat16
+            if short and _is_state(weight, states) and all(n % ALIGNED == 0 for n in weight.meta["val"].shape[1:]):
+                found.add(node)
+    return found
+
+
 def convert_products_to_fp8(block: Block, scaling: str = "tensor") -> int:
     """Replace the matrix products in the graph of ``block`` that can be computed in 8 bits by ``linear_fp8``, in place.
 
@@ -256,14 +273,19 @@ def convert_products_to_fp8(block: Block, scaling: str = "tensor") -> int:
         others = (product.bias, True) if product.transposed else (product.bias,) * (product.bias is not None)
         how = others if scaling == "tensor" else (product.bias, product.transposed, scaling)
         node.args = (product.x, product.weight, *how)
-    return len(found)
+    experts = find_expert_products(block, scaling)
+    for node in experts:
+        node.args = (*node.args, scaling)
+    return len(found) + len(experts)
 
 
 def restore_products(block: Block) -> None:
-    """Replace the ``linear_fp8`` operators (products in 8 bits) in the graph of ``block`` by ordinary products, in
-    place.
+    """Replace the ``linear_fp8`` operators (products in 8 bits), and products of experts in 8 bits, in the graph of
+    ``block`` by ordinary products, in place.
     """
     for node in block.graph.nodes:
+        if node.target is ops.expert_mm.default:
+            node.args = node.args[:3]
         if node.target is not ops.linear_fp8.default:
             continue
         x, weight, bias, transposed = (*node.args, None, False)[:4]
@@ -280,6 +302,7 @@ __all__ = [
     "WeightProduct",
     "can_multiply_in_fp8",
     "convert_products_to_fp8",
+    "find_expert_products",
     "find_weight_products",
     "linear_fp8",
     "linear_fp8_input",

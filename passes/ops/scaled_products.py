@@ -74,6 +74,28 @@ def multiply_scaled(left: Tensor, right: Tensor, scaling: str, bias: Tensor | No
     return product if bias is None else product + bias
 
 
+def multiply_grouped_rows(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows (tokens) of each expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``, with
+    both operands rounded to 8 bits with a scale for each row along the summed dim, and return the products ``[t, n]``.
+
+    ``rows`` ``[t, k]`` are sorted by expert; ``weight`` ``[e, k, n]``; ``ends`` ``[e]``, int32: the end of each
+    expert's rows. Rows of the result behind the last end are undefined.
+    """
+    experts, inner, out = weight.shape
+    a, of_a = quantize_rows(rows.contiguous())
+    b, of_b = quantize_rows(weight.transpose(1, 2).reshape(experts * out, inner))
+    if a.is_cuda:
+        matrices, scales = b.view(experts, out, inner).transpose(1, 2), (of_a.squeeze(1), of_b.view(experts, out))
+        return torch._scaled_grouped_mm(a, matrices, *scales, offs=ends, out_dtype=torch.bfloat16).to(rows.dtype)
+    wide, of_experts = widen(a, of_a), widen(b, of_b).view(experts, out, inner)
+    made = rows.new_empty(len(rows), out)
+    start = 0
+    for matrix, end in zip(of_experts, ends.tolist(), strict=True):
+        made[start:end] = (wide[start:end] @ matrix.t()).to(rows.dtype)
+        start = end
+    return made
+
+
 def _multiply_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
     """Return ``a @ b.T`` in bfloat16 by the GPU's MXFP8 kernel. ``a`` ``[m, k]``, ``b`` ``[n, k]``: 8-bit numbers.
     ``of_a``, ``of_b``: the scales of their blocks."""
@@ -101,4 +123,13 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     return tiles.reshape(-1).view(torch.float8_e8m0fnu)
 
 
-__all__ = ["BLOCK", "Scaling", "multiply_scaled", "quantize_blocks", "quantize_rows", "swizzle_scales", "widen"]
+__all__ = [
+    "BLOCK",
+    "Scaling",
+    "multiply_grouped_rows",
+    "multiply_scaled",
+    "quantize_blocks",
+    "quantize_rows",
+    "swizzle_scales",
+    "widen",
+]

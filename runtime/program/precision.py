@@ -19,6 +19,7 @@ from partitioner.runtime.program.program import BlockGraph, Program, Stage
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 _WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with products in 8 bits
+_WITH_EXPERTS = (9, 0)  # of the devices with grouped products and a scale for each row
 _WITH_MXFP8 = (10, 0)  # of the first with a scale for every 32 numbers
 
 
@@ -80,11 +81,19 @@ def check_fp8(program: Program, device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    name = target_name(ops.linear_fp8.default)
-    nodes = [n for block in program.blocks.values() for n in block.nodes if n.get("target") == name]
+    name, experts = target_name(ops.linear_fp8.default), target_name(ops.expert_mm.default)
+    every = [n for block in program.blocks.values() for n in block.nodes]
+    nodes = [n for n in every if n.get("target") == name]
+    capability = torch.cuda.get_device_capability(device)
+    if any(n.get("target") == experts and n["args"][3:] for n in every) and capability != _WITH_EXPERTS:
+        found = ".".join(map(str, capability))
+        raise LaunchError(
+            f"the plan multiplies rows with the matrices of their experts in fp8, for which "
+            f"{torch.cuda.get_device_name(device)} (compute capability {found}) has no kernel; expected 9.0 (Hopper): "
+            'plan with precision="bf16", or with fp8_scaling="block", which leaves experts in 16 bits'
+        )
     blocks = any(n["args"][4:] == ["block"] for n in nodes)
     needed = _WITH_MXFP8 if blocks else _WITH_FP8
-    capability = torch.cuda.get_device_capability(device)
     if not nodes or capability >= needed:
         return
     found, expected = ".".join(map(str, capability)), ".".join(map(str, needed))

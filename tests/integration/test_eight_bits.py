@@ -204,12 +204,17 @@ def test_it_learns():
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_with_experts_it_is_planned_only():
+def mixtral() -> nn.Module:
+    torch.manual_seed(0)
     config = MixtralConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=128, num_local_experts=4, use_cache=False,
     )  # fmt: skip
-    plan = planned(MixtralForCausalLM(config).bfloat16(), "fp8", dp=2)
+    return MixtralForCausalLM(config).bfloat16()
+
+
+def test_with_experts_it_is_planned_only():
+    plan = planned(mixtral(), "fp8", dp=2)
     assert plan.planned_only == ("precision=fp8 with experts",) and plan.written is None
 
 
@@ -382,3 +387,57 @@ def test_blocks_need_sizes_of_whole_blocks():
     plans = [planned(model, "fp8", 2, tp=2, fp8_scaling=s, microbatch_size=8) for s in ("row", "block")]
     assert [targets(plan).count(NAME) > 0 for plan in plans] == [True, False]
     assert any("32 does not divide" in note for note in plans[1].notes)
+
+
+EXPERTS = "partition.expert_mm.default"
+
+
+def test_rows_are_multiplied_with_the_rounded_matrices_of_their_experts():
+    """Forward and the gradient of the rows; the gradient of the matrices is that of 16 bits."""
+    rows, weight = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((40, 32), (3, 32, 48)))
+    ends, grad = torch.tensor([16, 16, 32], dtype=torch.int32), torch.randn(40, 48).bfloat16()
+    found = ops.grouped_mm(rows, weight, ends, "row")
+    exact = torch.zeros(40, 48)
+    for e, (start, end) in enumerate(((0, 16), (16, 16), (16, 32))):
+        a, b = widen(*quantize_rows(rows[start:end])), widen(*quantize_rows(weight[e].t()))
+        exact[start:end] = a @ b.t()
+    torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=1e-3)
+    assert not torch.equal(found, ops.grouped_mm(rows, weight, ends))
+    of_rows, of_weight = torch.autograd.grad(found, (rows, weight), grad)
+    assert torch.equal(of_rows, ops.grouped_mm(grad, weight.transpose(1, 2), ends, "row"))
+    assert torch.equal(of_weight, ops.grouped_mm_weight(rows, grad, ends))
+    expert = torch.randint(0, 3, (40,))
+    given = (rows, weight, expert, "row")
+    torch.library.opcheck(ops.expert_mm.default, given, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("pins", [dict(dp=2, ep=2), dict(tp=2)], ids=str)
+def test_experts_with_a_scale_for_each_row_run(pins: dict[str, Any]):
+    model, inputs = mixtral(), tokens(32)
+    more: dict[str, Any] = {"fp8_scaling": "row"}
+    plan, plain = planned(model, "fp8", 32, **pins, **more), planned(model, "bf16", 32, **pins)
+    assert plan.program is not None and not plan.planned_only
+    found = [n["args"][3:] for b in plan.program.blocks.values() for n in b.nodes if n.get("target") == EXPERTS]
+    assert found and all(how == ["row"] for how in found)
+    assert plan.estimate.simulated == pytest.approx(plan.estimate.step_time, rel=0.01)
+    assert plan.verify(model, inputs).ok
+    run, exact = (partitioner.run_local(p, model, inputs) for p in (plan, plain))
+    assert run.loss is not None and exact.loss is not None
+    assert float(run.loss) == pytest.approx(float(exact.loss), rel=0.02)
+    assert float(run.loss) != float(exact.loss)
+
+
+def test_experts_in_eight_bits_need_their_kernel(monkeypatch: pytest.MonkeyPatch):
+    program = planned(mixtral(), "fp8", 32, dp=2, fp8_scaling="row").program
+    blocks = planned(mixtral(), "fp8", 32, dp=2, fp8_scaling="block")
+    assert not blocks.planned_only
+    assert all(
+        n["args"][3:] == [] for b in blocks.program.blocks.values() for n in b.nodes if n.get("target") == EXPERTS
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "B200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    with pytest.raises(partitioner.LaunchError, match=r"experts in fp8.* B200 .*expected 9.0"):
+        check_fp8(program, torch.device("cuda"))
+    check_fp8(blocks.program, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    check_fp8(program, torch.device("cuda"))

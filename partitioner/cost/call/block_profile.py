@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
-from partitioner.cost.call.fp8 import first_readers, in_fp8, products_in_fp8, skip_views
+from partitioner.cost.call.fp8 import first_readers, in_fp8, is_expert_product_in_fp8, products_in_fp8, skip_views
 from partitioner.cost.call.fused_regions import FusedRegions
 from partitioner.cost.call.operators import (
     Kernel,
@@ -317,6 +317,7 @@ class _BlockProfiler:
         self.learned = learned_nodes(block)
         self.region = expert_region(block)
         self.short = products_in_fp8(block, fp8, self.region)
+        self.has_long_gradients = fp8 is not None and fp8 != "tensor"  # of experts' weights: in 16 bits
         self.first = first_readers(block, self.short | self.region.products)
         self.gathers = find_gathered_activations(block) if train else frozenset[fx.Node]()
         self.rows: list[KernelRow] = []
@@ -424,6 +425,12 @@ class _BlockProfiler:
         apart = node in self.region.products and self._cast_needs_own_kernel(node)
         how = self.fused_casts, node in self.first, apart, self.current_scaling
         made, casts = in_fp8(kernels, operands, results, way == 1, *how)
+        if self.has_long_gradients or is_expert_product_in_fp8(node):
+            made = [
+                old if old.learned and node in self.region.products else new
+                for old, new in zip(kernels, made, strict=True)
+            ]
+            casts = [c for c in casts if not (c.learned and node in self.region.products)]
         issued = self.each if self._runs_each(node) else self.issued
         for cast in casts:  # backward, a kernel is counted as one operator
             issued[2 if cast.learned else way] += max(0, cast.launches - way) * self._is_issued(node)

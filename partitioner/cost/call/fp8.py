@@ -10,7 +10,7 @@ from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
 from partitioner.cost.call.operators import Kernel, Operand, is_attention, is_product, is_view, operator_name
 from partitioner.cost.call.roofline import memory_rate, product_rate
 from partitioner.passes.ir.model import Block, FoldedModel
-from partitioner.passes.ops.fp8 import ALIGNED, find_weight_products, match_weight_product, ops
+from partitioner.passes.ops.fp8 import ALIGNED, find_expert_products, find_weight_products, match_weight_product, ops
 from partitioner.passes.ops.scaled_products import BLOCK, Scaling
 from partitioner.topology.hardware import DeviceType
 
@@ -22,13 +22,20 @@ def products_in_fp8(block: Block, asked: Scaling | None, region: ExpertProducts)
     already and, with ``asked``, the products that will be converted. ``asked``: the user requested fp8 with scales for
     a tensor, row or block, and the model is not converted yet; ``None``: otherwise.
 
-    ``region``: the products of experts. With ``asked`` they are included if the planner can distribute them, although
-    the runtime does not execute them in fp8.
+    ``region``: the products of experts. With one scale for a tensor, they are included if the planner can distribute
+    them, although the runtime does not execute them in fp8.
     """
-    found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}
+    found = {n for n in block.graph.nodes if n.target is ops.linear_fp8.default or is_expert_product_in_fp8(n)}
     if asked:
-        found |= find_weight_products(block, asked).keys() | (region.products if region.known else set())
+        found |= find_weight_products(block, asked).keys()
+        found |= find_expert_products(block, asked) if asked != "tensor" else region.products if region.known else set()
     return frozenset(found)
+
+
+def is_expert_product_in_fp8(node: fx.Node) -> bool:
+    """Return whether ``node`` is a product of experts that the runtime computes in fp8; the gradient of their weights
+    is then in 16 bits."""
+    return node.target is ops.expert_mm.default and len(node.args) > 3
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:

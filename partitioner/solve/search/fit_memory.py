@@ -315,7 +315,9 @@ def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -
     scaled = constraints.overlap_steps and is_split(candidate.schedule) and job.precision == "fp16"
     more = {
         f"etp={candidate.etp}": candidate.etp not in (0, 1, candidate.tp),
-        "precision=fp8 with experts": job.precision == "fp8" and bool(job.experts),
+        "precision=fp8 with experts": job.precision == "fp8"
+        and bool(job.experts)
+        and constraints.fp8_scaling == "tensor",  # other scales are executed
         "overlap_steps=True with precision=fp16": scaled
         and job.train,  # all ranks have to agree whether gradients overflowed
     }

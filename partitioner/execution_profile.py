@@ -129,6 +129,12 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         "in fp8. Constraints(fp8_scaling=...) sets it.",
     )
 
+    fp8_products: Literal["all", "faster"] = Field(
+        default="all",
+        description="In fp8, which blocks (such as layers) have products in fp8: all, or those that are estimated to "
+        "be faster so, as in the runtime of this project on GPUs.",
+    )
+
     graphs: Literal["none", "part", "all"] = Field(
         default="none",
         description="What is recorded in CUDA graphs, so that the host does not launch its operators one by "
@@ -194,11 +200,14 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
         ``overlap_tensor``: whether collectives over ``tp`` run in pieces next to products (``tensor_pieces``).
         ``None``: on GPUs, where this is estimated to be faster; never on CPUs, whose cores also communicate.
-        ``fp8_scaling``: which numbers share a scale in fp8.
+        ``fp8_scaling``: which numbers share a scale in fp8. On GPUs, blocks (such as layers) are in fp8 only where this
+        is estimated to be faster; on CPUs, which compute fp8 for tests, everywhere.
         """
         if self != OURS:
             return self
         changes: dict[str, Any] = {} if fp8_scaling == OURS.fp8_scaling else {"fp8_scaling": fp8_scaling}
+        if device == "cuda":
+            changes["fp8_products"] = "faster"
         if overlap_tensor or (overlap_tensor is None and device == "cuda"):
             changes["tensor_pieces"] = "all" if overlap_tensor else "faster"
         if execution == "compiled" or (execution == "graph" and device == "cuda"):
@@ -216,7 +225,7 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         """
         executed = {"name"}
         if self.name == OURS.name:
-            executed |= {"fused_kernels", "tensor_pieces", "fp8_scaling"} | (
+            executed |= {"fused_kernels", "tensor_pieces", "fp8_scaling", "fp8_products"} | (
                 {"graphs"} if self.graphs == "part" else set()
             )
         facts = ((name, getattr(self, name)) for name in type(self).model_fields if name not in executed)

@@ -343,14 +343,29 @@ class PlanDurations:
                 found[name] = PieceCounts(*map(min, here, other))
         return found
 
-    def _price_calls(self, pieces: Mapping[str, PieceCounts] | None) -> tuple[dict[str, CallCost], ...]:
+    def choose_fp8(self) -> frozenset[str]:
+        """Return the names of the blocks (such as layers) whose products with weights are estimated to be faster in
+        fp8, on all pipeline stages. The program must not be converted to fp8 yet."""
+        slower: set[str] = set()
+        used: set[str] = set()
+        for stage, costs in zip(self.plan.program.stages, self._price_calls(None, fp8=True), strict=True):
+            names = {call.block for call in stage.calls}
+            used |= names
+            slower |= {name for name in names if not costs[name].fp8}
+        return frozenset(used - slower)
+
+    def _price_calls(
+        self, pieces: Mapping[str, PieceCounts] | None, fp8: bool = False
+    ) -> tuple[dict[str, CallCost], ...]:
         """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
         cost). ``pieces``: which collectives of each block run in pieces; ``None``: chosen by the estimated times.
+        ``fp8``: whether products with weights may be in fp8 that are not yet.
         """
         program = self.plan.program
         train, again = program.objective == "train", partial(_find_recomputed_nodes, program)
         costs = CallCostCache(self.blocks, self.topology, train, again, pieces=pieces)
-        return tuple(costs.of_stage(seats, self._expert_spread) for seats in self._seats or self.machine.seats)
+        spread = replace(self._expert_spread, fp8=True) if fp8 else self._expert_spread
+        return tuple(costs.of_stage(seats, spread) for seats in self._seats or self.machine.seats)
 
     @property
     def _expert_spread(self) -> Spread:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,18 +45,30 @@ def convert_precision(program: Program, precision: str | None) -> Program:
     )
 
 
-def convert_to_fp8(program: Program, scaling: str = "tensor") -> Program:
+def convert_to_fp8(program: Program, scaling: str = "tensor", blocks: Collection[str] | None = None) -> Program:
     """Return a copy of ``program`` in which matrix products with weights are computed in 8-bit floats, where the
     kernels support the types and shapes. ``scaling``: which numbers share a scale: ``"tensor"``, ``"row"`` or
-    ``"block"``.
+    ``"block"``. ``blocks``: names of the blocks (such as layers) to convert; ``None``: all.
     """
 
     def round_input(name: str, data: BlockGraph) -> BlockGraph:
+        if blocks is not None and name not in blocks:
+            return data
         block = block_from_data(name, data.nodes, data.states, data.inputs)
         changed = convert_products_to_fp8(block, scaling)
         return data.model_copy(update={"nodes": block_to_data(block)}) if changed else data
 
     return program.model_copy(update={"blocks": {n: round_input(n, block) for n, block in program.blocks.items()}})
+
+
+def list_fp8_blocks(program: Program) -> frozenset[str]:
+    """Return the names of the blocks of ``program`` (such as layers) with products in 8-bit floats."""
+    linear, experts = target_name(ops.linear_fp8.default), target_name(ops.expert_mm.default)
+    return frozenset(
+        name
+        for name, block in program.blocks.items()
+        if any(n.get("target") == linear or (n.get("target") == experts and n["args"][3:]) for n in block.nodes)
+    )
 
 
 @contextmanager

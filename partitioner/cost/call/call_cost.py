@@ -74,7 +74,8 @@ class CallCost:
       for each input, whether it is kept under selective recomputation. ``selective_s``: seconds that this recomputation
       takes in backward. ``slim``: the whole cost with selective recomputation, if it cannot be derived from these
       fields; otherwise ``None``.
-    - ``pieces``: which collectives run in pieces next to matrix products.
+    - ``pieces``: which collectives run in pieces next to matrix products. ``fp8``: whether products with weights are in
+      fp8 because this is faster.
     - ``forward_only_s``: the part of the forward that full recomputation does not add to backward, because backward
       already contains it (selective recomputation, waits for gathered weights).
     """
@@ -102,6 +103,7 @@ class CallCost:
     host_bytes: float = 0.0
     slim: CallCost | None = None
     pieces: PieceCounts = WHOLE
+    fp8: bool = False
 
     def paced(self, factor: float) -> CallCost:
         """Return this cost of a block call (such as a layer) with all seconds multiplied by ``factor``; bytes and FLOPs
@@ -272,7 +274,20 @@ class CallWork:
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """Return the cost of one call of the block (such as a layer) on a rank with device type ``device``. ``groups``:
         mesh axis -> the group of ranks over which collectives of that axis run. ``spread``: how expert parallelism and
-        ZeRO-3 distribute the call over ranks.
+        ZeRO-3 distribute the call over ranks. If its profile has fp8 only where it is faster, products in 16 bits are
+        priced, too, and the faster of both costs is returned.
+        """
+        cost = self._price_call(device, groups, spread)
+        if not spread.fp8 or spread.profile.fp8_products == "all":
+            return cost
+        other = self._price_call(device, groups, replace(spread, fp8=False))
+        faster = cost.forward_total_s + cost.backward_total_s < other.forward_total_s + other.backward_total_s
+        return replace(cost, fp8=True) if faster else other
+
+    def _price_call(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread) -> CallCost:
+        """Return the cost of one call of the block (such as a layer) on a rank with device type ``device``. ``groups``:
+        mesh axis -> the group of ranks over which collectives of that axis run. ``spread``: how expert parallelism and
+        ZeRO-3 distribute the call over ranks, and whether products with weights are in fp8.
         """
         profile, train = spread.profile, self.train
         asked = self.asked(spread.fp8, profile)

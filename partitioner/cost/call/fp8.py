@@ -169,13 +169,25 @@ def _sum_kernel_seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
     )
 
 
-def notes_on_fp8(model: FoldedModel, scaling: Scaling = "tensor") -> tuple[str, ...]:
+def notes_on_fp8(
+    model: FoldedModel, scaling: Scaling = "tensor", converted: Collection[str] | None = None
+) -> tuple[str, ...]:
     """Return a note for the user as a tuple with one sentence: how many products with weights run in fp8, and for some
     that do not, why. The tuple is empty if all run in fp8. ``model``: the graphs of one rank. ``scaling``: which
-    numbers share a scale.
+    numbers share a scale. ``converted``: names of the blocks (such as layers) in fp8; ``None``: all.
     """
     left = {name: list(_left_out(block, scaling)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, scaling, expert_region(b))) for name, b in model.blocks.items()}
+    slower = [call for call in model.calls if converted is not None and call.block not in converted]
+    kept = sum(short[call.block] for call in slower)
+    if kept:
+        paths = list(dict.fromkeys(call.path for call in slower if short[call.block]))
+        blocks = ", ".join(paths[:_SHOWN]) + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")
+        every = sum(short[call.block] for call in model.calls)
+        return (
+            f"{kept} of {every} products that could be in fp8 stay in 16 bits, in which {blocks} are estimated to be "
+            "faster",
+        )
     others = [(call.states[place], why) for call in model.calls for place, why in left[call.block]]
     if not others:
         return ()

@@ -374,7 +374,7 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         layout_of=None if job.layout is None else job.layout.program,
     )
     program = emit(local.model, chosen.stage_of_call, spec)
-    program = convert_to_fp8(program, job.profile.fp8_scaling) if job.precision == "fp8" else program
+    program = _put_in_fp8(job, chosen, program) if job.precision == "fp8" else program
     program = program.model_copy(update={"tf32": job.precision == "tf32"})
     program = _put_in_pieces(job, chosen, program)
     facts = ProgramFacts(program)
@@ -385,6 +385,16 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     caches = () if job.layout is None else job.layout.inputs
     estimate = replace_estimated_memory(chosen.estimate, facts, job.optimizer, working, caches)
     return program, estimate.model_copy(update={"simulated": _simulate_step_seconds(job, chosen, program, facts)})
+
+
+def _put_in_fp8(job: Job, chosen: SolvedCandidate, program: Program) -> Program:
+    """Return ``program`` with products of weights in fp8: in all blocks (such as layers), or where the profile of
+    ``job`` and the estimated times of the plan ``chosen`` select them."""
+    scaling = job.profile.fp8_scaling
+    if job.profile.fp8_products == "all":
+        return convert_to_fp8(program, scaling)
+    laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
+    return convert_to_fp8(program, scaling, PlanDurations(laid).choose_fp8())
 
 
 def _put_in_pieces(job: Job, chosen: SolvedCandidate, program: Program) -> Program:

@@ -137,7 +137,7 @@ def test_no_constraint_is_taken_for_another() -> None:
 
 def test_what_moved_to_the_profile_is_answered_with_its_field() -> None:
     """Every fact of a profile is a word that ``Constraints`` answers with ``ExecutionProfile(...)``."""
-    constraints = {"overlap_tensor", "tensor_pieces", "fp8_scaling"}  # what our runtime executes, too
+    constraints = {"overlap_tensor", "tensor_pieces", "fp8_scaling", "fp8_products"}  # what our runtime executes, too
     for name in set(ExecutionProfile.model_fields) - {"name", "expert_tensor"} - constraints:
         assert re.search(rf"profile=ExecutionProfile\({name}=", answer(name, True)), name
 

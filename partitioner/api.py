@@ -67,7 +67,7 @@ def partition(
         constraints: what is given is fixed; the search chooses the rest.
         profile: another framework, such as ``"megatron-core"``, to predict: the plan has estimates and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: that of the parameters. ``tf32``: fp32, with
-            matrix products in TF32 on GPUs. ``fp8``: bf16, with products of weights in fp8; with experts planned only.
+            matrix products in TF32 on GPUs. ``fp8``: bf16, with products of weights in fp8 (``fp8_scaling``).
         documents: typical lengths of packed documents, for the cost model; (): those of inputs that have values.
         optimizer: the optimizer whose states need memory: ``adamw``, ``adam``, ``sgd_momentum``, ``sgd`` or ``none``.
         progress: called during the search with its progress.

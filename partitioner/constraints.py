@@ -172,6 +172,13 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         "None: they are sharded where this is faster.",
     )
 
+    overlap_tensor: bool | None = Field(
+        default=None,
+        description="Whether all-gathers over tp before matrix products, and reduce-scatters after them, run in "
+        "pieces, so that one piece is communicated while another is multiplied. True: all of them. None: on GPUs, "
+        "those that are estimated to be faster in pieces.",
+    )
+
     hierarchical: bool | None = Field(
         default=None,
         description="Whether gradients that are reduced over several nodes are first reduce-scattered within "
@@ -195,6 +202,13 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         "compiled, and for graph on GPUs, assume that a compiler fuses operators; those for graph "
         "leave out the launch time of the host, except for operators of experts. Estimates of "
         "memory are those of eager.",
+    )
+
+    fp8_scaling: Literal["tensor", "row", "block"] = Field(
+        default="tensor",
+        description='With precision="fp8", the numbers that share a scale: "tensor", all of a tensor; "row", those '
+        'that a product sums up for one result; "block", 32 of these, with powers of two as scales (MXFP8), on '
+        "devices whose peak lists mxfp8, and on CPUs.",
     )
 
     # Search

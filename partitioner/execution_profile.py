@@ -59,6 +59,13 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         "or after them.",
     )
 
+    tensor_pieces: Literal["none", "faster", "all"] = Field(
+        default="none",
+        description="Which gathers before products and scatters after them run in pieces next to these products in "
+        "the runtime of this project: none, those that are estimated to be faster so, or all. "
+        "Constraints(overlap_tensor=...) sets it.",
+    )
+
     regather: bool = Field(
         default=False, description="Values that are gathered over tp are saved sharded, and gathered again in backward."
     )
@@ -116,6 +123,18 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         "maxima, or block by block.",
     )
 
+    fp8_scaling: Literal["tensor", "row", "block"] = Field(
+        default="tensor",
+        description="In fp8, which numbers share a scale in the runtime of this project; it decides which products are "
+        "in fp8. Constraints(fp8_scaling=...) sets it.",
+    )
+
+    fp8_products: Literal["all", "faster"] = Field(
+        default="all",
+        description="In fp8, which blocks (such as layers) have products in fp8: all, or those that are estimated to "
+        "be faster so, as in the runtime of this project on GPUs.",
+    )
+
     graphs: Literal["none", "part", "all"] = Field(
         default="none",
         description="What is recorded in CUDA graphs, so that the host does not launch its operators one by "
@@ -165,18 +184,39 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
             raise ConstraintError(f"profile must be a name or an ExecutionProfile, got {kind}; {', '.join(PROFILES)}")
         return profile
 
-    def executed(self, execution: str, device: str) -> ExecutionProfile:
+    def executed(
+        self,
+        execution: str,
+        device: str,
+        overlap_tensor: bool | None = False,
+        fp8_scaling: Literal["tensor", "row", "block"] = "tensor",
+    ) -> ExecutionProfile:
         """Return the profile of the runtime of this project if it executes instructions in the mode ``execution`` on
         devices of torch's type ``device``, such as ``cuda``. A profile of another framework says itself what is
         compiled and recorded, and is returned as it is.
 
         ``compiled``: operators are merged. ``graph``: on GPUs, they are merged, and steps are replayed as CUDA graphs,
         so that the host issues the operators of experts alone; on CPUs as ``eager``.
+
+        ``overlap_tensor``: whether collectives over ``tp`` run in pieces next to products (``tensor_pieces``).
+        ``None``: on GPUs, where this is estimated to be faster; never on CPUs, whose cores also communicate.
+        ``fp8_scaling``: which numbers share a scale in fp8. On GPUs, blocks (such as layers) are in fp8 only where this
+        is estimated to be faster; on CPUs, which compute fp8 for tests, everywhere.
         """
-        if self != OURS or execution == "eager" or (execution == "graph" and device != "cuda"):
+        if self != OURS:
             return self
-        graphs = {"graphs": "part"} if execution == "graph" else {}
-        return self.model_copy(update={"fused_kernels": True, **graphs})
+        changes: dict[str, Any] = {} if fp8_scaling == OURS.fp8_scaling else {"fp8_scaling": fp8_scaling}
+        if device == "cuda":
+            changes["fp8_products"] = "faster"
+        if overlap_tensor or (overlap_tensor is None and device == "cuda"):
+            changes["tensor_pieces"] = "all" if overlap_tensor else "faster"
+        if execution == "compiled" or (execution == "graph" and device == "cuda"):
+            changes |= {"fused_kernels": True} | ({"graphs": "part"} if execution == "graph" else {})
+        return self.model_copy(update=changes) if changes else self
+
+    def executes_as(self, other: ExecutionProfile) -> bool:
+        """Return whether layouts take the same time and memory under this profile as under ``other``."""
+        return self.model_dump(exclude={"name"}) == other.model_dump(exclude={"name"})
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -185,7 +225,9 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         """
         executed = {"name"}
         if self.name == OURS.name:
-            executed |= {"fused_kernels", "graphs"} if self.graphs == "part" else {"fused_kernels"}
+            executed |= {"fused_kernels", "tensor_pieces", "fp8_scaling", "fp8_products"} | (
+                {"graphs"} if self.graphs == "part" else set()
+            )
         facts = ((name, getattr(self, name)) for name in type(self).model_fields if name not in executed)
         return tuple(f"{name}={value}" for name, value in facts if value != getattr(OURS, name))
 

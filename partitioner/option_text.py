@@ -120,9 +120,9 @@ _OPTIONS: dict[str, str] = {
     "overlap=False)) predicts a framework that does not": "overlap_grad_reduce overlap_comm overlap_communication "
     "overlap_param_gather overlap_grad_reduction overlap_gradients overlap_reduce_scatter overlap_all_gather "
     "overlap_grad_sync overlap",
-    _profile("overlap_tensor=True"): "tp_comm_overlap async_tp async_tensor_parallel "
+    "overlap_tensor={value}": "tp_comm_overlap async_tp async_tensor_parallel "
     "async_tensor_model_parallel_allreduce tp_linear_async_communication tensor_overlap overlap_tp "
-    "tensor_parallel_overlap overlap_tensor",
+    "tensor_parallel_overlap enable_async_tensor_parallel tensor_pieces",
     _profile('dispatch="rows", "parts" or "once"'): "moe_token_dispatcher moe_token_dispatcher_type token_dispatcher "
     "deepep expert_parallel_comm_backend moe_flex_dispatcher_backend moe_dispatch moe_enable_deepep dispatch",
     _profile("overlap_experts=True"): "overlap_moe overlap_moe_expert_parallel_comm overlap_ep "

@@ -64,7 +64,7 @@ def check_request(
             f"offload={'+'.join(constraints.offload)}, but {topology.name} does not describe the disks of its nodes; "
             "add a disk to the host of each group of nodes, like disk: 30 TB, disk_bandwidth: 20 GB/s"
         )
-    check_precision(topology, precision)
+    check_precision(topology, precision, constraints.fp8_scaling)
 
 
 def check_topology(topology: object) -> None:
@@ -76,8 +76,14 @@ def check_topology(topology: object) -> None:
         )
 
 
-def check_precision(topology: Topology, precision: str | None) -> None:
-    """Raise :class:`InputsError` if ``precision`` is ``"fp8"`` and a device of ``topology`` cannot multiply in it."""
+def check_precision(topology: Topology, precision: str | None, fp8_scaling: str = "tensor") -> None:
+    """Raise :class:`InputsError` if ``precision`` is ``"fp8"`` and a device of ``topology`` cannot multiply in it, or
+    :class:`ConstraintError` if no device has products with the scales ``fp8_scaling`` or nothing is in fp8."""
+    if precision != "fp8" and fp8_scaling != "tensor":
+        raise ConstraintError(
+            f"fp8_scaling={fp8_scaling!r} without precision='fp8': no product is in fp8; expected precision='fp8', or "
+            "no fp8_scaling"
+        )
     lacking = sorted({k for k, _ in topology.paces[0] if not topology.types[k].has_fp8}) if precision == "fp8" else []
     if lacking:
         listed = ", ".join(topology.types[lacking[0]].peak)
@@ -85,6 +91,12 @@ def check_precision(topology: Topology, precision: str | None) -> None:
             f'precision="fp8", but {" and ".join(lacking)} of {topology.name} cannot multiply in it: expected fp8 in '
             f"the peak of every kind of device, as of h100-sxm; {lacking[0]} lists {listed}; plan with "
             'precision="bf16" or "fp16"; where the devices do have it, give its rate, like peak: {fp8: 1979 TFLOP/s}'
+        )
+    lacking = sorted(k for k in {k for k, _ in topology.paces[0]} if not topology.types[k].has_mxfp8)
+    if fp8_scaling == "block" and lacking:
+        raise ConstraintError(
+            f"fp8_scaling='block', but {' and '.join(lacking)} of {topology.name} cannot multiply in MXFP8: expected "
+            "mxfp8 in the peak of every kind of device, as of b200; plan with fp8_scaling='row' or 'tensor'"
         )
 
 
@@ -182,14 +194,14 @@ def profile_of(
     profile: ExecutionProfile | str | None, constraints: Constraints | None, topology: Topology
 ) -> ExecutionProfile:
     """Return the execution profile that the argument ``profile`` of ``partition`` stands for. If it is the runtime of
-    this project, ``constraints.execution`` and the devices of ``topology`` decide whether operators are merged and
-    graphs recorded. Raise :class:`ConstraintError` for an unknown profile, and :class:`InputsError` if ``topology`` is
-    no :class:`Topology`.
+    this project, ``constraints`` and the devices of ``topology`` decide whether operators are merged, graphs recorded,
+    and collectives over ``tp`` run in pieces. Raise :class:`ConstraintError` for an unknown profile, and
+    :class:`InputsError` if ``topology`` is no :class:`Topology`.
     """
     check_topology(topology)
     found = ExecutionProfile.resolve(profile)
-    execution = constraints.execution if isinstance(constraints, Constraints) else "eager"
-    return found.executed(execution, torch_device(topology))
+    given = constraints if isinstance(constraints, Constraints) else Constraints()
+    return found.executed(given.execution, torch_device(topology), given.overlap_tensor, given.fp8_scaling)
 
 
 def torch_device(topology: Topology) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import RenderableType
@@ -37,6 +37,7 @@ from partitioner.plans.figures import (
 from partitioner.plans.mesh_axes import axis_text, level_rates
 from partitioner.plans.outline import Outline
 from partitioner.runtime.program.mesh import hybrid_mesh
+from partitioner.runtime.program.precision import list_fp8_blocks
 from partitioner.runtime.program.program import Program, StateData
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology import Topology
@@ -81,10 +82,17 @@ def precision_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -> tuple[str, ...]:
+def notes_on_precision(
+    topology: Topology,
+    precision: str,
+    model: FoldedModel,
+    fp8_scaling: Literal["tensor", "row", "block"] = "tensor",
+    program: Program | None = None,
+) -> tuple[str, ...]:
     """Return notes for the user, one sentence each: for ``precision`` ``fp8``, which products of ``model`` are not in
     fp8; for ``fp32`` on GPUs, that plans ignore the setting ``torch.set_float32_matmul_precision`` of this process.
-    ``topology``: the devices that the plan is for.
+    ``topology``: the devices that the plan is for. ``fp8_scaling``: which numbers share a scale in fp8.
+    ``program``: the plan's program, or ``None`` if it has none.
     """
     import torch  # a plan's report does without
 
@@ -92,7 +100,7 @@ def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -
     from partitioner.validate import torch_device
 
     if precision == "fp8":
-        return notes_on_fp8(model)
+        return notes_on_fp8(model, fp8_scaling, None if program is None else list_fp8_blocks(program))
     setting = torch.get_float32_matmul_precision()
     if setting == "highest" or precision != "fp32" or torch_device(topology) != "cuda":
         return ()

@@ -34,7 +34,7 @@ def describe_plan_layout(plan: Plan) -> tuple[TrainingLayout, tuple[UnusedOption
         missing.append(_lose("devices", "", "ranks are placed on devices in order"))
     if plan.written is not None and tp > 1:
         missing.append(_lose("operators", "", "how single operators are sharded is chosen by the framework"))
-    for name in ("grad_compression", "hierarchical", "overlap_steps"):
+    for name in ("grad_compression", "hierarchical", "overlap_steps", "overlap_tensor"):
         if getattr(plan.constraints, name):
             missing.append(_lose(name, getattr(plan.constraints, name), "is a property of this project's runtime"))
     context = Counter(way.algorithm for way in plan.context for _ in range(way.calls)).most_common(1)

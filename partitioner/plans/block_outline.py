@@ -159,7 +159,7 @@ def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
             return f"sharded on dim {layout.dim}, gathered for use"
         else:
             words = _PHRASES.get((target, _list_operand_names(node).index(name)), ())
-            words = words[::-1] if target == "partition.linear_fp8.default" and node["args"][3:] == [True] else words
+            words = words[::-1] if target == "partition.linear_fp8.default" and node["args"][3:4] == [True] else words
             if dim < len(words):
                 return words[dim]
             break

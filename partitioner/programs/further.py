@@ -548,7 +548,7 @@ def assemble_plan(first: FirstProgram, further: dict[str, FurtherProgram], topol
         notes=(
             *job.model.notes,
             *([first.note] if first.note else []),
-            *notes_on_precision(topology, job.precision, chosen.local.model),
+            *notes_on_precision(topology, job.precision, chosen.local.model, job.profile.fp8_scaling, found.program),
         ),
         context=found.context,
         objective=prepared.objective,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
@@ -26,6 +26,7 @@ from partitioner.optimizers import moment_bytes, optimizer_bytes
 from partitioner.passes.ir.gradient_flow import mark_block
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.serialize import block_from_data, dtype_of
+from partitioner.passes.shard.overlap_products import PieceCounts
 from partitioner.plan import Plan
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.buckets import Compression
@@ -199,7 +200,7 @@ class PlanDurations:
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
         self.topology = rate_cluster(plan.topology, precision)
-        how = OURS.executed(plan.constraints.execution, torch_device(plan.topology))
+        how = OURS.executed(plan.constraints.execution, torch_device(plan.topology), plan.constraints.overlap_tensor)
         self.machine = PlacedMesh(
             self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp, profile=how
         )
@@ -328,11 +329,43 @@ class PlanDurations:
         """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
         cost).
         """
+        return self._price_calls({name: block.pieces for name, block in self.plan.program.blocks.items()})
+
+    def choose_pieces(self) -> dict[str, PieceCounts]:
+        """Return which collectives of each block (such as a layer) are to run in pieces (name of the block -> numbers
+        of parts), by the constraints of the plan and the estimated times. If pipeline stages differ, a collective runs
+        in pieces if all of them gain, in the fewest parts.
+        """
+        found: dict[str, PieceCounts] = {}
+        for stage, costs in zip(self.plan.program.stages, self._price_calls(None), strict=True):
+            for name in dict.fromkeys(call.block for call in stage.calls):
+                here, other = costs[name].pieces, found.get(name, costs[name].pieces)
+                found[name] = PieceCounts(*map(min, here, other))
+        return found
+
+    def choose_fp8(self) -> frozenset[str]:
+        """Return the names of the blocks (such as layers) whose products with weights are estimated to be faster in
+        fp8, on all pipeline stages. The program must not be converted to fp8 yet."""
+        slower: set[str] = set()
+        used: set[str] = set()
+        for stage, costs in zip(self.plan.program.stages, self._price_calls(None, fp8=True), strict=True):
+            names = {call.block for call in stage.calls}
+            used |= names
+            slower |= {name for name in names if not costs[name].fp8}
+        return frozenset(used - slower)
+
+    def _price_calls(
+        self, pieces: Mapping[str, PieceCounts] | None, fp8: bool = False
+    ) -> tuple[dict[str, CallCost], ...]:
+        """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
+        cost). ``pieces``: which collectives of each block run in pieces; ``None``: chosen by the estimated times.
+        ``fp8``: whether products with weights may be in fp8 that are not yet.
+        """
         program = self.plan.program
-        costs = CallCostCache(
-            self.blocks, self.topology, program.objective == "train", partial(_find_recomputed_nodes, program)
-        )
-        return tuple(costs.of_stage(seats, self._expert_spread) for seats in self._seats or self.machine.seats)
+        train, again = program.objective == "train", partial(_find_recomputed_nodes, program)
+        costs = CallCostCache(self.blocks, self.topology, train, again, pieces=pieces)
+        spread = replace(self._expert_spread, fp8=True) if fp8 else self._expert_spread
+        return tuple(costs.of_stage(seats, spread) for seats in self._seats or self.machine.seats)
 
     @property
     def _expert_spread(self) -> Spread:

@@ -33,7 +33,7 @@ class TopologyPart(BaseModel, metaclass=DocumentedModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-PRECISIONS = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
+PRECISIONS = ("mxfp8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 
 
 class DeviceType(TopologyPart):
@@ -150,6 +150,12 @@ class DeviceType(TopologyPart):
         return "fp8" in self.peak or self.torch == "cpu"
 
     @property
+    def has_mxfp8(self) -> bool:
+        """Return whether the device can multiply in MXFP8, with a scale for every 32 numbers. GPUs can if they list an
+        mxfp8 peak. CPUs always can, slowly, for experiments."""
+        return "mxfp8" in self.peak or self.torch == "cpu"
+
+    @property
     def in_tf32(self) -> DeviceType:
         """Return a copy of this device type in which float32 matrix products run at the TF32 rate, if it has one. The
         rate of float32 attention stays the same, because fused attention does not use TF32 (torch 2.11 on H200)."""
@@ -171,6 +177,7 @@ class DeviceType(TopologyPart):
 
 
 _STAND_INS = {
+    "mxfp8": ("fp8", "fp16", "bf16", "fp32"),
     "fp8": ("fp16", "bf16", "fp32"),
     "bf16": ("fp16", "fp32"),
     "fp16": ("bf16", "fp32"),

@@ -510,8 +510,8 @@ class _Sorter:
         (tokens). A product of each row with its expert's matrix becomes a grouped product.
         """
         if node.target is _PRODUCT:
-            rows, weight, _ = node.args
-            node.target, node.args = ops.grouped_mm.default, (self._sort_operand(rows), weight, self.ends)  # type: ignore[arg-type]
+            rows, weight, _, *how = node.args
+            node.target, node.args = ops.grouped_mm.default, (self._sort_operand(rows), weight, self.ends, *how)  # type: ignore[arg-type]
         else:
             node.args, node.kwargs = replace_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 

@@ -17,6 +17,8 @@ operator                             backward                 change of layout
 ``all_reduce(grad="copy")``          nothing                  ``P -> R``
 ``all_reduce(grad="reduce")``        ``all_reduce``           ``P -> R'``
 ``all_to_all``                       ``all_to_all`` back      ``S -> S``
+``gather_products``                  not differentiated       ``all_gather``, and matrix products of its result
+``products_scatter``                 not differentiated       ``reduce_scatter`` of a sum of matrix products
 ``axis_index``                       (an integer)             this rank's index on the axis, a 0-d int64 tensor
 ``dispatch``                         ``combine``              sends rows to the ranks of their experts
 ``combine``                          ``dispatch``             sends the rows back to where they came from
@@ -31,6 +33,13 @@ once at a fixed size); and the expert of every received row, counted from this r
 ``combine`` read these results, in forward and backward. Every rank takes part in all three operators, even without
 rows. In a graph, the number of received rows is the one that results if all experts get equally many rows; tracing for
 gradients (``passes/shard/differentiate.py``) makes it symbolic.
+
+``gather_products`` and ``products_scatter`` communicate in pieces while they multiply. They are in forward and backward
+graphs only, where ``passes/shard/overlap_products.py`` puts them. ``weights`` are ``[in, out]``; the rows of the
+operands are all dims but the last. ``gather_products`` returns the gathered tensor, and one product for each weight, to
+which the vector at the same place of ``biases`` is added. ``products_scatter`` multiplies ``x`` and ``more`` with one
+weight each; ``shape`` is that of the sum before it is scattered along ``dim``. ``pieces``: the number of pieces, a
+multiple of the number of ranks or a divisor of it.
 
 ``context_attention`` is attention within a band (``passes/ops/attention.py``) over a sequence of which each rank has a
 part, in order or in ``zigzag`` (one piece from the start and one from the end). ``algorithm`` says how keys and values
@@ -64,6 +73,10 @@ _SCHEMAS = {
     "all_reduce": "(Tensor x, str axis, int size, str grad) -> Tensor",
     "all_reduce_max": "(Tensor x, str axis, int size) -> Tensor",
     "all_to_all": "(Tensor x, int split_dim, int concat_dim, str axis, int size) -> Tensor",
+    "gather_products": "(Tensor x, Tensor[] weights, Tensor?[] biases, int dim, str axis, int size, int pieces) "
+    "-> Tensor[]",
+    "products_scatter": "(Tensor x, Tensor[] more, Tensor[] weights, int[] shape, int dim, str axis, int size, "
+    "int pieces) -> Tensor",
     "axis_index": "(str axis, int size) -> Tensor",
     "route": "(Tensor experts, int num_experts, str axis, int size) -> (Tensor, Tensor, Tensor)",
     "dispatch": "(Tensor x, Tensor order, Tensor counts, Tensor experts, str axis, int size) -> Tensor",
@@ -167,6 +180,16 @@ def _make_route_results(experts: Tensor, num_experts: int, axis: str, size: int)
     return torch.empty_like(experts, dtype=torch.int64), counts, experts.new_empty(rows)
 
 
+def _make_gathered_products(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], dim: int, axis: str, size: int, pieces: int
+) -> list[Tensor]:
+    """Return empty results of ``gather_products`` for shape inference: the gathered tensor, and the products of its
+    rows with ``weights``. ``x``, ``dim``, ``size``: one rank's shard, the dim along which the shards are joined, and
+    the number of ranks. The other arguments are not read."""
+    whole = _make_scaled_result(x, dim, size, 1)
+    return [whole, *(whole.new_empty((whole.numel() // whole.shape[-1], w.shape[1])) for w in weights)]
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "all_gather": lambda x, dim, axis, size, grad: _make_scaled_result(x, dim, size, 1),
     "shard_slice": lambda x, dim, axis, size: _make_scaled_result(x, dim, 1, size),
@@ -178,6 +201,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "all_reduce_max": lambda x, axis, size: torch.empty_like(x, memory_format=torch.contiguous_format),
     "all_to_all": lambda x, split_dim, concat_dim, axis, size: _make_scaled_result(
         _make_scaled_result(x, split_dim, 1, size), concat_dim, size, 1
+    ),
+    "gather_products": _make_gathered_products,
+    "products_scatter": lambda x, more, weights, shape, dim, axis, size, pieces: _make_scaled_result(
+        x.new_empty(shape), dim, 1, size
     ),
     "axis_index": lambda axis, size: torch.empty((), dtype=torch.int64),
     "route": _make_route_results,
@@ -346,8 +373,12 @@ CONTEXT = frozenset(
         "context_scored_attention", "context_scored_attention_backward",
     }
 )  # fmt: skip
+IN_PIECES = frozenset({"gather_products", "products_scatter"})  # they communicate while they multiply
 COMMUNICATING = (
-    frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all"}) | ROUTED | CONTEXT
+    frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all"})
+    | ROUTED
+    | CONTEXT
+    | IN_PIECES
 )
 
 

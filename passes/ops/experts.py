@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 from partitioner.passes.ops.cpu_products import is_onednn_faster, multiply_into
+from partitioner.passes.ops.scaled_products import multiply_grouped_rows
 
 _ALIGNED_BYTES = 16  # torch._grouped_mm requires strides that are multiples of this
 
@@ -58,14 +59,19 @@ def unsort_rows(x: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, order, x)
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, scaling: str = "") -> Tensor:
     """Multiply the rows (tokens) of each expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``, and
     return the products.
 
     ``rows`` ``[t, k]`` are sorted by expert; ``weight`` ``[e, k, n]``; ``ends`` ``[e]`` has the end of each expert's
-    rows. The result is ``[t, n]``, with zeros behind the last end.
+    rows. The result is ``[t, n]``, with zeros behind the last end. ``scaling``: ``"row"``: the operands are rounded to
+    8 bits (``passes/ops/scaled_products.py``); empty: they are not.
     """
-    if _has_kernel(rows, weight) and not _is_float32_on_cpu(rows, weight):
+    if scaling:
+        made = multiply_grouped_rows(rows, weight, ends)
+        if made.is_cuda:
+            return made.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1), 0)
+    elif _has_kernel(rows, weight) and not _is_float32_on_cpu(rows, weight):
         made = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
         if made.is_cuda:
             return made.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1), 0)
@@ -140,7 +146,7 @@ def _fake_moved(x: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fake_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _fake_product(rows: Tensor, weight: Tensor, ends: Tensor, scaling: str = "") -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[2])
 
 
@@ -152,7 +158,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sort_experts(Tensor expert, int num_experts) -> (Tensor, Tensor)": (sort_experts, _fake_order),
     "sort_rows(Tensor x, Tensor order) -> Tensor": (sort_rows, _fake_moved),
     "unsort_rows(Tensor x, Tensor order) -> Tensor": (unsort_rows, _fake_moved),
-    "grouped_mm(Tensor rows, Tensor weight, Tensor ends) -> Tensor": (grouped_mm, _fake_product),
+    'grouped_mm(Tensor rows, Tensor weight, Tensor ends, str scaling="") -> Tensor': (grouped_mm, _fake_product),
     "grouped_mm_weight(Tensor rows, Tensor grads, Tensor ends) -> Tensor": (grouped_mm_weight, _fake_grouped_weight),
 }
 for _schema, (_kernel, _fake) in _OPERATORS.items():
@@ -175,15 +181,16 @@ def _sort_row_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return ops.sort_rows(grad, *ctx.saved_tensors), None
 
 
-def _save_grouped_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_grouped_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: Tensor) -> None:
+    *operands, ctx.scaling = inputs
+    ctx.save_for_backward(*operands)
 
 
-def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, weight, ends = ctx.saved_tensors
-    of_rows = ops.grouped_mm(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-    of_weight = ops.grouped_mm_weight(rows, grad, ends) if ctx.needs_input_grad[1] else None
-    return of_rows, of_weight, None
+    of_rows = ops.grouped_mm(grad, weight.transpose(1, 2), ends, ctx.scaling) if ctx.needs_input_grad[0] else None
+    of_weight = ops.grouped_mm_weight(rows, grad, ends) if ctx.needs_input_grad[1] else None  # in 16 bits
+    return of_rows, of_weight, None, None
 
 
 torch.library.register_autograd(
@@ -198,15 +205,15 @@ torch.library.register_autograd(
 )
 
 
-def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+def expert_mm(x: Tensor, weight: Tensor, expert: Tensor, scaling: str = "") -> Tensor:
     """Multiply each row by the matrix of its expert: return ``[t, n]`` with ``x[i] @ weight[expert[i]]`` for each row
     (token) ``i``.
 
     ``x`` ``[t, k]``, ``weight`` ``[e, k, n]``, ``expert`` ``[t]``. Rows whose expert number is outside ``[0, e)`` give
-    zeros.
+    zeros. ``scaling``: ``"row"``: the operands are rounded to 8 bits; empty: they are not.
     """
     order, ends = sort_experts(expert, weight.shape[0])
-    return unsort_rows(grouped_mm(sort_rows(x, order), weight, ends), order)
+    return unsort_rows(grouped_mm(sort_rows(x, order), weight, ends, scaling), order)
 
 
 def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) -> Tensor:
@@ -330,7 +337,7 @@ def list_row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.No
     return _products
 
 
-_library.define("expert_mm(Tensor x, Tensor weight, Tensor expert) -> Tensor")
+_library.define('expert_mm(Tensor x, Tensor weight, Tensor expert, str scaling="") -> Tensor')
 
 _library.define("expert_mm_weight(Tensor x, Tensor grad, Tensor expert, int num_experts) -> Tensor")
 for _device in ("CPU", "CUDA"):
@@ -341,7 +348,7 @@ _products: dict[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]] = {
 }
 
 
-def _fake_expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+def _fake_expert_mm(x: Tensor, weight: Tensor, expert: Tensor, scaling: str = "") -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
@@ -354,15 +361,16 @@ torch.library.register_fake(f"{NAMESPACE}::expert_mm", _fake_expert_mm, lib=_lib
 torch.library.register_fake(f"{NAMESPACE}::expert_mm_weight", _fake_weight, lib=_library)
 
 
-def _save_expert_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_expert_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: Tensor) -> None:
+    *operands, ctx.scaling = inputs
+    ctx.save_for_backward(*operands)
 
 
-def _compute_expert_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _compute_expert_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     x, weight, expert = ctx.saved_tensors
-    of_x = ops.expert_mm(grad, weight.transpose(1, 2), expert) if ctx.needs_input_grad[0] else None
+    of_x = ops.expert_mm(grad, weight.transpose(1, 2), expert, ctx.scaling) if ctx.needs_input_grad[0] else None
     of_weight = ops.expert_mm_weight(x, grad, expert, weight.shape[0]) if ctx.needs_input_grad[1] else None
-    return of_x, of_weight, None
+    return of_x, of_weight, None, None
 
 
 torch.library.register_autograd(

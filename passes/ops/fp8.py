@@ -1,10 +1,13 @@
-"""Matrix products with weights in 8-bit floating point: operands in ``float8_e4m3fn``, gradients in ``float8_e5m2``.
+"""Matrix products with weights in 8-bit floating point.
 
 Requires: blocks with the operators of one rank, after the last :func:`partitioner.passes.shard.shard_block.fuse_bias`.
 Provides: ``partition::linear_fp8`` in place of ``linear``, ``mm``, ``matmul`` and ``addmm`` with a two-dimensional
 parameter, if the kernels support it (:func:`can_multiply_in_fp8`; the planner prices these products in the same way).
-Each tensor is scaled by its own largest magnitude, computed at every use (Micikevicius et al. 2022, FP8 formats for
-deep learning). The result has the type of the unquantised operands. Non-finite operands give non-finite results.
+
+With the scaling ``"tensor"``, operands are ``float8_e4m3fn`` and gradients ``float8_e5m2``, and each tensor is scaled
+by its own largest magnitude, computed at every use (Micikevicius et al. 2022, FP8 formats for deep learning). With
+``"row"`` and ``"block"``, all are ``float8_e4m3fn`` with several scales (``passes/ops/scaled_products.py``). The result
+has the type of the unquantised operands. Non-finite operands give non-finite results.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from torch import Tensor, fx
 
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 from partitioner.passes.ir.model import Block
+from partitioner.passes.ops import experts as _experts  # noqa: F401  # registers the products of experts
+from partitioner.passes.ops.scaled_products import BLOCK, multiply_scaled
 
 aten = torch.ops.aten
 
@@ -45,13 +50,16 @@ def _multiply_in_fp8(
     *,
     exact: bool,
     bias: Tensor | None = None,
+    scaling: str = "tensor",
 ) -> Tensor:
     """Return ``left @ right.T``, plus ``bias`` if given, in the type of ``left``, computed with operands rounded to 8
     bits.
 
-    ``left`` ``[m, k]``, ``right`` ``[n, k]``. ``kinds``: the 8-bit types of the two operands. ``exact``: accumulate in
-    full float32, which gradients need.
+    ``left`` ``[m, k]``, ``right`` ``[n, k]``. ``kinds``: the 8-bit types of the two operands, if each has one scale.
+    ``exact``: accumulate in full float32, which gradients need. ``scaling``: ``"tensor"``, ``"row"`` or ``"block"``.
     """
+    if scaling != "tensor":
+        return multiply_scaled(left, right, scaling, bias, exact)
     a, of_a = _quantize_to_fp8(left, kinds[0])
     b, of_b = _quantize_to_fp8(right, kinds[1])
     product: Tensor = torch._scaled_mm(
@@ -64,58 +72,65 @@ def _flatten_to_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+def linear_fp8(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False, scaling: str = "tensor"
+) -> Tensor:
     """Return ``x @ weight.T``, plus ``bias`` unless it is ``None``, with ``x`` ``[..., in]`` and ``weight`` ``[out,
     in]`` rounded to 8 bits. ``bias``: ``[out]``.
 
-    ``transposed``: ``weight`` is ``[in, out]``, and the product is ``x @ weight``.
+    ``transposed``: ``weight`` is ``[in, out]``, and the product is ``x @ weight``. ``scaling``: which numbers share a
+    scale.
     """
-    rows = weight.t() if transposed else weight
-    product = _multiply_in_fp8(_flatten_to_rows(x), rows, (_NUMBERS, _NUMBERS), exact=False, bias=bias)
+    rows, kinds = weight.t() if transposed else weight, (_NUMBERS, _NUMBERS)
+    product = _multiply_in_fp8(_flatten_to_rows(x), rows, kinds, exact=False, bias=bias, scaling=scaling)
     return product.view(*x.shape[:-1], rows.shape[0])
 
 
-def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False, scaling: str = "tensor") -> Tensor:
     """Return the gradient of ``x`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
     ``grad`` ``[..., out]``: the gradient of the layer's result. ``weight``: ``[out, in]``, or ``[in, out]`` if
-    ``transposed``.
+    ``transposed``. ``scaling``: which numbers share a scale.
     """
     rows = weight if transposed else weight.t()
-    product = _multiply_in_fp8(_flatten_to_rows(grad), rows, (_GRADIENTS, _NUMBERS), exact=True)
+    kinds = _GRADIENTS, _NUMBERS
+    product = _multiply_in_fp8(_flatten_to_rows(grad), rows, kinds, exact=True, scaling=scaling)
     return product.view(*grad.shape[:-1], rows.shape[0])
 
 
-def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False, scaling: str = "tensor") -> Tensor:
     """Return the gradient of ``weight`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
     ``grad`` ``[..., out]``: the gradient of the layer's result. ``x`` ``[..., in]``: its input. ``transposed``:
-    ``weight``, and so the result, is ``[in, out]`` instead of ``[out, in]``.
+    ``weight``, and so the result, is ``[in, out]`` instead of ``[out, in]``. ``scaling``: which numbers share a scale.
     """
+    left, right = _flatten_to_rows(grad).t(), _flatten_to_rows(x).t()
     if transposed:
-        return _multiply_in_fp8(_flatten_to_rows(x).t(), _flatten_to_rows(grad).t(), (_NUMBERS, _GRADIENTS), exact=True)
-    return _multiply_in_fp8(_flatten_to_rows(grad).t(), _flatten_to_rows(x).t(), (_GRADIENTS, _NUMBERS), exact=True)
+        return _multiply_in_fp8(right, left, (_NUMBERS, _GRADIENTS), exact=True, scaling=scaling)
+    return _multiply_in_fp8(left, right, (_GRADIENTS, _NUMBERS), exact=True, scaling=scaling)
 
 
-_library.define("linear_fp8(Tensor x, Tensor weight, Tensor? bias=None, bool transposed=False) -> Tensor")
-
-_library.define("linear_fp8_input(Tensor grad, Tensor weight, bool transposed=False) -> Tensor")
-_library.define("linear_fp8_weight(Tensor grad, Tensor x, bool transposed=False) -> Tensor")
+_HOW = 'bool transposed=False, str scaling="tensor"'
+_library.define(f"linear_fp8(Tensor x, Tensor weight, Tensor? bias=None, {_HOW}) -> Tensor")
+_library.define(f"linear_fp8_input(Tensor grad, Tensor weight, {_HOW}) -> Tensor")
+_library.define(f"linear_fp8_weight(Tensor grad, Tensor x, {_HOW}) -> Tensor")
 for _device in ("CPU", "CUDA"):
     for _function in (linear_fp8, linear_fp8_input, linear_fp8_weight):
         _library.impl(_function.__name__, _function, _device)
 ops = torch.ops.partition
 
 
-def _make_fake_output(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+def _make_fake_output(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False, scaling: str = "tensor"
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 
-def _make_empty_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+def _make_empty_input(grad: Tensor, weight: Tensor, transposed: bool = False, scaling: str = "tensor") -> Tensor:
     return grad.new_empty(*grad.shape[:-1], weight.shape[0 if transposed else 1])
 
 
-def _make_empty_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+def _make_empty_weight(grad: Tensor, x: Tensor, transposed: bool = False, scaling: str = "tensor") -> Tensor:
     out, inner = grad.shape[-1], x.shape[-1]
     return grad.new_empty(inner, out) if transposed else grad.new_empty(out, inner)
 
@@ -124,8 +139,8 @@ for _name, _fake in (("", _make_fake_output), ("_input", _make_empty_input), ("_
     torch.library.register_fake(f"{NAMESPACE}::linear_fp8{_name}", _fake, lib=_library)
 
 
-def _save_linear_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, bool], output: Tensor) -> None:
-    x, weight, _, ctx.transposed = inputs
+def _save_linear_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, bool, str], output: Tensor) -> None:
+    x, weight, _, *ctx.how = inputs
     ctx.save_for_backward(x, weight)
 
 
@@ -134,10 +149,10 @@ def _compute_linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     ``None`` for one that is not needed. ``ctx``: the autograd context that forward has filled. ``grad`` ``[..., out]``:
     the gradient of the layer's result."""
     (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # one entry per given argument; defaults have none
-    of_x = ops.linear_fp8_input(grad, weight, ctx.transposed) if needed[0] else None
-    of_weight = ops.linear_fp8_weight(grad, x, ctx.transposed) if needed[1] else None
+    of_x = ops.linear_fp8_input(grad, weight, *ctx.how) if needed[0] else None
+    of_weight = ops.linear_fp8_weight(grad, x, *ctx.how) if needed[1] else None
     of_bias = _flatten_to_rows(grad).sum(0) if any(needed[2:]) else None
-    return (of_x, of_weight, of_bias, None)[: len(needed)]
+    return (of_x, of_weight, of_bias, None, None)[: len(needed)]
 
 
 torch.library.register_autograd(
@@ -207,42 +222,70 @@ def _is_state(node: fx.Node, states: Collection[str]) -> bool:
     return node.op == "placeholder" and node.name in states
 
 
-def can_multiply_in_fp8(product: WeightProduct) -> bool:
+def can_multiply_in_fp8(product: WeightProduct, scaling: str = "tensor") -> bool:
     """Return whether the 8-bit kernels support the types and sizes of the matrix product ``product``.
 
-    All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED`` (16).
+    All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED`` (16), or of 32 with the
+    ``scaling`` ``"block"``: each size is that of the summed dim in one of the three products of forward and backward.
     """
+    aligned = BLOCK if scaling == "block" else ALIGNED
     operands = [o.meta["val"] for o in (product.x, product.weight, product.bias) if o is not None]
     alike = operands[0].dtype in _SHORT and all(o.dtype == operands[0].dtype for o in operands)
-    return alike and all(size and size % ALIGNED == 0 for size in product.sizes)
+    return alike and all(size and size % aligned == 0 for size in product.sizes)
 
 
-def find_weight_products(block: Block) -> dict[fx.Node, WeightProduct]:
+def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node, WeightProduct]:
     """Return the matrix products in the graph of ``block`` that can be computed in 8 bits: a dict from the product's
-    node to its operands."""
+    node to its operands. ``scaling``: which numbers share a scale."""
     states = frozenset(block.states)
     known = {node: match_weight_product(node, states) for node in block.graph.nodes}
-    return {node: product for node, product in known.items() if product is not None and can_multiply_in_fp8(product)}
+    return {
+        node: product
+        for node, product in known.items()
+        if product is not None and can_multiply_in_fp8(product, scaling)
+    }
 
 
-def convert_products_to_fp8(block: Block) -> int:
+def find_expert_products(block: Block, scaling: str) -> set[fx.Node]:
+    """Return the products of rows with the matrices of their experts in the graph of ``block`` that can be computed in
+    8 bits, except for the gradients of these matrices: with one scale per row, in bfloat16, and with both dims of a
+    matrix multiples of 16. ``scaling``: which numbers share a scale.
+    """
+    states, found = frozenset(block.states), set[fx.Node]()
+    for node in block.graph.nodes if scaling == "row" else ():
+        if node.target is ops.expert_mm.default and not node.args[3:]:
+            x, weight, _ = node.args
+            assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+            short = x.meta["val"].dtype == weight.meta["val"].dtype == torch.bfloat16
+            if short and _is_state(weight, states) and all(n % ALIGNED == 0 for n in weight.meta["val"].shape[1:]):
+                found.add(node)
+    return found
+
+
+def convert_products_to_fp8(block: Block, scaling: str = "tensor") -> int:
     """Replace the matrix products in the graph of ``block`` that can be computed in 8 bits by ``linear_fp8``, in place.
 
-    Return the number of replaced products.
+    Return the number of replaced products. ``scaling``: which numbers share a scale.
     """
-    found = find_weight_products(block)
+    found = find_weight_products(block, scaling)
     for node, product in found.items():
         node.target = ops.linear_fp8.default
         others = (product.bias, True) if product.transposed else (product.bias,) * (product.bias is not None)
-        node.args = (product.x, product.weight, *others)
-    return len(found)
+        how = others if scaling == "tensor" else (product.bias, product.transposed, scaling)
+        node.args = (product.x, product.weight, *how)
+    experts = find_expert_products(block, scaling)
+    for node in experts:
+        node.args = (*node.args, scaling)
+    return len(found) + len(experts)
 
 
 def restore_products(block: Block) -> None:
-    """Replace the ``linear_fp8`` operators (products in 8 bits) in the graph of ``block`` by ordinary products, in
-    place.
+    """Replace the ``linear_fp8`` operators (products in 8 bits), and products of experts in 8 bits, in the graph of
+    ``block`` by ordinary products, in place.
     """
     for node in block.graph.nodes:
+        if node.target is ops.expert_mm.default:
+            node.args = node.args[:3]
         if node.target is not ops.linear_fp8.default:
             continue
         x, weight, bias, transposed = (*node.args, None, False)[:4]
@@ -259,6 +302,7 @@ __all__ = [
     "WeightProduct",
     "can_multiply_in_fp8",
     "convert_products_to_fp8",
+    "find_expert_products",
     "find_weight_products",
     "linear_fp8",
     "linear_fp8_input",

@@ -58,6 +58,21 @@ class RankGroup(Protocol):
         the equal parts of the sum along ``dim``: the part with this rank's position in the group.
         """
 
+    def broadcast(self, x: Tensor, first: int) -> Pending:
+        """Start to send ``x[i]`` from the rank at position ``first + i`` of the group to all others, for each ``i``,
+        and return the collective in progress. Its result is ``x``, overwritten with what other ranks have sent.
+
+        ``x`` must be contiguous.
+        """
+
+    def reduce(self, x: Tensor, first: int) -> Pending:
+        """Start to compute the element-wise sum of ``x[i]`` over the ranks of the group for the rank at position
+        ``first + i``, for each ``i``, and return the collective in progress. Its result is the sum for this rank, or
+        undefined if there is none. ``x`` may be overwritten.
+
+        ``x`` must be contiguous, and must not be changed before the collective ends.
+        """
+
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         """Start to send the ``i``-th equal part of ``x`` along ``split_dim`` to the ``i``-th rank of the group, and
         return the collective in progress.
@@ -148,6 +163,12 @@ class SoloGroup:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         return ImmediateResult(x)
+
+    def broadcast(self, x: Tensor, first: int) -> Pending:
+        return ImmediateResult(x)
+
+    def reduce(self, x: Tensor, first: int) -> Pending:
+        return ImmediateResult(x[0])
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         return ImmediateResult(x)

@@ -207,6 +207,33 @@ class ThreadGroup:
 
         return self._enter_collective("reduce_scatter", x, compute, dim)
 
+    def broadcast(self, x: Tensor, first: int) -> Pending:
+        """Enter a broadcast of ``x[i]`` of member ``first + i``, for each ``i``. Return the collective in progress; its
+        result overwrites ``x``.
+        """
+
+        def compute(entries: list[Tensor]) -> list[Tensor]:
+            for member, entry in enumerate(entries):
+                for place, row in enumerate(entry):
+                    if member != first + place:
+                        row.copy_(entries[first + place][place])
+            return entries
+
+        return self._enter_collective("broadcast", x, compute, first)
+
+    def reduce(self, x: Tensor, first: int) -> Pending:
+        """Enter a sum of ``x[i]`` over the group for member ``first + i``, for each ``i``. Return the collective in
+        progress; its result is the sum for this member.
+        """
+
+        def compute(entries: list[Tensor]) -> list[Tensor]:
+            results = [*entries]
+            for place in range(x.shape[0]):
+                results[first + place] = _reduce_entries([entry[place] for entry in entries], False)
+            return results
+
+        return self._enter_collective("reduce", x, compute, first)
+
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         """Enter an all-to-all: part ``i`` of ``x`` along ``split_dim`` goes to member ``i``. Return the collective in
         progress; its result is the concatenation of the received parts along ``concat_dim``.

@@ -121,6 +121,25 @@ class TorchGroup:
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         raise NotImplementedError
 
+    def broadcast(self, x: Tensor, first: int) -> Pending:
+        return Transfer(self, self._start_for_each(self.backend.broadcast, dist.BroadcastOptions, x, first), x)
+
+    def reduce(self, x: Tensor, first: int) -> Pending:
+        raise NotImplementedError
+
+    def _start_for_each(
+        self, start: Callable[..., TransferHandle], options: type, x: Tensor, first: int
+    ) -> list[TransferHandle]:
+        """Start a collective of ``x[i]`` whose root is the rank ``first + i`` of the group, for each ``i``, and return
+        the handles to wait for. ``start``: the backend's method. ``options``: the type of its options.
+        """
+        handles = []
+        for place, row in enumerate(view_as_real(x).unbind(0)):
+            how = options()
+            how.rootRank = first + place
+            handles.append(start([row], how))
+        return handles
+
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         return self._exchange_parts(x, split_dim, join_parts, concat_dim)
 
@@ -150,6 +169,9 @@ class TorchGroup:
         )
 
 
+_TAGS = 1 << 16  # sums in progress that messages tell apart
+
+
 class GlooGroup(TorchGroup):
     """A process group on Gloo, with faster all-gather and reduce-scatter than Gloo's own.
 
@@ -160,6 +182,7 @@ class GlooGroup(TorchGroup):
 
     def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
         super().__init__(backend, processes)
+        self._reductions = 0
         self._from = [dist.BroadcastOptions() for _ in range(self.size)]
         for rank, options in enumerate(self._from):
             options.rootRank = rank
@@ -179,6 +202,26 @@ class GlooGroup(TorchGroup):
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         return self._exchange_parts(x, dim, sum_parts)
+
+    def reduce(self, x: Tensor, first: int) -> Pending:
+        """Start to send ``x[i]`` to the rank ``first + i`` of the group, for each ``i``. Return the exchange; its
+        result is the sum of the tensors that this rank receives, in the order of ranks.
+        """
+        parts: Tensor | None = None
+        handles: list[TransferHandle] = []
+        for target, row in enumerate(x.unbind(0), start=first):
+            self._reductions += 1
+            tag = self._reductions % _TAGS
+            if target != self.index:
+                handles.append(self.backend.send([view_as_real(row)], target, tag))
+                continue
+            parts = x.new_empty((self.size, *row.shape))
+            parts[target].copy_(row)
+            others = [rank for rank in range(self.size) if rank != target]
+            handles += [self.backend.recv([view_as_real(parts[r])], r, tag) for r in others]
+        if parts is None:
+            return Transfer(self, handles, x)
+        return Transfer(self, handles, parts, sum_parts, operand=x)
 
 
 class NcclGroup(TorchGroup):
@@ -200,6 +243,20 @@ class NcclGroup(TorchGroup):
         return Transfer(
             self, [self.backend._reduce_scatter_base(view_as_real(out), view_as_real(parts))], out, operand=parts
         )
+
+    def reduce(self, x: Tensor, first: int) -> Pending:
+        handles = self._start_for_each(self.backend.reduce, dist.ReduceOptions, x, first)
+        own = self.index - first
+        return Transfer(self, handles, x[own] if 0 <= own < x.shape[0] else x, operand=x)
+
+    def _start_for_each(
+        self, start: Callable[..., TransferHandle], options: type, x: Tensor, first: int
+    ) -> list[TransferHandle]:
+        if x.shape[0] == 1:
+            return super()._start_for_each(start, options, x, first)
+        self.backend._start_coalescing()  # one launch for all of them
+        super()._start_for_each(start, options, x, first)
+        return [self.backend._end_coalescing()]
 
 
 # Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, fx
 
 from partitioner import passes
-from partitioner.passes.ir.collectives import CONTEXT, ROUTED, collective_name
+from partitioner.passes.ir.collectives import CONTEXT, IN_PIECES, ROUTED, collective_name
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.ir.serialize import block_from_data, target_of
 from partitioner.passes.ops.attention import Band, make_band
 from partitioner.passes.ops.scored_attention import get_prefix_band
 from partitioner.passes.shard.differentiate import BlockDerivatives, JointSubgraph, differentiate
+from partitioner.passes.shard.overlap_products import overlap_block, overlap_derivatives
 from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.storage import free_storage, share_memory
 from partitioner.runtime.compile.inductor import get_code_cache, import_compiler
@@ -59,6 +60,7 @@ from partitioner.runtime.execute.collective_ops import (
     ContextDocumentAttention,
     ContextScoredAttention,
 )
+from partitioner.runtime.execute.product_pieces import GatheredProducts, ScatteredProducts
 from partitioner.runtime.file_cache import FileCache
 from partitioner.runtime.files import find_foreign_access
 from partitioner.runtime.program.analysis import differentiate_for_cpu
@@ -254,7 +256,7 @@ class BlockLibrary:
         """
         block = self.program.blocks[name]
         again = tuple(block.again) if needs.selective else ()
-        graph = json.dumps(block.nodes), tuple(block.states), tuple(block.inputs), again
+        graph = json.dumps(block.nodes), tuple(block.states), tuple(block.inputs), again, tuple(block.pieces)
         version = _FORMAT, torch.__version__, torch.version.git_version, _hash_passes()
         return name, needs, graph, str(self.device), *version
 
@@ -266,8 +268,9 @@ class BlockLibrary:
         wanted = needs.inputs, needs.states, needs.outputs
         if self.device.type == "cpu":  # the prover may have traced it
             return differentiate_for_cpu(self.program, name, *wanted, selective=needs.selective)
-        again = self.program.blocks[name].again if needs.selective else ()
-        return differentiate(self.block(name), self.device, *wanted, again)
+        graph = self.program.blocks[name]
+        again = graph.again if needs.selective else ()
+        return overlap_derivatives(differentiate(self.block(name), self.device, *wanted, again), graph.pieces)
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:
         """Return ``graph`` with each group of operators between its collectives replaced by one compiled function.
@@ -353,8 +356,9 @@ class Binder:
 
         It takes the block's parameters, buffers and inputs, and returns its outputs. ``name``: the block's name.
         """
+        block, pieces = self.library.block(name), self.library.program.blocks[name].pieces
         return self._compile_once(
-            name, None, "forward", lambda: (_make_results_contiguous(self.library.block(name).graph), 0)
+            name, None, "forward", lambda: (_make_results_contiguous(overlap_block(block, pieces).graph), 0)
         )
 
     def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> CompiledGraph:
@@ -403,6 +407,8 @@ class Binder:
         group = self.communicator.group(self.rank.group(arguments.pop("axis")))
         if group.size == 1 and name not in ROUTED | CONTEXT:
             return AliasBinding()
+        if name in IN_PIECES:
+            return _bind_pieces(node, group, **arguments)
         binding = _BINDINGS[name](group, **arguments)
         return _bind_inplace(node, binding) if name in CONTEXT else binding
 
@@ -433,6 +439,8 @@ _ARGUMENTS = {
     "all_reduce": _name_arguments("axis", "size", "grad"),
     "all_reduce_max": _name_arguments("axis", "size"),
     "all_to_all": _name_arguments("split_dim", "concat_dim", "axis", "size"),
+    "gather_products": _name_arguments("weights", "biases", "dim", "axis", "size", "pieces"),
+    "products_scatter": _name_arguments("more", "weights", "shape", "dim", "axis", "size", "pieces"),
     "route": _name_arguments("num_experts", "axis", "size"),
     "dispatch": _name_arguments("order", "counts", "experts", "axis", "size"),
     "combine": _name_arguments("order", "counts", "experts", "axis", "size"),
@@ -594,6 +602,33 @@ def _bind_inplace(node: fx.Node, binding: Binding) -> Binding:
     return DirectBinding(lambda *operands: function(*(operands[i] for i in places)))
 
 
+def _bind_pieces(node: fx.Node, group: RankGroup, weights: list[fx.Node], dim: int, pieces: int, **how: Any) -> Binding:
+    """Return how a compiled graph runs ``node``, a collective in pieces with matrix products: as a function of the
+    node's distinct operands that starts it. ``group``: the ranks. ``weights``: the matrices. ``dim``: the dim along
+    which shards are joined or a sum is cut. ``pieces``: the number of pieces. ``how``: the other arguments of the
+    operator by name.
+    """
+    given = node.all_input_nodes
+    place = {operand: i for i, operand in enumerate(given)}
+    matrices = [place[w] for w in weights]
+    if "biases" in how:
+        added = [None if b is None else place[b] for b in how["biases"]]
+
+        def start(*operands: Tensor) -> Any:
+            biases = [None if i is None else operands[i] for i in added]
+            return GatheredProducts(group, operands[0], [operands[i] for i in matrices], biases, dim, pieces)
+
+    else:
+        rows = [place[x] for x in (node.args[0], *how["more"])]
+        shape = tuple(how["shape"])
+
+        def start(*operands: Tensor) -> Any:
+            factors = [operands[i] for i in rows], [operands[i] for i in matrices]
+            return ScatteredProducts(group, *factors, shape, dim, pieces)
+
+    return AsyncBinding(start, start)
+
+
 def _bind_copy(group: RankGroup, **_: Any) -> Binding:
     return AliasBinding()
 
@@ -650,7 +685,7 @@ _BINDINGS: dict[str, Callable[..., Binding]] = {
     "context_scored_attention": _bind_scored,
     "context_scored_attention_backward": _bind_scored_backward,
 }
-assert _BINDINGS.keys() == _ARGUMENTS.keys()
+assert _BINDINGS.keys() | IN_PIECES == _ARGUMENTS.keys()
 
 
 def _make_results_contiguous(graph: fx.Graph) -> fx.Graph:

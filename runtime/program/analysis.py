@@ -29,6 +29,7 @@ from partitioner.passes.shard.differentiate import (
     build_joint_graph,
     list_collectives,
 )
+from partitioner.passes.shard.overlap_products import PieceCounts, overlap_block, overlap_derivatives
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import wire_share
 from partitioner.runtime.program.instructions import Listing
@@ -298,7 +299,8 @@ class ProgramFacts:
         call = self.call(place)
         gives, adds = self.flow.inputs[index], self.flow.states[index]
         if not (gives or adds):
-            forward = tuple(list_collectives(self.blocks[call.block].graph))
+            block = overlap_block(self.blocks[call.block], self.program.blocks[call.block].pieces)
+            forward = tuple(list_collectives(block.graph))
             return CallFacts(call, (), (), (), forward)
         stage = self.program.stages[place[0]]
         recomputed, selective = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
@@ -406,7 +408,14 @@ def differentiate_for_cpu(
     graph = program.blocks[name]
     again = graph.again if selective else ()
     return _differentiate_block(
-        _nodes_to_key(graph.nodes), name, graph.states, graph.inputs, again, fused, for_analysis, *needs
+        _nodes_to_key(graph.nodes),
+        name,
+        graph.states,
+        graph.inputs,
+        again,
+        graph.pieces,
+        (fused, for_analysis),
+        *needs,
     )
 
 
@@ -455,19 +464,21 @@ def _differentiate_block(
     states: tuple[str, ...],
     inputs: tuple[str, ...],
     again: tuple[str, ...],
-    fused: bool,
-    for_analysis: bool,
+    pieces: PieceCounts,
+    how: tuple[bool, bool],
     *needs: Flags,
 ) -> BlockDerivatives:
     """Return the forward and backward graphs of a block (a piece of the model); cached for equal arguments.
 
     ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
-    ``again``: names of the nodes that backward recomputes. ``fused``: whether attention is traced as a fused kernel.
-    ``for_analysis``: the graphs are not executed, so they may be derived from those of other sizes. ``needs``: three
-    tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
+    ``again``: names of the nodes that backward recomputes. ``pieces``: where it communicates in pieces. ``how``:
+    whether attention is traced as a fused kernel; and whether the graphs are not executed, so that they may be derived
+    from those of other sizes. ``needs``: three tuples of flags: which inputs need a gradient, which states need one,
+    and which outputs have one.
     """
+    fused, for_analysis = how
     find = _derive_joint_graph if for_analysis else _trace_joint_graph
-    return find(nodes, name, states, inputs, fused, *needs).cut(again)
+    return overlap_derivatives(find(nodes, name, states, inputs, fused, *needs).cut(again), pieces)
 
 
 _JOINT_SHAPES = JointShapes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from partitioner.runtime.program.program import BlockGraph, Program, Stage
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 _WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with products in 8 bits
+_WITH_EXPERTS = (9, 0)  # of the devices with grouped products and a scale for each row
+_WITH_MXFP8 = (10, 0)  # of the first with a scale for every 32 numbers
 
 
 def convert_precision(program: Program, precision: str | None) -> Program:
@@ -43,16 +45,30 @@ def convert_precision(program: Program, precision: str | None) -> Program:
     )
 
 
-def convert_to_fp8(program: Program) -> Program:
+def convert_to_fp8(program: Program, scaling: str = "tensor", blocks: Collection[str] | None = None) -> Program:
     """Return a copy of ``program`` in which matrix products with weights are computed in 8-bit floats, where the
-    kernels support the types and shapes.
+    kernels support the types and shapes. ``scaling``: which numbers share a scale: ``"tensor"``, ``"row"`` or
+    ``"block"``. ``blocks``: names of the blocks (such as layers) to convert; ``None``: all.
     """
 
     def round_input(name: str, data: BlockGraph) -> BlockGraph:
+        if blocks is not None and name not in blocks:
+            return data
         block = block_from_data(name, data.nodes, data.states, data.inputs)
-        return data.model_copy(update={"nodes": block_to_data(block)}) if convert_products_to_fp8(block) else data
+        changed = convert_products_to_fp8(block, scaling)
+        return data.model_copy(update={"nodes": block_to_data(block)}) if changed else data
 
     return program.model_copy(update={"blocks": {n: round_input(n, block) for n, block in program.blocks.items()}})
+
+
+def list_fp8_blocks(program: Program) -> frozenset[str]:
+    """Return the names of the blocks of ``program`` (such as layers) with products in 8-bit floats."""
+    linear, experts = target_name(ops.linear_fp8.default), target_name(ops.expert_mm.default)
+    return frozenset(
+        name
+        for name, block in program.blocks.items()
+        if any(n.get("target") == linear or (n.get("target") == experts and n["args"][3:]) for n in block.nodes)
+    )
 
 
 @contextmanager
@@ -73,17 +89,33 @@ def allow_tf32_products(program: Program, device: torch.device) -> Iterator[None
 
 def check_fp8(program: Program, device: torch.device) -> None:
     """Raise :class:`LaunchError` if ``program`` multiplies in 8-bit floats and the GPU ``device`` has no kernels for
-    this.
+    this, or none for scales of blocks of 32 numbers (MXFP8).
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _WITH_FP8:
+    if device.type != "cuda":
         return
-    name = target_name(ops.linear_fp8.default)
-    if any(node.get("target") == name for block in program.blocks.values() for node in block.nodes):
-        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    name, experts = target_name(ops.linear_fp8.default), target_name(ops.expert_mm.default)
+    every = [n for block in program.blocks.values() for n in block.nodes]
+    nodes = [n for n in every if n.get("target") == name]
+    capability = torch.cuda.get_device_capability(device)
+    if any(n.get("target") == experts and n["args"][3:] for n in every) and capability != _WITH_EXPERTS:
+        found = ".".join(map(str, capability))
         raise LaunchError(
-            f"the plan multiplies in fp8, for which {torch.cuda.get_device_name(device)} (compute capability {found}) "
-            'has no kernels; expected 8.9 or more (Ada, Hopper, Blackwell): plan with precision="bf16"'
+            f"the plan multiplies rows with the matrices of their experts in fp8, for which "
+            f"{torch.cuda.get_device_name(device)} (compute capability {found}) has no kernel; expected 9.0 (Hopper): "
+            'plan with precision="bf16", or with fp8_scaling="block", which leaves experts in 16 bits'
         )
+    blocks = any(n["args"][4:] == ["block"] for n in nodes)
+    needed = _WITH_MXFP8 if blocks else _WITH_FP8
+    if not nodes or capability >= needed:
+        return
+    found, expected = ".".join(map(str, capability)), ".".join(map(str, needed))
+    what = "in MXFP8 (fp8_scaling='block')" if blocks else "in fp8"
+    kinds = "Blackwell" if blocks else "Ada, Hopper, Blackwell"
+    advice = "fp8_scaling='row'" if blocks and capability >= _WITH_FP8 else 'precision="bf16"'
+    raise LaunchError(
+        f"the plan multiplies {what}, for which {torch.cuda.get_device_name(device)} (compute capability {found}) "
+        f"has no kernels; expected {expected} or more ({kinds}): plan with {advice}"
+    )
 
 
 def remove_compression(program: Program) -> Program:

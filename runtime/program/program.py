@@ -14,9 +14,10 @@ from collections.abc import Collection
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partitioner.passes.ir.layouts import Layout, Shard, local_shape
+from partitioner.passes.shard.overlap_products import WHOLE, PieceCounts
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.instructions import Data, Instruction, Instructions, Op
 from partitioner.runtime.program.mesh import (
@@ -80,13 +81,25 @@ class BlockGraph(Data):
 
     ``nodes``: the graph's nodes as JSON data (see ``passes/ir/serialize.py``). ``states``, ``inputs``: names of the
     placeholders for parameters and buffers, and for other tensors. ``again``: names of nodes that are cheap to
-    recompute; selective recomputation does not save their results.
+    recompute; selective recomputation does not save their results. ``pieces``: in how many pieces the ranks of
+    ``tp`` communicate next to matrix products: in all-gathers and reduce-scatters of forward, then in those of backward
+    (``passes/shard/overlap_products.py``); 0: not in pieces.
     """
 
     nodes: tuple[dict[str, Any], ...]
     states: tuple[str, ...]
     inputs: tuple[str, ...]
     again: tuple[str, ...] = ()
+    pieces: PieceCounts = WHOLE
+
+    @model_serializer(mode="wrap")
+    def _leave_out_pieces(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return this block as data, without ``pieces`` if nothing is communicated in pieces, as in files of versions
+        that know no pieces."""
+        data: dict[str, Any] = serialize(self)
+        if not any(self.pieces):
+            data.pop("pieces", None)
+        return data
 
 
 class CallData(Data):

@@ -177,6 +177,12 @@ class RecordedGroup:
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         return self.tape.start_collective("reduce-scatter", lambda: self.group.reduce_scatter(x, dim))
 
+    def broadcast(self, x: Tensor, first: int) -> Pending:
+        return self.tape.start_collective("broadcast", lambda: self.group.broadcast(x, first))
+
+    def reduce(self, x: Tensor, first: int) -> Pending:
+        return self.tape.start_collective("reduce", lambda: self.group.reduce(x, first))
+
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         return self.tape.start_collective("all-to-all", lambda: self.group.all_to_all(x, split_dim, concat_dim))
 

@@ -55,7 +55,7 @@ def test_the_head_and_routers_stay_in_16_bits():
     """In fp8 all products of a layer are, but for the router's; the head's is not."""
     shape = replace(SHAPE, experts=4, topk=2, moe_ffn=64, outer_16=True)
     blocks = prepare(*build(shape, 32, torch.bfloat16)).at(2)[0].blocks
-    short = {name: products_in_fp8(block, True, expert_region(block)) for name, block in blocks.items()}
+    short = {name: products_in_fp8(block, "tensor", expert_region(block)) for name, block in blocks.items()}
     products = {name: [n for n in block.graph.nodes if is_product(n)] for name, block in blocks.items()}
     assert len(short["layers.*"]) == 7 and len(products["layers.*"]) == 9, "four of attention, three of experts"
     assert not short["head"] and len(products["head"]) == 1

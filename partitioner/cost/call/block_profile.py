@@ -7,8 +7,8 @@ Kernels are columns of arrays, so that all of them are priced at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
-from partitioner.cost.call.fp8 import first_readers, in_fp8, products_in_fp8, skip_views
+from partitioner.cost.call.fp8 import first_readers, in_fp8, is_expert_product_in_fp8, products_in_fp8, skip_views
 from partitioner.cost.call.fused_regions import FusedRegions
 from partitioner.cost.call.operators import (
     Kernel,
@@ -35,8 +35,15 @@ from partitioner.emit.zero import small_states
 from partitioner.passes.ir.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
 from partitioner.passes.ir.gradient_flow import is_differentiable
 from partitioner.passes.ir.model import Block, TensorSpec
+from partitioner.passes.ops.scaled_products import Scaling
 from partitioner.passes.rules.factors import operands_of, results_of
 from partitioner.passes.rules.strategies import needs_gradient
+from partitioner.passes.shard.overlap_products import (
+    AXIS,
+    match_gathered_products,
+    match_scattered_products,
+    reads_products_only,
+)
 
 Column = NDArray[np.float64]
 
@@ -125,6 +132,19 @@ class KernelTable:
     held: Column
     each: Marks
 
+    def cut_rows(self, places: Sequence[int], rows: int, pieces: int) -> KernelTable:
+        """Return a table of the kernels with the indices ``places``, matrix products of ``rows`` rows, as each of them
+        runs on one of ``pieces`` equal parts of the rows. Every part reads the whole weight."""
+        here = np.array(places)
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = replace(self, **{name: c[here] for name, c in columns.items() if isinstance(c, np.ndarray)})
+        return replace(
+            found,
+            num_bytes=(found.num_bytes - found.state_bytes) / pieces + found.state_bytes,
+            flops=found.flops / pieces,
+            smallest=np.minimum(found.smallest, rows / pieces),
+        )
+
     @staticmethod
     def of(rows: Sequence[KernelRow]) -> KernelTable:
         """Return ``rows``, the kernels of a block (such as a layer), as a table: arrays with one entry for each kernel,
@@ -181,6 +201,23 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class ProductExchange:
+    """An all-gather over ``tp`` whose result is multiplied, or a reduce-scatter of a sum of products. It can run in
+    pieces next to these products.
+
+    ``place``: its index among the exchanges of the block (such as a layer). ``products``: indices of the kernels of the
+    products. ``rows``: rows of each product. ``length``: size of the sharded dim on one rank. ``copied_bytes``: bytes
+    of products or of their operands that are copied if the collective is strided.
+    """
+
+    place: int
+    products: tuple[int, ...]
+    rows: int
+    length: int
+    copied_bytes: float
+
+
+@dataclass(frozen=True)
 class StateRead:
     """A parameter or buffer that a block (such as a layer) reads.
 
@@ -216,6 +253,7 @@ class BlockProfile:
       launches once per expert; they are not in ``issued``.
     - ``held``: number of experts in the graph. ``region``: the matrix products of experts. ``routing``: number of
       forward operators between the attention and the experts, which route tokens to experts.
+    - ``beside``: the collectives that can run in pieces next to matrix products.
     """
 
     kernels: KernelTable
@@ -227,12 +265,13 @@ class BlockProfile:
     states: tuple[StateRead, ...]
     region: ExpertProducts
     routing: int = 0
+    beside: tuple[ProductExchange, ...] = ()
 
 
 def asked_by(
     block: Block,
     train: bool,
-    fp8: bool = False,
+    fp8: Scaling | None = None,
     again: Container[fx.Node] = (),
     fused_casts: bool = False,
     expert_kernels: str = "grouped",
@@ -242,8 +281,9 @@ def asked_by(
     """Return the kernels and collectives of one call of ``block``, and the parameters and buffers that it reads.
     ``block``: a piece of the model, such as a layer, as the graph that one rank runs, with its collectives.
 
-    ``train``: include the backward. ``fp8``: matrix products with weights run in fp8; with ``fused_casts`` the
-    preceding kernels write their operands in fp8. ``again``: the nodes that selective recomputation runs a second time.
+    ``train``: include the backward. ``fp8``: matrix products with weights run in fp8, with scales for a tensor, row or
+    block; ``None``: they do not. With ``fused_casts`` the preceding kernels write their operands in fp8. ``again``: the
+    nodes that selective recomputation runs a second time.
     ``expert_kernels``: how the matrix products of experts run: ``grouped`` (one kernel for all experts), ``each`` (one
     kernel per expert) or ``fused``. ``current_scaling``: the fp8 scale of a tensor comes from its own maximum.
     ``fused_kernels``: a compiler merges operators between products and collectives.
@@ -255,17 +295,17 @@ def asked_by(
 class _BlockProfiler:
     """Collects the kernels and collectives of the operators of a block, such as a layer.
 
-    ``train``: the block has a backward. ``fp8``: products with weights are in fp8. ``again``: the nodes that selective
-    recomputation runs a second time, in backward. ``fused_casts``: the preceding kernels write operands in fp8.
-    ``current_scaling``: each tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the experts' products
-    run: ``"grouped"``, ``"each"`` (one kernel per expert) or ``"fused"``.
+    ``train``: the block has a backward. ``fp8``: the scales of products with weights that are in fp8, or ``None``.
+    ``again``: the nodes that selective recomputation runs a second time, in backward. ``fused_casts``: the preceding
+    kernels write operands in fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum.
+    ``expert_kernels``: how the experts' products run: ``"grouped"``, ``"each"`` (one kernel per expert) or ``"fused"``.
     """
 
     def __init__(
         self,
         block: Block,
         train: bool,
-        fp8: bool,
+        fp8: Scaling | None,
         again: Container[fx.Node],
         fused_casts: bool = False,
         expert_kernels: str = "grouped",
@@ -277,10 +317,13 @@ class _BlockProfiler:
         self.learned = learned_nodes(block)
         self.region = expert_region(block)
         self.short = products_in_fp8(block, fp8, self.region)
+        self.has_long_gradients = fp8 is not None and fp8 != "tensor"  # of experts' weights: in 16 bits
         self.first = first_readers(block, self.short | self.region.products)
         self.gathers = find_gathered_activations(block) if train else frozenset[fx.Node]()
         self.rows: list[KernelRow] = []
         self.exchanges: list[Exchange] = []
+        self.sources: list[fx.Node] = []  # of each exchange: the collective, or that of whose gradient it is
+        self.places: dict[tuple[fx.Node, int], list[int]] = {}  # operator and way -> its kernels
         self.rings: list[tuple[fx.Node, bool]] = []
         self.issued: list[float] = [0.0, 0.0, 0.0]
         self.each: list[float] = [0.0, 0.0, 0.0]
@@ -328,6 +371,7 @@ class _BlockProfiler:
             states,
             self.region,
             self.routing,
+            tuple(self._list_product_exchanges()),
         )
 
     def _profile_operator(self, node: fx.Node) -> None:
@@ -381,6 +425,12 @@ class _BlockProfiler:
         apart = node in self.region.products and self._cast_needs_own_kernel(node)
         how = self.fused_casts, node in self.first, apart, self.current_scaling
         made, casts = in_fp8(kernels, operands, results, way == 1, *how)
+        if self.has_long_gradients or is_expert_product_in_fp8(node):
+            made = [
+                old if old.learned and node in self.region.products else new
+                for old, new in zip(kernels, made, strict=True)
+            ]
+            casts = [c for c in casts if not (c.learned and node in self.region.products)]
         issued = self.each if self._runs_each(node) else self.issued
         for cast in casts:  # backward, a kernel is counted as one operator
             issued[2 if cast.learned else way] += max(0, cast.launches - way) * self._is_issued(node)
@@ -438,6 +488,7 @@ class _BlockProfiler:
         """
         expert, product = node in self.region.products, any(k.flops for k in kernels)
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
+        self.places.setdefault((node, way), []).extend(range(len(self.rows), len(self.rows) + len(kernels)))
         for kernel in kernels:
             self.rows.append(
                 KernelRow(
@@ -476,9 +527,43 @@ class _BlockProfiler:
         op = "all_to_all" if name in ROUTED else name
         if name in COMMUNICATING:
             self.exchanges.append(common(way=0, op=op, anew=backward and node in self.gathers))
+            self.sources.append(node)
         back = _transpose_collective(node)
         if backward and back:
             self.exchanges.append(common(way=1, op=back))
+            self.sources.append(node)
+
+    def _list_product_exchanges(self) -> Iterator[ProductExchange]:
+        """Yield the collectives of the block (such as a layer) that can run in pieces next to matrix products, by the
+        rules with which ``passes/shard/overlap_products.py`` finds them in the graphs of forward and backward."""
+        for place, (exchange, node) in enumerate(zip(self.exchanges, self.sources, strict=True)):
+            if exchange.axis != AXIS or not exchange.in_pieces:
+                continue
+            gathers = collective_name(node.target) == "all_gather"
+            matched = match_gathered_products(node) if gathers else match_scattered_products(node)
+            if exchange.way == 1 and gathers and not reads_products_only(node, matched):
+                continue  # its gradient is a sum of products and of other gradients
+            kernels = [
+                i
+                for product in matched
+                for i in self.places.get((product.node, exchange.way), ())
+                if self.rows[i].kernel.flops and not self.rows[i].kernel.learned
+            ]
+            if not kernels or any(p.node in self.short or p.node in self.region.products for p in matched):
+                continue
+            whole = node.meta["val"] if gathers else node.all_input_nodes[0].meta["val"]
+            inside = [p.node if exchange.op == "all_gather" else p.x for p in matched]
+            if exchange.way == 1:
+                inside = [p.x if exchange.op == "all_gather" else p.node for p in matched]
+            size = node.args[3]
+            assert isinstance(size, int) and isinstance(node.args[1], int)
+            yield ProductExchange(
+                place,
+                tuple(kernels),
+                whole.numel() // whole.shape[-1],
+                whole.shape[node.args[1]] // size,
+                float(sum(value.meta["val"].nbytes for value in inside)) * exchange.strided,
+            )
 
 
 def merge_rows(rows: list[KernelRow], regions: Sequence[int | None], merged: FusedRegions) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import fx
 
 from partitioner.cost.call.block_profile import BlockProfile, Exchange, KernelTable, asked_by
-from partitioner.cost.call.collectives import collective_time, context_exchanges
+from partitioner.cost.call.collectives import choose_pieces, collective_time, context_exchanges, price_exchanges
 from partitioner.cost.call.expert_parallel import (
     NO_SPREAD,
     Spread,
@@ -37,6 +37,7 @@ from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block
 from partitioner.passes.rules.strategies import needs_gradient
+from partitioner.passes.shard.overlap_products import WHOLE, PieceCounts
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
 
@@ -73,6 +74,8 @@ class CallCost:
       for each input, whether it is kept under selective recomputation. ``selective_s``: seconds that this recomputation
       takes in backward. ``slim``: the whole cost with selective recomputation, if it cannot be derived from these
       fields; otherwise ``None``.
+    - ``pieces``: which collectives run in pieces next to matrix products. ``fp8``: whether products with weights are in
+      fp8 because this is faster.
     - ``forward_only_s``: the part of the forward that full recomputation does not add to backward, because backward
       already contains it (selective recomputation, waits for gathered weights).
     """
@@ -99,6 +102,8 @@ class CallCost:
     forward_only_s: float = 0.0
     host_bytes: float = 0.0
     slim: CallCost | None = None
+    pieces: PieceCounts = WHOLE
+    fp8: bool = False
 
     def paced(self, factor: float) -> CallCost:
         """Return this cost of a block call (such as a layer) with all seconds multiplied by ``factor``; bytes and FLOPs
@@ -211,13 +216,20 @@ class CallWork:
     device type and groups of ranks.
 
     ``train``: the call has a backward. ``again``: a function from the block and the values that come from other ranks
-    to the nodes that selective recomputation runs a second time, in backward. Kernel times are cached by device and by
+    to the nodes that selective recomputation runs a second time, in backward. ``pieces``: which collectives run in
+    pieces next to matrix products; ``None``: as the execution profile says. Kernel times are cached by device and by
     how experts are distributed over ranks.
     """
 
-    def __init__(self, block: Block, train: bool = True, again: Again = find_selectively_recomputed) -> None:
-        self.block, self.train, self._again = block, train, again
-        self._asked: dict[tuple[bool, bool, str, bool, bool], BlockProfile] = {}
+    def __init__(
+        self,
+        block: Block,
+        train: bool = True,
+        again: Again = find_selectively_recomputed,
+        pieces: PieceCounts | None = None,
+    ) -> None:
+        self.block, self.train, self._again, self.pieces = block, train, again, pieces
+        self._asked: dict[tuple[object, ...], BlockProfile] = {}
         self._kept: dict[tuple[bool, bool, bool], SavedBytes] = {}
         self._computed: dict[tuple[object, ...], _Computed] = {}
 
@@ -225,10 +237,11 @@ class CallWork:
         """Return the kernels and collectives of the block (such as a layer); the result is cached. ``fp8``: products
         with weights run in fp8. ``profile``: how the training framework runs casts and experts.
         """
-        key = fp8, profile.fused_casts, profile.expert_kernels, profile.current_scaling, profile.fused_kernels
-        if key not in self._asked:
-            self._asked[key] = asked_by(self.block, self.train, fp8, self.again, *key[1:])
-        return self._asked[key]
+        short = profile.fp8_scaling if fp8 else None
+        how = profile.fused_casts, profile.expert_kernels, profile.current_scaling, profile.fused_kernels
+        if (short, *how) not in self._asked:
+            self._asked[short, *how] = asked_by(self.block, self.train, short, self.again, *how)
+        return self._asked[short, *how]
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
@@ -261,7 +274,20 @@ class CallWork:
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """Return the cost of one call of the block (such as a layer) on a rank with device type ``device``. ``groups``:
         mesh axis -> the group of ranks over which collectives of that axis run. ``spread``: how expert parallelism and
-        ZeRO-3 distribute the call over ranks.
+        ZeRO-3 distribute the call over ranks. If its profile has fp8 only where it is faster, products in 16 bits are
+        priced, too, and the faster of both costs is returned.
+        """
+        cost = self._price_call(device, groups, spread)
+        if not spread.fp8 or spread.profile.fp8_products == "all":
+            return cost
+        other = self._price_call(device, groups, replace(spread, fp8=False))
+        faster = cost.forward_total_s + cost.backward_total_s < other.forward_total_s + other.backward_total_s
+        return replace(cost, fp8=True) if faster else other
+
+    def _price_call(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread) -> CallCost:
+        """Return the cost of one call of the block (such as a layer) on a rank with device type ``device``. ``groups``:
+        mesh axis -> the group of ranks over which collectives of that axis run. ``spread``: how expert parallelism and
+        ZeRO-3 distribute the call over ranks, and whether products with weights are in fp8.
         """
         profile, train = spread.profile, self.train
         asked = self.asked(spread.fp8, profile)
@@ -272,8 +298,8 @@ class CallWork:
             sent, beside = context_exchanges(node, groups)
             for way in range(1 + back):
                 comm[way] += compute_exposed_seconds(of_ring[way], sent[way], slowdown, beside)
-        for exchange in asked.exchanges:
-            took = compute_exchange_seconds(exchange, groups, device)
+        counts, exchanges_s, more_issued = self._price_exchanges(asked, computed, groups, device, spread)
+        for exchange, took in zip(asked.exchanges, exchanges_s, strict=True):
             apart = profile.overlap_tensor and exchange.in_pieces
             (pieces if apart else comm)[exchange.way] += took
             if exchange.anew and profile.regather:  # overlaps with the products of the backward
@@ -289,11 +315,9 @@ class CallWork:
         sent_s = 0.0 if profile.overlap_experts else exchanged / 2  # to the experts, without the way back
         late_s = _issued_late(asked, computed.experts_s + sent_s, spread, device)
         for half, others in enumerate((comm[0], comm[1], 0.0)):  # in each part, host or device may be the slower one
-            issued, waited = (
-                _count_issued_operators(asked, half, spread) * device.dispatch,
-                late_s if half == 0 else 0.0,
-            )
-            halves[half] = max(halves[half] + waited, issued - others)
+            issued_s = (_count_issued_operators(asked, half, spread) + (*more_issued, 0)[half]) * device.dispatch
+            waited_s = late_s if half == 0 else 0.0
+            halves[half] = max(halves[half] + waited_s, issued_s - others)
         for half, took in enumerate(copy_seconds(asked.states, spread, device)):
             halves[half] += took if half == 0 or train else 0.0
         seconds = [halves[0], halves[1] + halves[2]]
@@ -309,7 +333,74 @@ class CallWork:
             # recomputation waits for no gather of its own, and hides some of those of backward
             hidden = compute_exposed_seconds(sum(windows), gathers[1], slowdown, profile.overlap)
             forward_only_s = exposed[0] + exposed[1] - hidden
-        return self._build_call_cost(asked, spread, computed, halves, comm, forward_only_s)
+        return replace(self._build_call_cost(asked, spread, computed, halves, comm, forward_only_s), pieces=counts)
+
+    def _price_exchanges(
+        self,
+        asked: BlockProfile,
+        computed: _Computed,
+        groups: Mapping[str, Group],
+        device: DeviceType,
+        spread: Spread,
+    ) -> tuple[PieceCounts, list[float], list[float]]:
+        """Return three values for the collectives of a call of the block (such as a layer): which of them run in
+        pieces, the seconds that each adds to the computation, and the numbers of operators that the host launches in
+        addition, in forward and in backward.
+
+        ``asked``: the kernels and collectives of the block. ``computed``: seconds of the kernels. ``groups``: mesh axis
+        -> group of ranks. ``spread``: how experts are distributed over ranks, and the execution profile.
+        """
+        whole_s = [compute_exchange_seconds(exchange, groups, device) for exchange in asked.exchanges]
+        mode = spread.profile.tensor_pieces
+        if not asked.beside or (self.pieces is None and mode == "none") or self.pieces == WHOLE:
+            return WHOLE, whole_s, [0, 0]
+        if self.pieces is not None:
+            return self.pieces, *self._price_pieces(asked, whole_s, self.pieces, groups, device, spread)
+        counts = choose_pieces(asked, dict(enumerate(whole_s)), groups, device, mode == "all")
+        if mode == "faster":
+            counts = self._leave_host_bound(asked, computed, whole_s, counts, groups, device, spread)
+        return counts, *self._price_pieces(asked, whole_s, counts, groups, device, spread)
+
+    @staticmethod
+    def _price_pieces(
+        asked: BlockProfile,
+        whole_s: list[float],
+        counts: PieceCounts,
+        groups: Mapping[str, Group],
+        device: DeviceType,
+        spread: Spread,
+    ) -> tuple[list[float], list[float]]:
+        """Return the seconds that each collective adds to the computation, and the operators that the host launches in
+        addition, if the collectives run in ``counts`` pieces; operators in recorded CUDA graphs do not count.
+        """
+        seconds, issued = price_exchanges(asked, whole_s, counts, groups, device)
+        return seconds, [n if spread.profile.graphs == "none" else 0 for n in issued]
+
+    def _leave_host_bound(
+        self,
+        asked: BlockProfile,
+        computed: _Computed,
+        whole_s: list[float],
+        counts: PieceCounts,
+        groups: Mapping[str, Group],
+        device: DeviceType,
+        spread: Spread,
+    ) -> PieceCounts:
+        """Return ``counts`` without the pieces of forward, or of backward, if the host then launches operators for
+        longer than the device gains.
+        """
+        kept: list[int] = []
+        for way in (0, 1):
+            own = PieceCounts(*(n if place // 2 == way else 0 for place, n in enumerate(counts)))
+            ends = []
+            for tried in (WHOLE, own):
+                seconds, issued = self._price_pieces(asked, whole_s, tried, groups, device, spread)
+                sent_s = sum(s for s, e in zip(seconds, asked.exchanges, strict=True) if e.way == way)
+                operators = _count_issued_operators(asked, way, spread) + issued[way]
+                device_s = computed.seconds[way] - (computed.weights if way else 0.0)
+                ends.append(max(device_s + sent_s, operators * device.dispatch))
+            kept += own[2 * way : 2 * way + 2] if ends[1] < ends[0] else [0, 0]
+        return PieceCounts(*kept)
 
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
         """Return the seconds and FLOPs of the kernels of the block (such as a layer) on ``device``, from the cache if

@@ -4,26 +4,47 @@ group.
 ``num_bytes`` is always the size of the whole tensor: the result of an all-gather, the operand of a reduce-scatter, or
 the tensors of all ranks of an all-to-all together. A ring all-reduce moves ``2 (n - 1) / n`` of it through each rank.
 An all-gather or a reduce-scatter moves half of that (Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
+
+All-gathers before products, and reduce-scatters after them, may run in pieces next to the products.
+
+``N`` pieces are communicated one after another, and multiplied one after another. For seconds ``t`` of communication
+and ``p`` of products per piece, ``n`` ranks, and ``own = N / n`` pieces that a rank has already (0 if a piece has
+shards of several ranks):
+
+- An all-gather takes ``max(N t + p, N p + max(0, t - own p))``: a rank begins with its own pieces, and the last piece
+  is multiplied after all are communicated.
+- A reduce-scatter takes ``max(N p + t, p + N t)``.
+
+Computation and communication slow each other down while both run. The products of a piece have fewer rows, so they are
+less efficient and read the whole weight for every piece.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from partitioner.cost.call.operators import Operand
+from partitioner.cost.call.roofline import copied_s, kernel_times
 from partitioner.passes.ir.collectives import CONTEXT, collective_name
 from partitioner.passes.ops.attention import Band, list_ring_steps
 from partitioner.passes.rules.attention import find_exchanged_band
 from partitioner.passes.rules.factors import get_node_argument
+from partitioner.passes.shard.overlap_products import WHOLE, PieceCounts, fit_pieces
 from partitioner.topology.group import Group
-from partitioner.topology.hardware import Link
+from partitioner.topology.hardware import DeviceType, Link
+
+if TYPE_CHECKING:
+    from partitioner.cost.call.block_profile import BlockProfile, Exchange, KernelTable, ProductExchange
 
 # How often (n - 1) / n of the whole tensor passes through each rank's links.
 _ROUNDS = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatter": 1}
+
+_MOST_PARTS = 4  # into which a rank's shard is cut
 
 
 def collective_time(op: str, num_bytes: float, group: Group) -> float:
@@ -138,3 +159,99 @@ def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Secon
     algorithm, zigzag = get_node_argument(node, "algorithm"), get_node_argument(node, "zigzag")
     seconds = exchange_seconds(query, key, value, find_exchanged_band(node) or Band(), algorithm, zigzag, group)
     return seconds, algorithm == "ring"
+
+
+def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
+    """Return the collectives of a block (such as a layer) to which the number at ``place`` of its
+    :class:`PieceCounts` applies. ``asked``: the kernels and collectives of the block.
+    """
+    op, way = ("all_gather", "reduce_scatter")[place % 2], place // 2
+    return [b for b in asked.beside if (asked.exchanges[b.place].op, asked.exchanges[b.place].way) == (op, way)]
+
+
+def choose_pieces(
+    asked: BlockProfile, whole_s: Mapping[int, float], groups: Mapping[str, Group], device: DeviceType, forced: bool
+) -> PieceCounts:
+    """Return in how many pieces the collectives of a block (such as a layer) run, so that it takes the least time on
+    the device; 0 where they are faster in one piece.
+
+    ``asked``: the kernels and collectives of the block. ``whole_s``: index of a collective -> its seconds in one piece.
+    ``groups``: mesh axis -> group of ranks. ``forced``: all collectives that can run in pieces do.
+    """
+    counts = []
+    for place in range(len(WHOLE)):
+        found = [b for b in select_exchanges(asked, place) if _find_group(asked.exchanges[b.place], groups) is not None]
+        if not found:
+            counts.append(0)
+            continue
+        possible = _list_possible_pieces(groups[asked.exchanges[found[0].place].axis].size)
+        tried = {n: sum(price_pieces(asked, b, n, groups, device)[0] for b in found) for n in possible}
+        best = min(possible, key=tried.__getitem__)
+        counts.append(best if forced or tried[best] < sum(whole_s[b.place] for b in found) else 0)
+    return PieceCounts(*counts)
+
+
+def _list_possible_pieces(ranks: int) -> list[int]:
+    """Return the numbers of pieces in which a collective of ``ranks`` ranks may run: divisors and multiples."""
+    return [n for n in range(2, ranks + 1) if ranks % n == 0] + [ranks * 2, ranks * _MOST_PARTS]
+
+
+def price_pieces(
+    asked: BlockProfile, beside: ProductExchange, pieces: int, groups: Mapping[str, Group], device: DeviceType
+) -> tuple[float, int]:
+    """Return two numbers for the collective ``beside`` that runs in pieces: the seconds that it adds to those of the
+    products in one piece, and the number of operators that the host launches in addition.
+
+    ``asked``: the kernels and collectives of the block (such as a layer). ``pieces``: the number of pieces.
+    ``groups``: mesh axis -> group of ranks.
+    """
+    exchange = asked.exchanges[beside.place]
+    group = _find_group(exchange, groups)
+    if group is None:
+        return 0.0, 0
+    pieces, whole = fit_pieces(pieces, group.size, beside.length), exchange.nbytes
+    whole *= group.size if exchange.from_part else 1
+    sent_s = collective_time(exchange.op, whole / pieces / moved_share(exchange.op, group.size), group)
+    product_s = _sum_seconds(asked.kernels.cut_rows(beside.products, beside.rows, pieces), device)
+    if exchange.op == "all_gather":
+        seconds = max(
+            pieces * sent_s + product_s, pieces * product_s + max(0.0, sent_s - pieces // group.size * product_s)
+        )
+    else:
+        seconds = max(pieces * product_s + sent_s, product_s + pieces * sent_s)
+    seconds += (device.overlap_slowdown - 1) * pieces * min(sent_s, product_s)
+    if exchange.strided:
+        seconds += copied_s(whole, device) + copied_s(beside.copied_bytes, device)
+    at_once = _sum_seconds(asked.kernels.cut_rows(beside.products, beside.rows, 1), device)
+    return seconds - at_once, max(pieces, group.size) - 1 + (pieces - 1) * len(beside.products)
+
+
+def _find_group(exchange: Exchange, groups: Mapping[str, Group]) -> Group | None:
+    """Return the group of several ranks over which ``exchange`` runs; ``None`` if it has one rank."""
+    group = groups.get(exchange.axis)
+    return None if group is None or group.size == 1 else group
+
+
+def _sum_seconds(kernels: KernelTable, device: DeviceType) -> float:
+    return float(kernel_times(kernels, device).sum())
+
+
+def price_exchanges(
+    asked: BlockProfile,
+    whole_s: Sequence[float],
+    pieces: PieceCounts,
+    groups: Mapping[str, Group],
+    device: DeviceType,
+) -> tuple[list[float], list[int]]:
+    """Return two lists: the seconds that each collective of a block (such as a layer) adds to its computation, and the
+    numbers of operators that the host launches in addition in forward and in backward.
+
+    ``asked``: the kernels and collectives of the block. ``whole_s``: seconds of each collective in one piece.
+    ``pieces``: where they run in pieces. ``groups``: mesh axis -> group of ranks.
+    """
+    seconds, issued = [*whole_s], [0, 0]
+    for place, count in enumerate(pieces):
+        for beside in select_exchanges(asked, place) if count else ():
+            seconds[beside.place], more = price_pieces(asked, beside, count, groups, device)
+            issued[place // 2] += more
+    return seconds, issued

@@ -10,24 +10,32 @@ from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
 from partitioner.cost.call.operators import Kernel, Operand, is_attention, is_product, is_view, operator_name
 from partitioner.cost.call.roofline import memory_rate, product_rate
 from partitioner.passes.ir.model import Block, FoldedModel
-from partitioner.passes.ops.fp8 import ALIGNED, find_weight_products, match_weight_product, ops
+from partitioner.passes.ops.fp8 import ALIGNED, find_expert_products, find_weight_products, match_weight_product, ops
+from partitioner.passes.ops.scaled_products import BLOCK, Scaling
 from partitioner.topology.hardware import DeviceType
 
 _SHOWN = 3  # products that a note names
 
 
-def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozenset[fx.Node]:
+def products_in_fp8(block: Block, asked: Scaling | None, region: ExpertProducts) -> frozenset[fx.Node]:
     """Return the matrix products of ``block`` (such as a layer) that run in fp8: the nodes that are fp8 operators
-    already and, with ``asked``, the products that will be converted. ``asked``: the user requested fp8, and the model
-    is not converted yet.
+    already and, with ``asked``, the products that will be converted. ``asked``: the user requested fp8 with scales for
+    a tensor, row or block, and the model is not converted yet; ``None``: otherwise.
 
-    ``region``: the products of experts. With ``asked`` they are included if the planner can distribute them, although
-    the runtime does not execute them in fp8.
+    ``region``: the products of experts. With one scale for a tensor, they are included if the planner can distribute
+    them, although the runtime does not execute them in fp8.
     """
-    found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}
+    found = {n for n in block.graph.nodes if n.target is ops.linear_fp8.default or is_expert_product_in_fp8(n)}
     if asked:
-        found |= find_weight_products(block).keys() | (region.products if region.known else set())
+        found |= find_weight_products(block, asked).keys()
+        found |= find_expert_products(block, asked) if asked != "tensor" else region.products if region.known else set()
     return frozenset(found)
+
+
+def is_expert_product_in_fp8(node: fx.Node) -> bool:
+    """Return whether ``node`` is a product of experts that the runtime computes in fp8; the gradient of their weights
+    is then in 16 bits."""
+    return node.target is ops.expert_mm.default and len(node.args) > 3
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
@@ -161,12 +169,25 @@ def _sum_kernel_seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
     )
 
 
-def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
+def notes_on_fp8(
+    model: FoldedModel, scaling: Scaling = "tensor", converted: Collection[str] | None = None
+) -> tuple[str, ...]:
     """Return a note for the user as a tuple with one sentence: how many products with weights run in fp8, and for some
-    that do not, why. The tuple is empty if all run in fp8. ``model``: the graphs of one rank.
+    that do not, why. The tuple is empty if all run in fp8. ``model``: the graphs of one rank. ``scaling``: which
+    numbers share a scale. ``converted``: names of the blocks (such as layers) in fp8; ``None``: all.
     """
-    left = {name: list(_left_out(block)) for name, block in model.blocks.items()}
-    short = {name: len(products_in_fp8(b, True, expert_region(b))) for name, b in model.blocks.items()}
+    left = {name: list(_left_out(block, scaling)) for name, block in model.blocks.items()}
+    short = {name: len(products_in_fp8(b, scaling, expert_region(b))) for name, b in model.blocks.items()}
+    slower = [call for call in model.calls if converted is not None and call.block not in converted]
+    kept = sum(short[call.block] for call in slower)
+    if kept:
+        paths = list(dict.fromkeys(call.path for call in slower if short[call.block]))
+        blocks = ", ".join(paths[:_SHOWN]) + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")
+        every = sum(short[call.block] for call in model.calls)
+        return (
+            f"{kept} of {every} products that could be in fp8 stay in 16 bits, in which {blocks} are estimated to be "
+            "faster",
+        )
     others = [(call.states[place], why) for call in model.calls for place, why in left[call.block]]
     if not others:
         return ()
@@ -182,30 +203,31 @@ def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
     )
 
 
-def _left_out(block: Block) -> Iterator[tuple[int, str]]:
+def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
     """Yield the matrix products with weights of ``block`` (such as a layer) that are not in fp8, as pairs (index of the
-    weight among the block's parameters and buffers, reason).
+    weight among the block's parameters and buffers, reason). ``scaling``: which numbers share a scale.
     """
-    states, short = list(block.states), products_in_fp8(block, True, expert_region(block))
+    states, short = list(block.states), products_in_fp8(block, scaling, expert_region(block))
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
             continue
         sources = [skip_views(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1]
         weight = next((s.name for s in sources if s.op == "placeholder" and s.name in states), None)
         if weight is not None:
-            yield states.index(weight), _describe_fp8_obstacle(node, frozenset(states))
+            yield states.index(weight), _describe_fp8_obstacle(node, frozenset(states), scaling)
 
 
-def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str]) -> str:
+def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str], scaling: Scaling) -> str:
     """Return the reason why the product ``node`` does not run in fp8, for a note to the user. ``states``: the names of
-    the parameters and buffers of its block (such as a layer).
+    the parameters and buffers of its block (such as a layer). ``scaling``: which numbers share a scale.
     """
     product = match_weight_product(node, states)
     if product is None:
         return f"no kernel in fp8 for {operator_name(node)}"
     rows, inner, out = product.sizes
-    if any(size % ALIGNED for size in product.sizes):
-        return f"{ALIGNED} does not divide all of {rows} x {inner} by {inner} x {out}"
+    aligned = BLOCK if scaling == "block" else ALIGNED
+    if any(size % aligned for size in product.sizes):
+        return f"{aligned} does not divide all of {rows} x {inner} by {inner} x {out}"
     return f"in {str(product.x.meta['val'].dtype).removeprefix('torch.')}"
 
 

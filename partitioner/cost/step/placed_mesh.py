@@ -258,8 +258,7 @@ class PlacedMesh:
         """
         tp = self.mesh.get("tp", 1)
         plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
-        eager = (self.profile.graphs, self.profile.fused_kernels) == (OURS.graphs, OURS.fused_kernels)
-        if plain and self.precision != "fp8" and not self.num_experts and eager and not self.profile.differences:
+        if plain and self.precision != "fp8" and not self.num_experts and self.profile.executes_as(OURS):
             return NO_SPREAD
         sharded, apart = self.zero == 3, self.profile.dispatch == "rows"
         return Spread(

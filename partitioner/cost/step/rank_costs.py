@@ -14,6 +14,7 @@ from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.passes.ir.collectives import collective_name
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block
+from partitioner.passes.shard.overlap_products import PieceCounts
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.topology import Topology
 
@@ -26,7 +27,8 @@ class CallCostCache:
 
     ``blocks``: block name -> its graph for one rank. ``topology``: the cluster. ``train``: whether calls have a
     backward. ``again``: function that selects the nodes which selective recomputation runs a second time. ``works``:
-    for each block object, the object that computes its costs; several caches may share this dict.
+    for each block object, the object that computes its costs; several caches may share this dict. ``pieces``: block
+    name -> which of its collectives run in pieces; ``None``: as the execution profile says.
     """
 
     blocks: Mapping[str, Block]
@@ -34,6 +36,7 @@ class CallCostCache:
     train: bool = True
     again: Again = find_selectively_recomputed
     works: dict[SameObject[Block], CallWork] = field(default_factory=dict)
+    pieces: Mapping[str, PieceCounts] | None = None
     _devices: dict[tuple[str, float], DeviceType] = field(default_factory=dict)
     _of_seat: dict[tuple[RankProfile, Spread], Costs] = field(default_factory=dict)
     _of_stage: dict[tuple[tuple[RankProfile, ...], Spread], Costs] = field(default_factory=dict)
@@ -51,10 +54,11 @@ class CallCostCache:
         """Return block name -> the object that computes the costs of calls of this block (such as a layer) on any
         device.
         """
-        for block in self.blocks.values():
+        for name, block in self.blocks.items():
             key = SameObject(block)
             if key not in self.works:
-                self.works[key] = CallWork(block, self.train, self.again)
+                pieces = None if self.pieces is None else self.pieces[name]
+                self.works[key] = CallWork(block, self.train, self.again, pieces)
         return {name: self.works[SameObject(block)] for name, block in self.blocks.items()}
 
     def _get_paced_device(self, kind: str, speed: float) -> DeviceType:

@@ -220,7 +220,7 @@ def _block_work(
     """
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
-    short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()
+    short = products_in_fp8(fused, "tensor", expert_region(fused)) if fp8 else frozenset[fx.Node]()
     casting = first_readers(fused, short)
     ahead, back, spared_ahead, spared_back = (list[Kernel]() for _ in range(4))
     least = find_least_traffic(fused, train) if fused_kernels else {}

@@ -33,7 +33,7 @@ from partitioner.runtime.program.state_bytes import list_host_states
 from partitioner.runtime.prove.prove import prove
 from partitioner.schedules.formulas import is_formula, is_split
 from partitioner.simulate.program_memory import replace_estimated_memory
-from partitioner.simulate.program_time import ProgramOnDevices, simulate_plan_seconds
+from partitioner.simulate.program_time import PlanDurations, ProgramOnDevices, simulate_plan_seconds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.outcomes import bound_and_gap
@@ -315,7 +315,9 @@ def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -
     scaled = constraints.overlap_steps and is_split(candidate.schedule) and job.precision == "fp16"
     more = {
         f"etp={candidate.etp}": candidate.etp not in (0, 1, candidate.tp),
-        "precision=fp8 with experts": job.precision == "fp8" and bool(job.experts),
+        "precision=fp8 with experts": job.precision == "fp8"
+        and bool(job.experts)
+        and constraints.fp8_scaling == "tensor",  # other scales are executed
         "overlap_steps=True with precision=fp16": scaled
         and job.train,  # all ranks have to agree whether gradients overflowed
     }
@@ -372,8 +374,9 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         layout_of=None if job.layout is None else job.layout.program,
     )
     program = emit(local.model, chosen.stage_of_call, spec)
-    program = convert_to_fp8(program) if job.precision == "fp8" else program
+    program = _put_in_fp8(job, chosen, program) if job.precision == "fp8" else program
     program = program.model_copy(update={"tf32": job.precision == "tf32"})
+    program = _put_in_pieces(job, chosen, program)
     facts = ProgramFacts(program)
     prove(program, facts=facts)
     if program.offload:
@@ -382,6 +385,29 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     caches = () if job.layout is None else job.layout.inputs
     estimate = replace_estimated_memory(chosen.estimate, facts, job.optimizer, working, caches)
     return program, estimate.model_copy(update={"simulated": _simulate_step_seconds(job, chosen, program, facts)})
+
+
+def _put_in_fp8(job: Job, chosen: SolvedCandidate, program: Program) -> Program:
+    """Return ``program`` with products of weights in fp8: in all blocks (such as layers), or where the profile of
+    ``job`` and the estimated times of the plan ``chosen`` select them."""
+    scaling = job.profile.fp8_scaling
+    if job.profile.fp8_products == "all":
+        return convert_to_fp8(program, scaling)
+    laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
+    return convert_to_fp8(program, scaling, PlanDurations(laid).choose_fp8())
+
+
+def _put_in_pieces(job: Job, chosen: SolvedCandidate, program: Program) -> Program:
+    """Return ``program`` with those collectives over ``tp`` in pieces that the constraints of ``job`` and the estimated
+    times of the plan ``chosen`` select."""
+    if job.profile.tensor_pieces == "none" or chosen.candidate.tp == 1:
+        return program
+    laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
+    pieces = PlanDurations(laid).choose_pieces()
+    if not any(map(any, pieces.values())):
+        return program
+    changed = {name: block.model_copy(update={"pieces": pieces[name]}) for name, block in program.blocks.items()}
+    return program.model_copy(update={"blocks": changed})
 
 
 def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:

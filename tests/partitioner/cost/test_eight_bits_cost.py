@@ -225,3 +225,30 @@ def test_casts_of_their_own_are_dearer_than_those_that_other_kernels_write():
     assert fused.planned_only == ("fused_casts=True",)
     short = [planned("bf16", profile=ExecutionProfile(fused_casts=how)) for how in (False, True)]
     assert short[0].estimate.step_time == short[1].estimate.step_time
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_blocks_are_in_fp8_where_this_is_faster(scaling: str) -> None:
+    """Wide layers on a GPU; narrow ones stay in 16 bits, and a note says so. A CPU has fp8 everywhere, for tests."""
+
+    def plan_of(width: int, precision: str, topology: Topology) -> Plan:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False))
+            batch = torch.empty(8192, width)
+        given: dict[str, Any] = {"fp8_scaling": scaling} if precision == "fp8" else {}
+        one = Constraints(tp=1, pp=1, dp=2, microbatch_size=4096, zero=0, **given)
+        return partition(model, topology, (batch,), loss=torch.sum, precision=precision, constraints=one)
+
+    def has_fp8(plan: Plan) -> bool:
+        return "partition.linear_fp8.default" in plan.program.model_dump_json()
+
+    gpu = loads("{name: pair, nodes: [{type: h100-sxm, devices: 2}], levels: [{like: nvlink4}]}")
+    wide, narrow = plan_of(8192, "fp8", gpu), plan_of(1024, "fp8", gpu)
+    assert has_fp8(wide) and not has_fp8(narrow)
+    assert wide.estimate.step_time < plan_of(8192, "bf16", gpu).estimate.step_time
+    assert narrow.estimate.step_time == plan_of(1024, "bf16", gpu).estimate.step_time
+    assert any("stay in 16 bits" in note for note in narrow.notes)
+    assert not any("stay in 16 bits" in note for note in wide.notes)
+    for plan in (wide, narrow):
+        assert plan.estimate.simulated == pytest.approx(plan.estimate.step_time, rel=0.01)
+    assert has_fp8(plan_of(128, "fp8", Topology.local(2)))

@@ -87,6 +87,40 @@ class OwnMask(Reader):
         return {"loss": F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED), "logits": logits}
 
 
+class LastToken(Reader):
+    """A number for each text, from the last token before padding, as of a reward model."""
+
+    def __init__(self, attend: Attention, read: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(attend)
+        self.read = read
+
+    def forward(self, tokens: Tensor, wanted: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        kept = (tokens != PAD).int()
+        last = (torch.arange(tokens.shape[1], dtype=torch.int32) * kept).argmax(-1)
+        found = self.head(self.read(self.hidden(tokens), last))
+        return {"loss": F.cross_entropy(found, wanted, ignore_index=IGNORED), "found": found}
+
+
+def index_last(x: Tensor, last: Tensor) -> Tensor:
+    return x[torch.arange(x.shape[0]), last]
+
+
+def gather_last(x: Tensor, last: Tensor) -> Tensor:
+    return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1])).squeeze(1)
+
+
+def gather_next(x: Tensor, last: Tensor) -> Tensor:
+    """Reads the token after it, which may be padding."""
+    return gather_last(x, last + 1)
+
+
+def with_wanted(samples: int, positions: int) -> dict[str, Tensor]:
+    """Tokens that end with those of padding in most samples, and a target for each sample."""
+    batch = with_mask(samples, positions)
+    tokens = batch["tokens"].masked_fill(batch["tokens"] == PAD, PAD + 1).masked_fill(batch["mask"] == 0, PAD)
+    return {"tokens": tokens, "wanted": torch.arange(samples) % VOCAB}
+
+
 def with_places(samples: int, positions: int) -> dict[str, Tensor]:
     """Places of tokens in a text; -1 marks the last ones of some samples."""
     batch = with_mask(samples, positions)
@@ -180,6 +214,8 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "boolean mask": (lambda: Masked(boolean), with_mask),
     "additive mask": (lambda: Masked(additive), with_mask),
     "eager additive mask": (lambda: Masked(eager_additive), with_mask),
+    "the last token": (lambda: LastToken(MASKS["causal"], index_last), with_wanted),
+    "the last token, gathered": (lambda: LastToken(MASKS["causal"], gather_last), with_wanted),
     "a token of padding": (lambda: OwnMask(boolean, is_no_padding), tokens_and_labels),
     "a token of padding, eager": (lambda: OwnMask(eager_additive, is_no_padding), tokens_and_labels),
     "places from 0 on": (lambda: OwnMask(boolean, lambda places: places >= 0), with_places),
@@ -261,6 +297,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         "",
         "",
     ),
+    "the token after the last one": (lambda: LastToken(MASKS["causal"], gather_next), with_wanted, "", "reads places"),
     "reversed": (lambda: Reader(MASKS["causal"], lambda x: x + x.flip(1)), tokens_and_labels, "", "flip"),
     "a number of the size": (
         lambda: Reader(MASKS["causal"], lambda x: x / x.shape[1]),

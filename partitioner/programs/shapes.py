@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from partitioner.background import Future, can_help
 from partitioner.passes.capture.capture import find_batch_dims
@@ -329,12 +330,27 @@ class ShapeFamily:
             found = self._normal_at((other, length))
             fewer = find_axis_padding(whole, found, self.batch_dims, (batch, other))
         if length >= _LEAST:
-            other = min((s for _, s in self.shapes if _LEAST <= s < length), default=max(1, length // 2))
+            least = min((s for _, s in self.shapes if _LEAST <= s < length), default=max(1, length // 2))
+            other = self._find_own_size(least, length)
             found = self._normal_at((batch, other))
             shorter = find_axis_padding(whole, found, self.length_dims, (length, other))
         else:
             shorter = AxisPadding(fault="the inputs have no dim of positions")
         return fewer, shorter
+
+    def _find_own_size(self, size: int, length: int) -> int:
+        """Return the number of positions below ``length`` that is nearest to ``size`` and that no dim of the inputs has
+        which stays, such as that of targets. Equal tables of two dims are made once, so that a graph in which two sizes
+        are equal by chance has fewer operators.
+        """
+        leaves = _list_leaves(self.sample.model, self.sample.inputs)
+        fixed = {
+            int(number)
+            for path, leaf in leaves
+            for dim, number in enumerate(leaf.shape)
+            if dim not in (self.batch_dims.get(path), self.length_dims.get(path))
+        }
+        return min((n for n in range(1, length) if n not in fixed), key=lambda n: abs(n - size), default=size)
 
 
 def look_ahead(family: ShapeFamily | None) -> AbstractContextManager[None]:
@@ -344,7 +360,7 @@ def look_ahead(family: ShapeFamily | None) -> AbstractContextManager[None]:
     return nullcontext() if family is None else family.look_ahead()
 
 
-def _list_leaves(model: nn.Module, inputs: Any) -> Iterator[tuple[str, Tensor]]:
+def _list_leaves(model: nn.Module | ExportedProgram, inputs: Any) -> Iterator[tuple[str, Tensor]]:
     for part in split_inputs(model, inputs):
         for path, leaf in leaf_paths(part):
             if isinstance(leaf, Tensor):

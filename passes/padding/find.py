@@ -84,7 +84,8 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
         fault = next((v.fault for v in _iterate_preserved_values(main, values) if v.fault), "")
         if not fault:
             hiding = _find_hiding(main, pairs, axis, values)
-            return AxisPadding(dict(fills), _find_output_dims(main, values), hiding=hiding)
+            fault = _explain_hiding(main, hiding)
+            return AxisPadding(dict(fills), _find_output_dims(main, values), fault, hiding)
         faults.append(fault)
     return AxisPadding(fault=faults[-1])  # that of the most numbers that are left out
 
@@ -145,7 +146,8 @@ def _find_hiding(
     paths = {i.value: i.path for i in main.inputs}
     given = {n: paths[main.placeholders[n.name]] for n in nodes if main.placeholders.get(n.name) in paths}
     found: dict[str, KeyHiding] = {}
-    for path, number in itertools.product((p for p in given.values() if p in axis.dims), (0.0, 1.0)):
+    tries = {(p, number) for n, p in given.items() if p in axis.dims for number in _list_hiding_numbers(n)}
+    for path, number in sorted(tries):
         tried, renewed = replace(axis, fills={path: number}), dict(values)
         for node in nodes:
             if node in given:
@@ -156,6 +158,22 @@ def _find_hiding(
         if hidden:
             found[path] = KeyHiding(number, classify_unseen(hidden, varying, values))
     return found
+
+
+def _list_hiding_numbers(source: fx.Node) -> set[float]:
+    """Return the numbers by which an input may hide keys: 0 and 1, and those with which the graph compares it.
+    ``source``: the input's placeholder."""
+    return {0.0, 1.0, *(each.number for each in _find_compared_numbers(source))}
+
+
+def _explain_hiding(main: Captured, hiding: Mapping[str, KeyHiding]) -> str:
+    """Return, as text, why it cannot be found out from a batch whether an input of ``main`` hides all keys from a
+    query: several numbers hide keys, as in ``places < 0``. Empty if it can. ``hiding``: how inputs hide keys."""
+    for node in main.graph.nodes:
+        path = next((i.path for i in main.inputs if i.value == main.placeholders.get(node.name)), None)
+        if path in hiding and any(not each.single for each in _find_compared_numbers(node)):
+            return f"{path} may hide keys by several numbers, so that a query that sees no key is not recognised"
+    return ""
 
 
 def _propagate_through_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
@@ -246,10 +264,10 @@ def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
     """Yield the candidates for the numbers in the new elements of padded inputs of the model ``main``, in the order in
     which they should be tried. Each is a dict: path of an input -> number (``None``: a copy of the last element).
 
-    Every input can be padded with copies. An integer input that the graph compares with a number that marks ignored
-    elements, such as -100, can also be padded with this number, and any other input with zero. All combinations of
-    these are yielded; the first one pads all inputs with copies. ``dims``: path of each input that is padded -> the
-    index of its padded dim.
+    Every input can be padded with copies. An integer input that the graph compares with numbers, such as -100 for
+    ignored targets or the token of padding, can also be padded with these, and an input without ignored elements with
+    zero. All combinations of these are yielded; the first one pads all inputs with copies. ``dims``: path of each input
+    that is padded -> the index of its padded dim.
     """
     inputs = {i.value: i for i in main.inputs if i.path in dims}
     options: list[list[float | None]] = []
@@ -257,8 +275,9 @@ def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
         name = main.placeholders.get(node.name) if node.op == "placeholder" else None
         if name not in inputs:
             continue
-        ignored = sorted({*_find_ignored_numbers(node)}) if not inputs[name].spec.dtype.is_floating_point else []
-        options.append([None, *ignored, *([] if ignored else [0.0])])
+        compared = [] if inputs[name].spec.dtype.is_floating_point else [*_find_compared_numbers(node)]
+        zero = [] if any(each.ignored for each in compared) else [0.0]
+        options.append([None, *sorted({*zero, *(each.number for each in compared)})])
     order = [
         inputs[main.placeholders[n.name]].path
         for n in main.graph.nodes
@@ -271,13 +290,28 @@ def _list_fills(main: Captured, dims: Mapping[str, int]) -> Iterator[Fills]:
 _PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
 
 
-def _find_ignored_numbers(source: fx.Node) -> Iterator[float]:
-    """Yield the numbers with which the graph compares an input in order to leave out elements that have them, such
-    as -100 for targets. ``source``: the input's placeholder, or a view or cast of it."""
+class ComparedNumber(NamedTuple):
+    """A number with which the graph compares an integer input. ``ignored``: elements with it are left out, such as
+    -100 for targets (``!=``). ``single``: no other number gives the same result (``==`` and ``!=``).
+    """
+
+    number: float
+    ignored: bool
+    single: bool
+
+
+# Operator that compares an input with a number -> the integers next to the limit on either side, less the number.
+_SIDES = {"lt": (-1, 0), "ge": (-1, 0), "gt": (0, 1), "le": (0, 1), "eq": (0,), "ne": (0,)}
+
+
+def _find_compared_numbers(source: fx.Node) -> Iterator[ComparedNumber]:
+    """Yield the numbers that the graph tells apart by comparing an integer input with a number, such as -100 for
+    ignored targets and -1 for ``places < 0``. ``source``: the input's placeholder, or a view or cast of it."""
     for reader in source.users:
         name = get_operator_name(reader) if reader.op == "call_function" else ""
         if name in _PASSED:
-            yield from _find_ignored_numbers(reader)
-        number: Any = reader.args[1] if name == "ne" and len(reader.args) > 1 else None
+            yield from _find_compared_numbers(reader)
+        number: Any = reader.args[1] if name in _SIDES and len(reader.args) > 1 else None
         if isinstance(number, int | float):
-            yield float(number)
+            for step in _SIDES[name]:
+                yield ComparedNumber(float(number) + step, name == "ne", name in ("eq", "ne"))

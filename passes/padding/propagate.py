@@ -19,6 +19,7 @@ from torch import fx
 from partitioner.passes.ir.rewrite import format_node_location
 from partitioner.passes.padding.compare import get_operator_name, list_result_shapes
 from partitioner.passes.padding.fills import CASTS, NEGATIVE, VIEWS, apply_to_numbers, is_pointwise
+from partitioner.passes.padding.places import find_lowest, fix_read_dims, propagate_argmax
 from partitioner.passes.padding.values import (
     Causal,
     DimPart,
@@ -53,8 +54,9 @@ def propagate_padding(
     for another batch size. ``sizes``: the batch sizes of the two graphs, in elements along the axis.
     """
     shapes = list_result_shapes(node)
-    if not any(o.grows or o.fault for o in operands) and list(shapes) == list(other_shapes):
+    if not any(o.grows or o.fault or o.real_places for o in operands) and list(shapes) == list(other_shapes):
         return (_describe_plain(node, operands),) if len(shapes) == 1 else tuple(make_fixed_value(s) for s in shapes)
+    operands = fix_read_dims(node, operands)
     single = SINGLE_RULES.get(get_operator_name(node)) if len(shapes) == 1 else None
     made = None if single is None else single(node, operands)
     values = (made,) if made is not None else _describe_results_by_factors(node, operands, other_shapes, sizes)
@@ -326,6 +328,7 @@ def _add_coordinates(
             counts=to.get(first.counts) if keeps and first.counts is not None else None,
             distance=_move_pair(first.distance, to) if keeps else None,
             causal=_move_pair(first.causal, to) if name in VIEWS else _combine_causal(node, operands, homes),
+            real_places=first.real_places and keeps,
         )
     if name == "sub" and len(operands) == 2 and get_node_argument(node, "alpha", 1) == 1:
         a, b = (_move_dim(o.counts, home) for o, home in zip(operands, homes, strict=True))
@@ -341,7 +344,9 @@ def _add_coordinates(
         # the later dim is that of keys, as everywhere; where the key is behind, the order is known
         query, key = min(a, b), max(a, b)
         return replace(value, causal=(query, key, float(ORDERS[name](1, 0) if a == key else ORDERS[name](0, 1))))
-    return replace(value, causal=_combine_causal(node, operands, homes)) if is_pointwise(node) else value
+    if not is_pointwise(node):
+        return value
+    return replace(value, causal=_combine_causal(node, operands, homes), lowest=find_lowest(node, operands))
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
@@ -753,6 +758,7 @@ SINGLE_RULES: dict[str, Rule] = {
     "softmax": _propagate_softmax,
     "_softmax": _propagate_softmax,
     "scaled_dot_product_attention": _propagate_attention,
+    "argmax": propagate_argmax,
     "any": _reduce_truth,
     "all": _reduce_truth,
 }

@@ -51,7 +51,8 @@ class PaddedValue:
     ``lowest``: a number that no element is below. ``counts``: the dim along which each element is its own index (as
     in an ``arange``). ``causal``: (dim of queries, dim of keys, the number of every element whose key index exceeds
     its query index). ``distance``: (dim of queries, dim of keys, sign): each element is the key index minus the
-    query index, times the sign (1 or -1). The last five are ``None`` if not known.
+    query index, times the sign (1 or -1). The last five are ``None`` if not known. ``real_places``: each element that
+    belongs to the original batch is the index of one of its places.
     """
 
     dims: tuple[Parts, ...]
@@ -61,6 +62,7 @@ class PaddedValue:
     counts: int | None = None
     causal: Causal | None = None
     distance: Causal | None = None
+    real_places: bool = False
 
     @property
     def grows(self) -> bool:

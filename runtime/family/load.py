@@ -1,28 +1,34 @@
 """Read all programs of a plan, in memory or in a plan's file.
 
 A file holds once what its programs have in common: a further program is there as its difference from an earlier one,
-which resembles it. ``base`` is the number of that program; 0 is the first. A difference is ``{"=": value}`` (another
-value), ``{"keys": {...}, "gone": [...]}`` for dicts, ``{"items": {...}}`` for lists of one length, whose entries are
-differences again, or ``{"splices": [[start, end, entries]]}`` for lists of different lengths. ``{}`` is none. Programs
-for two lengths differ in the same numbers everywhere; ``{"numbers": {"512": 256}, "rest": ...}`` replaces these first.
+which resembles it. ``base`` is the number of that program; 0 is the first. Programs for two lengths differ in the same
+numbers everywhere: ``numbers`` (old -> new) are replaced first, except under the keys ``constant``, such as the shapes
+of states. Then ``rest`` is applied, a difference as ``differences.py`` describes it. The graph of a block (such as a
+layer) may resemble that of another program, because it is sharded in the same way there: ``blocks`` has differences of
+such graphs, each with its own ``base`` and ``numbers``, and with the names that change (``names``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.family.data import BatchPadding, FurtherProgram, ProgramFamily
+from partitioner.runtime.family.differences import (
+    Delta,
+    apply_delta,
+    count_characters,
+    describe_form,
+    find_changed_scalars,
+    make_delta,
+    replace_scalars,
+)
 from partitioner.runtime.program.load import check_program, load_program, read_plan_content
 from partitioner.runtime.program.program import Program
 
-Delta = dict[str, Any]
-
-_MAX_SPLICED = 4096  # entries of two lists that are compared entry by entry; the time grows with the square
+_SHORT_DELTA = 300  # characters: a block's difference this short is not made shorter
 
 
 def load_family(plan: Any) -> ProgramFamily:
@@ -58,27 +64,67 @@ def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
     """
     if not content.get("further"):
         return content
-    programs, folded = [content["program"]], {}
+    programs, forms, folded = [content["program"]], [_describe_blocks(content["program"])], {}
     for name, data in content["further"].items():
-        base = max(range(len(programs)), key=lambda n: (_count_similar_blocks(programs[n], data["program"]), n))
-        folded[name] = {**data, "program": {"base": base, **_fold_program(programs[base], data["program"])}}
+        forms.append(_describe_blocks(data["program"]))
+        folded[name] = {**data, "program": _fold_program(programs, data["program"], forms)}
         programs.append(data["program"])
     return {**content, "further": folded}
 
 
-def _count_similar_blocks(base: Any, program: Any) -> int:
-    """Return how many block types (such as layers) have graphs with equally many nodes in two programs, given as JSON
-    data. Such graphs are likely to differ in sizes only."""
-    sizes = [{name: len(block["nodes"]) for name, block in one["blocks"].items()} for one in (base, program)]
-    return sum(sizes[1].get(name) == size for name, size in sizes[0].items())
+def _describe_blocks(program: Any) -> dict[str, Counter[str]]:
+    """Return for each block of ``program`` how many nodes its graph has of each form. ``program``: JSON data."""
+    return {name: Counter(map(describe_form, block["nodes"])) for name, block in program["blocks"].items()}
 
 
-def _fold_program(base: Any, program: Any) -> Delta:
-    """Return the difference of ``program`` from ``base``, two whole programs as JSON data: the numbers that change
-    everywhere, and the rest of the difference."""
-    numbers = find_changed_numbers(base, program)
-    rest = make_delta(replace_numbers(base, numbers), program)
-    return {"numbers": {str(a): b for a, b in numbers.items()}, "rest": rest}
+def _fold_program(programs: list[Any], program: Any, forms: list[dict[str, Counter[str]]]) -> Delta:
+    """Return the difference of ``program`` from the earlier ``programs``, all of them as JSON data.
+
+    ``forms``: :func:`_describe_blocks` of each of the programs, the last ones those of ``program``.
+    """
+    alike = [sum(blocks.get(name) == form for name, form in forms[-1].items()) for blocks in forms[:-1]]
+    base = max(range(len(programs)), key=lambda n: (alike[n], n))
+    numbers = _only_numbers(find_changed_scalars(programs[base], program))
+    replaced = replace_scalars(programs[base], numbers)
+    constant = [
+        key
+        for key in replaced.keys() & program.keys() - {"blocks"}
+        if count_characters(make_delta(programs[base][key], program[key]))
+        < count_characters(make_delta(replaced[key], program[key]))
+    ]
+    constant.sort()
+    rest = make_delta({**replaced, **{key: programs[base][key] for key in constant}}, program)
+    of_blocks, found = rest.get("keys", {}).get("blocks", {}).get("keys", {}), {}
+    for name in [name for name, delta in of_blocks.items() if count_characters(delta) > _SHORT_DELTA]:
+        own = _fold_block(programs, program["blocks"][name], name, forms)
+        if own is not None and count_characters(own) < count_characters(of_blocks[name]):
+            del of_blocks[name]
+            found[name] = own
+    more = {"constant": constant, "blocks": found}
+    return {"base": base, "numbers": _as_keys(numbers), "rest": rest} | {key: v for key, v in more.items() if v}
+
+
+def _fold_block(programs: list[Any], block: Any, name: str, forms: list[dict[str, Counter[str]]]) -> Delta | None:
+    """Return the difference of a block from the one of this ``name`` in an earlier program that has most nodes of the
+    same form. ``None``: no earlier program has such a block."""
+    shared = {n: (blocks[name] & forms[-1][name]).total() for n, blocks in enumerate(forms[:-1]) if name in blocks}
+    if not shared:
+        return None
+    base = max(shared, key=lambda n: (2 * shared[n] - forms[n][name].total(), n))
+    old = programs[base]["blocks"][name]
+    scalars = find_changed_scalars(old, block)
+    names = {a: b for a, b in scalars.items() if type(a) is str}
+    rest = make_delta(replace_scalars(old, scalars), block)
+    return {"base": base, "numbers": _as_keys(_only_numbers(scalars)), "names": names, "rest": rest}
+
+
+def _only_numbers(scalars: dict[int | str, int | str]) -> dict[int | str, int | str]:
+    return {a: b for a, b in scalars.items() if type(a) is int}
+
+
+def _as_keys(numbers: dict[int | str, int | str]) -> dict[str, int | str]:
+    """Return ``numbers`` with keys as JSON has them."""
+    return {str(a): b for a, b in numbers.items()}
 
 
 def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
@@ -92,116 +138,32 @@ def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
     programs, whole = [content["program"]], {}
     try:
         for name, data in content["further"].items():
-            folded = data["program"]
-            numbers = {int(a): b for a, b in folded["numbers"].items()}
-            base = programs[folded.get("base", -1)]  # files of earlier versions do not name it: the program before
-            programs.append(apply_delta(replace_numbers(base, numbers), folded["rest"]))
+            programs.append(_unfold_program(programs, data["program"]))
             whole[name] = {**data, "program": programs[-1]}
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise LaunchError(f"the further programs of the plan do not follow from its first one ({error})") from None
     return {**content, "further": whole}
 
 
-def find_changed_numbers(base: Any, other: Any) -> dict[int, int]:
-    """Return the integers of ``base`` that become another integer in ``other``, as old -> new, such as the old and the
-    new batch size. With this, the difference between two programs is stored compactly.
-
-    ``base`` and ``other``: JSON data of similar structure. Positions that both have are compared; for each integer of
-    ``base`` the most frequent counterpart in ``other`` counts.
-    """
-    counts: dict[int, Counter[int]] = {}
-    _count_numbers(base, other, counts)
-    found = {number: places.most_common(1)[0][0] for number, places in counts.items()}
-    return {number: new for number, new in found.items() if new != number}
+def _unfold_program(programs: list[Any], folded: Any) -> Any:
+    """Return the program whose difference from earlier ``programs`` is ``folded``, as JSON data."""
+    base = programs[folded.get("base", -1)]  # files of earlier versions do not name it: the program before
+    program = _unfold_part(base, folded)
+    blocks = {
+        name: _unfold_part(programs[part["base"]]["blocks"][name], part)
+        for name, part in folded.get("blocks", {}).items()
+    }
+    return {**program, "blocks": {**program["blocks"], **blocks}} if blocks else program
 
 
-def _count_numbers(base: Any, other: Any, counts: dict[int, Counter[int]]) -> None:
-    """Count in ``counts`` (integer of ``base`` -> counter of integers of ``other``) which integers are at equal
-    positions.
-
-    ``base`` and ``other``: JSON data. Dict keys that only one has, and lists of different lengths, are skipped.
-    """
-    if isinstance(base, dict) and isinstance(other, dict):
-        for key in base.keys() & other.keys():
-            _count_numbers(base[key], other[key], counts)
-    elif isinstance(base, list) and isinstance(other, list) and len(base) == len(other):
-        for a, b in zip(base, other, strict=True):
-            _count_numbers(a, b, counts)
-    elif type(base) is int and type(other) is int:
-        counts.setdefault(base, Counter())[other] += 1
-
-
-def replace_numbers(value: Any, numbers: Mapping[int, int]) -> Any:
-    """Return a copy of the JSON data ``value`` in which each integer that is a key of ``numbers`` is replaced by the
-    key's value.
-    """
-    if not numbers:
-        return value
-    if isinstance(value, dict):
-        return {key: replace_numbers(entry, numbers) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [replace_numbers(entry, numbers) for entry in value]
-    return numbers.get(value, value) if type(value) is int else value
-
-
-def make_delta(base: Any, other: Any) -> Delta:
-    """Return the difference between two pieces of JSON data, from which :func:`apply_delta` computes ``other`` out of
-    ``base``.
-
-    It is ``{}`` for equal data, ``{"=": other}``, ``{"keys": {key: difference}, "gone": [key]}`` for dicts,
-    ``{"items": {index: difference}}`` for lists of equal length, or ``{"splices": [[start, end, entries]]}`` for lists
-    of different lengths, where ``entries`` take the place of those from ``start`` to ``end`` of ``base``.
-    """
-    if type(base) is type(other):
-        if base == other and repr(base) == repr(other):  # 1, 1.0 and True are equal, but other JSON
-            return {}
-        if isinstance(base, dict):
-            changed = {k: make_delta(base[k], v) if k in base else {"=": v} for k, v in other.items()}
-            gone = [k for k in base if k not in other]
-            delta: Delta = {"keys": {k: d for k, d in changed.items() if d}}
-            return delta | ({"gone": gone} if gone else {})
-        if isinstance(base, list) and len(base) == len(other):
-            items = {str(i): d for i, pair in enumerate(zip(base, other, strict=True)) if (d := make_delta(*pair))}
-            return {"items": items} if len(items) <= len(base) / 2 or _is_nested(other) else {"=": other}
-        if isinstance(base, list) and len(base) + len(other) <= _MAX_SPLICED:
-            splices = _list_splices(base, other)
-            if sum(len(entries) for _, _, entries in splices) + len(splices) <= len(other) / 2:
-                return {"splices": splices}
-    return {"=": other}
-
-
-def _list_splices(base: list[Any], other: list[Any]) -> list[list[Any]]:
-    """Return the changes that turn the list ``base`` into ``other``, in order: ``[start, end, entries]`` puts
-    ``entries`` in the place of ``base[start:end]``."""
-    matcher = SequenceMatcher(None, list(map(repr, base)), list(map(repr, other)), autojunk=False)
-    return [[i, j, other[k:n]] for tag, i, j, k, n in matcher.get_opcodes() if tag != "equal"]
-
-
-def _is_nested(value: list[Any]) -> bool:
-    return any(isinstance(entry, dict | list) for entry in value)
-
-
-def apply_delta(base: Any, delta: Delta) -> Any:
-    """Return the JSON data ``base`` with the difference ``delta`` applied, which :func:`make_delta` returned for
-    ``base``: ``{}`` for no difference, ``{"=": value}`` for another value, ``{"keys": {key: difference}, "gone":
-    [key]}`` for a dict, and ``{"items": {index: difference}}`` or ``{"splices": [[start, end, entries]]}`` for a list.
-
-    Raise ``KeyError``, ``IndexError``, ``TypeError`` or ``ValueError`` if ``delta`` is a difference from other data.
-    """
-    if "=" in delta:
-        return delta["="]
-    if "keys" in delta:
-        gone, changed = set(delta.get("gone", ())), delta["keys"]
-        kept = {k: apply_delta(v, changed[k]) if k in changed else v for k, v in base.items() if k not in gone}
-        return kept | {k: d["="] for k, d in changed.items() if k not in base}
-    if "items" in delta:
-        return [apply_delta(v, delta["items"].get(str(i), {})) for i, v in enumerate(base)]
-    if "splices" in delta:
-        found, at = list[Any](), 0
-        for start, end, entries in delta["splices"]:
-            if not at <= start <= end <= len(base):
-                raise IndexError(f"a list of {len(base)} entries has none from {start} to {end} after {at}")
-            found += [*base[at:start], *entries]
-            at = end
-        return found + base[at:]
-    return base
+def _unfold_part(base: Any, folded: Any) -> Any:
+    """Return the JSON data that follow from ``base`` by the numbers, the names and the difference in ``folded``."""
+    numbers, names = folded["numbers"], folded.get("names", {})
+    if any(type(b) is not int for b in numbers.values()) or any(type(b) is not str for b in names.values()):
+        raise TypeError(
+            "a number is replaced by no number, or a name by no name"
+        )  # a list could double at each program
+    scalars: dict[int | str, int | str] = {int(a): b for a, b in numbers.items()}
+    scalars.update(names)
+    replaced = replace_scalars(base, scalars) | {key: base[key] for key in folded.get("constant", ())}
+    return apply_delta(replaced, folded["rest"])

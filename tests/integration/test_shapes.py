@@ -86,6 +86,7 @@ def test_mixed_shapes_train_as_one_process_does(mesh: str, tmp_path: Path):
 
 # Epochs of 13 batches of 8 samples and a last one of 5, in lengths that change; evaluated every 20 steps.
 EPOCH, LAST, TOTAL, EVERY, KILLED_AT = 14, 5, 50, 20, 33
+RESUMED = (("dp2 tp2", "tp2"), ("tp2", "dp2 zero3"), ("dp2 zero1", "tp2"), ("pp2", "dp2 zero3"), ("tp2", "pp2"))
 
 
 def draw_batch(step: int) -> dict[str, Tensor]:
@@ -117,7 +118,7 @@ def train_until_killed(plan: str, folder: str, dies: bool) -> None:
     ("before", "after"),
     [
         ("pp2", "dp2 tp2"),
-        *(pytest.param(*m, marks=pytest.mark.slow) for m in (("dp2 tp2", "tp2"), ("tp2", "dp2 zero3"))),
+        *(pytest.param(*m, marks=pytest.mark.slow) for m in RESUMED),
     ],
 )
 def test_a_killed_run_goes_on_over_another_mesh_with_the_losses_of_one_process(before: str, after: str, tmp_path: Path):

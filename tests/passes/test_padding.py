@@ -67,6 +67,66 @@ class Masked(Reader):
         return {"loss": F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED), "logits": logits}
 
 
+PAD = 3  # the token of padding
+
+
+def is_no_padding(tokens: Tensor) -> Tensor:
+    return ~(tokens == PAD)
+
+
+class OwnMask(Reader):
+    """Attention of both sides, under a mask that the model makes: ``shown`` of the tokens or of their places."""
+
+    def __init__(self, attend: Attention, shown: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(attend)
+        self.shown = shown
+
+    def forward(self, tokens: Tensor, labels: Tensor, places: Tensor | None = None) -> dict[str, Tensor]:
+        shown = self.shown(tokens if places is None else places)
+        logits = self.head(self.hidden(tokens, shown))
+        return {"loss": F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED), "logits": logits}
+
+
+class LastToken(Reader):
+    """A number for each text, from the last token before padding, as of a reward model."""
+
+    def __init__(self, attend: Attention, read: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(attend)
+        self.read = read
+
+    def forward(self, tokens: Tensor, wanted: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        kept = (tokens != PAD).int()
+        last = (torch.arange(tokens.shape[1], dtype=torch.int32) * kept).argmax(-1)
+        found = self.head(self.read(self.hidden(tokens), last))
+        return {"loss": F.cross_entropy(found, wanted, ignore_index=IGNORED), "found": found}
+
+
+def index_last(x: Tensor, last: Tensor) -> Tensor:
+    return x[torch.arange(x.shape[0]), last]
+
+
+def gather_last(x: Tensor, last: Tensor) -> Tensor:
+    return x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1])).squeeze(1)
+
+
+def gather_next(x: Tensor, last: Tensor) -> Tensor:
+    """Reads the token after it, which may be padding."""
+    return gather_last(x, last + 1)
+
+
+def with_wanted(samples: int, positions: int) -> dict[str, Tensor]:
+    """Tokens that end with those of padding in most samples, and a target for each sample."""
+    batch = with_mask(samples, positions)
+    tokens = batch["tokens"].masked_fill(batch["tokens"] == PAD, PAD + 1).masked_fill(batch["mask"] == 0, PAD)
+    return {"tokens": tokens, "wanted": torch.arange(samples) % VOCAB}
+
+
+def with_places(samples: int, positions: int) -> dict[str, Tensor]:
+    """Places of tokens in a text; -1 marks the last ones of some samples."""
+    batch = with_mask(samples, positions)
+    return {**tokens_and_labels(samples, positions), "places": batch["mask"] * (torch.arange(positions) + 1) - 1}
+
+
 def scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
 
@@ -154,6 +214,13 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "boolean mask": (lambda: Masked(boolean), with_mask),
     "additive mask": (lambda: Masked(additive), with_mask),
     "eager additive mask": (lambda: Masked(eager_additive), with_mask),
+    "the last token": (lambda: LastToken(MASKS["causal"], index_last), with_wanted),
+    "the last token, gathered": (lambda: LastToken(MASKS["causal"], gather_last), with_wanted),
+    "a token of padding": (lambda: OwnMask(boolean, is_no_padding), tokens_and_labels),
+    "a token of padding, eager": (lambda: OwnMask(eager_additive, is_no_padding), tokens_and_labels),
+    "places from 0 on": (lambda: OwnMask(boolean, lambda places: places >= 0), with_places),
+    "places above -1": (lambda: OwnMask(boolean, lambda places: places > -1), with_places),
+    "places that are not below 0": (lambda: OwnMask(boolean, lambda places: ~(places < 0)), with_places),
     "running sums": (lambda: Reader(MASKS["causal"], so_far), tokens_and_labels),
     "the position before": (lambda: Reader(MASKS["causal"], shifted), tokens_and_labels),
 }
@@ -230,6 +297,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str, str]] = {
         "",
         "",
     ),
+    "the token after the last one": (lambda: LastToken(MASKS["causal"], gather_next), with_wanted, "", "reads places"),
     "reversed": (lambda: Reader(MASKS["causal"], lambda x: x + x.flip(1)), tokens_and_labels, "", "flip"),
     "a number of the size": (
         lambda: Reader(MASKS["causal"], lambda x: x / x.shape[1]),
@@ -421,6 +489,23 @@ def test_queries_that_see_no_key_are_refused_more_positions(name: str):
             check_exact(model, padding, hide(name, *hidden))
 
 
+def test_a_sample_of_padding_tokens_is_refused_more_positions():
+    """The engine recognises it by the token with which the model compares."""
+    model = make(lambda: OwnMask(eager_additive, is_no_padding))
+    padding = find_padding(model, tokens_and_labels(SAMPLES, POSITIONS))
+    assert (padding.inputs["tokens"].hides, padding.inputs["tokens"].unseen) == (PAD, "all")
+    batch = tokens_and_labels(4, 9)
+    batch["tokens"][1] = PAD
+    with pytest.raises(BatchError, match="tokens hides all positions of sample 1"):
+        pad(padding, batch)
+
+
+def test_keys_that_several_numbers_hide_are_refused_where_a_query_may_see_none():
+    """A query that sees no key would read added ones, and the engine looks for one number only."""
+    padding = find_padding(make(lambda: OwnMask(eager_additive, lambda places: places >= 0)), with_places(4, 12))
+    assert "places may hide keys by several numbers" in padding.shorter
+
+
 @pytest.mark.parametrize("name", ["causal", "inverted", "window", "in sdpa", "a table"])
 def test_what_is_refused_changes_the_outputs(name: str):
     """Without the refusal, a query at a hidden position would read those that are added."""
@@ -434,6 +519,36 @@ def test_what_is_refused_changes_the_outputs(name: str):
 
 def _seen(how: InputPadding) -> InputPadding:
     return how.model_copy(update={"hides": None})
+
+
+class Translator(Reader):
+    """Attends to the positions of a source, and has targets of another length."""
+
+    def forward(self, source: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        place, queries = torch.arange(source.shape[1]), torch.arange(labels.shape[1])
+        x = self.tokens(source) + self.head.weight[place].sum(-1, keepdim=True)
+        q = self.head.weight[queries].expand(len(source), 1, -1, -1)
+        hidden = x[:, None] + F.scaled_dot_product_attention(
+            x[:, None], x[:, None], x[:, None], attn_mask=mask.bool()[:, None, None, :]
+        )
+        read = F.scaled_dot_product_attention(q, hidden, hidden, attn_mask=mask.bool()[:, None, None, :])
+        logits = self.head(read[:, 0])
+        return {"loss": F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED), "logits": logits}
+
+
+def test_a_length_may_be_that_of_targets_by_chance():
+    """Tables of 6 positions of the source and of 6 targets are one operator, those of 12 and 6 are two."""
+
+    def batch(samples: int, positions: int) -> dict[str, Tensor]:
+        source = with_mask(samples, positions)
+        return {"source": source["tokens"], "mask": source["mask"], "labels": tokens_and_labels(samples, 6)["labels"]}
+
+    model = make(lambda: Translator(boolean))
+    family = ShapeFamily.of(prepare(model, batch(6, 12)), Shapes(length=(6, 12)), None, Topology.local(1))
+    padding = family.padding_at((6, 12))
+    assert (padding.fewer, padding.shorter) == ("", "")
+    for samples, positions in ((6, 6), (4, 9)):
+        check_exact(model, padding, batch(samples, positions))
 
 
 # --- graphs for sizes in between --------------------------------------------------------------------------------------

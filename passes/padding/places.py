@@ -1,0 +1,67 @@
+"""Indices of real places, by which a model reads one place of each sample, such as the last token before padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from partitioner.passes.padding.compare import get_operator_name
+from partitioner.passes.padding.values import DimPart, PaddedValue
+from partitioner.passes.rules.factors import get_meta_tensor, get_node_argument, normalize_dim, operands_of
+
+_INDEXED = ("index", "_unsafe_index")
+_GATHERED = ("gather", "index_select")
+
+
+def find_lowest(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
+    """Return a number that no element of the result of the pointwise operator ``node`` is below; ``None`` if none is
+    known. ``operands``: the descriptions of its operands."""
+    if get_meta_tensor(node).dtype == torch.bool:
+        return 0.0
+    lowest = [o.lowest for o in operands]
+    if get_operator_name(node) == "mul" and len(lowest) == 2 and all(n is not None and n >= 0 for n in lowest):
+        return 0.0
+    return None
+
+
+def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Return what padding the batch does to the result of the ``argmax`` node ``node``, as a description; ``None`` (it
+    then follows from the operator's sharding rule) unless real places are found whatever is padded.
+
+    They are if padded elements have a number that no element is below: of several largest elements the first one is
+    found, and padded ones come last.
+    """
+    (x,) = operands
+    if not isinstance(given := get_node_argument(node, "dim", None), int):
+        return None
+    dim = normalize_dim(given, len(x.dims))
+    part = x.growing_part(dim)
+    if part is None or part.fill is None or x.lowest is None or part.fill > x.lowest:
+        return None
+    keep = get_node_argument(node, "keepdim", False)
+    dims = [(DimPart(1),) if d == dim else parts for d, parts in enumerate(x.dims) if keep or d != dim]
+    kept = tuple(tuple(replace(p, fill=None) for p in parts) for parts in dims)
+    return PaddedValue(kept, x.fault, lowest=0.0, real_places=True)
+
+
+def fix_read_dims(node: fx.Node, operands: Sequence[PaddedValue]) -> Sequence[PaddedValue]:
+    """Return ``operands``, the descriptions of the operands of ``node``. If it reads elements of a tensor at indices of
+    real places, the dim in which it reads them counts as one that does not grow: padded elements are not read."""
+    name, read = get_operator_name(node), operands_of(node)
+    if name not in (*_INDEXED, *_GATHERED) or not any(o.real_places for o in operands):
+        return operands
+    known = dict(zip(read, operands, strict=True))
+    if name in _INDEXED:
+        indices = get_node_argument(node, "indices")
+    else:
+        dim = normalize_dim(get_node_argument(node, "dim"), len(operands[0].dims))
+        indices = [None] * dim + [get_node_argument(node, "index")]
+    dims = list(operands[0].dims)
+    for d, index in enumerate(indices):
+        if isinstance(index, fx.Node) and known[index].real_places and operands[0].growing_part(d) is not None:
+            dims[d] = tuple(DimPart(part.size) for part in dims[d])
+    known[read[0]] = replace(operands[0], dims=tuple(dims), counts=None, causal=None, distance=None)
+    return [known[operand] for operand in read]

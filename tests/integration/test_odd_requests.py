@@ -253,6 +253,11 @@ REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], type[PartitionError], s
     "a closure": (Closing, UnsupportedError, "forward reads 'up.weight' through a closure"),
     "a generator": (Generating, CaptureError, "Forward must return tensors"),
     "nothing": (Nothing, InputsError, "training needs a loss"),
+    "a count": (
+        lambda: _Returning(lambda y: (y.argmax(-1) != 0).sum()),
+        InputsError,
+        "a loss that has a gradient: the model returns a scalar of torch.int64; expected a floating-point scalar",
+    ),
 }
 
 

@@ -466,8 +466,12 @@ def _forward_failure(fake_copy: ParameterlessCopy, args: tuple[Any, ...], kwargs
     with fake tensors."""
     failure = try_forward(fake_copy, args, kwargs)
     torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
-    wanting = torchs or any(word in str(failure).lower() for word in ("fake", "meta", "does not require grad"))
+    wanting = torchs or any(word in str(failure).lower() for word in _WITHOUT_VALUES)
     return failure if isinstance(failure, Exception) and not wanting else None
+
+
+# Parts of the messages of exceptions that are raised only because fake tensors have no values.
+_WITHOUT_VALUES = ("fake", "meta", "does not require grad", ".numpy() is not supported for tensor subclasses")
 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -482,7 +486,8 @@ def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], 
 
 
 _NUMBERS = (
-    "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram "
+    "shapes and control flow must not depend on tensors' numbers; change that line (torch.where instead of if, "
+    "torch.maximum and clamp instead of max and min), or pass an ExportedProgram "
     "(a loop that passes over experts without rows can go through all of them: no rows add nothing)"
 )
 _DRAWN = (
@@ -509,6 +514,7 @@ _ADVICE_BY_FUNCTION = {
 _ADVICE = {
     "RecursionError": "modules or calls are nested deeper than Python's limit: raise it (sys.setrecursionlimit), "
     "unless forward calls itself without end",
+    ".numpy()": "functions of NumPy are not part of a graph: compute it by functions of torch, or outside of the model",
     "not a known type": "forward must return tensors, in tuples, lists, dicts, named tuples or dataclasses: a plan has "
     "to know each of them",
 }

@@ -258,6 +258,11 @@ REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], type[PartitionError], s
         UnsupportedError,
         "the operator cond .*test_odd_requests.py.* contains a function.*write it without torch.cond",
     ),
+    "a check for finite values": (
+        lambda: _Returning(lambda y: y.clamp(-1, 1).mean() if not torch.isfinite(y).all() else y.mean()),
+        UnsupportedError,
+        r"branches on whether values are finite \(.*test_odd_requests.py:\d+\).*remove the check",
+    ),
     "NumPy": (
         lambda: _Returning(lambda y: torch.from_numpy(np.exp(y.detach().numpy())).mean()),
         CaptureError,

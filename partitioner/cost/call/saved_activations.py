@@ -171,15 +171,18 @@ def kept_by(
     """
     states = set(block.states)
     saved: dict[Value, int] = {}
+    kept_copies: set[Value] = set()
     extra = 0
     for node in block.graph.nodes:
         if train and node.op == "call_function" and needs_gradient(node):
             copied = _list_copies(node) if copies else []
             for value in find_needed_values(node, {value for value, _ in copied}):
                 saved[value] = size_of(value)
+            kept_copies.update(value for value, _ in copied)
             extra += _row_statistics(node) + sum(size for value, size in copied if value[0] not in without)
     for value in _read_again([node for node, _ in saved if node in without], without):
-        saved[value] = size_of(value)
+        if value not in kept_copies:  # otherwise the copy is read again
+            saved[value] = size_of(value)
     saved = {v: size for v, size in saved.items() if v[0].name not in states and v[0] not in without}
     made = {value: size for value, size in saved.items() if value[0].op != "placeholder"}
     kept_names = {value[0].name for value in saved if value[0].op == "placeholder"}

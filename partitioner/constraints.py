@@ -347,8 +347,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
                 raise ConstraintError(self.too_few(world_size))
         elif world_size % product:
             raise ConstraintError(
-                f"{shown} makes {product}, which does not divide the {world_size} devices; "
-                f"expected a divisor of {world_size}"
+                f"{shown} needs a number of devices that is a multiple of {product}, but there are {world_size}; "
+                f"expected {'a size that' if len(pinned) == 1 else 'sizes whose product'} divides {world_size}"
             )
 
     def too_few(self, world_size: int) -> str:

@@ -134,6 +134,12 @@ def check_work(model: FoldedModel, train: bool) -> None:
             )
         return
     if model.loss is None:
+        whole = [model.values[o.value].dtype for o in model.outputs if o.value and not model.values[o.value].shape]
+        if whole and len(model.outputs) == 1 and not whole[0].is_floating_point:
+            raise InputsError(
+                f"training needs a loss that has a gradient: the model returns a scalar of {whole[0]}; expected a "
+                "floating-point scalar, computed without comparisons, argmax and casts to whole numbers"
+            )
         raise InputsError(
             "training needs a loss: the model's output is no scalar and has no `loss`; "
             f"it has {_output_text(model)}; pass labels among the inputs, loss=callable(output) -> scalar "

@@ -69,3 +69,9 @@ class InternalError(PartitionError):
     def __init__(self, message: str, *, phase: str = "") -> None:
         super().__init__(message)
         self.phase = phase
+
+
+class UnrolledLoopWarning(UserWarning):
+    """Issued if a Python loop in forward becomes a thousand operators or more, which makes planning slow. The message
+    has the loop's source line.
+    """

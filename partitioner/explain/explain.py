@@ -130,7 +130,7 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
     parts: list[RenderableType]
     if plan.written is None:
         parts = [
-            format_heading(plan.model + _describe_unrequested_offload(plan)),
+            format_heading(plan.model + _describe_fit(plan)),
             build_figure_grid(plan, _shares_text(plan)),
             "",
             estimate_table(plan),
@@ -140,7 +140,7 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
         size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
         stages = stage_table(plan, whole)
         parts = [
-            format_heading(f"{plan.model}{size}{_describe_unrequested_offload(plan)}"),
+            format_heading(f"{plan.model}{size}{_describe_fit(plan)}"),
             build_figure_grid(plan, _shares_text(plan)),
             "",
             stages,
@@ -185,11 +185,19 @@ def _describe_shape(padding: BatchPadding | None) -> str:
     return f"{padding.batch} samples" + (f" of {padding.length} positions" if padding.length else "") + ", "
 
 
-def _describe_unrequested_offload(plan: Plan) -> str:
-    """Return a text to append to a line on memory, such as ``: fits only with optimizer in host memory``, if ``plan``
-    fits into device memory only with the offload that the search chose. Return an empty text if it fits without
-    offload, or if the user requested the offload.
+def _describe_fit(plan: Plan) -> str:
+    """Return a text to append to a line on ``plan`` if it does not simply fit into the usable memory of its devices:
+    ``: does not fit, 604 MiB more than usable (101%), which the margin covers`` or ``: fits only with optimizer in
+    host memory``. It is empty if the plan fits without offload, or with an offload that the user requested.
     """
+    if not plan.estimate.memory:
+        return ""
+    rank = fullest_rank(plan)
+    peak, usable = plan.estimate.memory[rank], list_usable_bytes(plan)[rank]
+    if peak > usable:
+        covered = ", which the margin covers" if peak - usable <= device_memory(plan, rank).margin else ""
+        share = format_percent(share_of_usable(peak, usable))
+        return f": does not fit, {bytes_text(peak - usable)} more than usable ({share}){covered}"
     return f": fits only {format_offload(plan)}" if plan.lacking and plan.offload else ""
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,7 +25,6 @@ from partitioner.passes.capture.export import convert_to_containers, locate_erro
 from partitioner.passes.capture.wrappers import copy_model
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.passes.ir.rewrite import replace_floating_dtype
-from partitioner.passes.normalize.decompose import RecurrentLayers
 from partitioner.passes.ops.fake_quantize import FORMULAS, trace_fused_quantizers
 from partitioner.passes.ops.random import (
     Sampler,
@@ -33,6 +33,7 @@ from partitioner.passes.ops.random import (
     draw_whole_tensor,
     find_sampling_function,
 )
+from partitioner.passes.ops.recurrent import RecurrentLayers
 from partitioner.passes.trace.autograd_functions import drop_looking_hooks, skip_observing_hooks, undo_hook_changes
 from partitioner.runtime.engine.batches import flatten_by_path
 from partitioner.runtime.state.weights import get_number_attribute
@@ -462,6 +463,7 @@ class _ReferenceRun:
             _ByPlace(self.seed, self.group) as streams,
             _Drawing(streams),
             _nothing_recomputed(),
+            _nothing_compiled(),
             skip_observing_hooks(),
             undo_hook_changes(self.model, []),
         ):
@@ -502,6 +504,13 @@ def _nothing_recomputed() -> Iterator[None]:
         mock.patch.object(checkpoint.CheckpointFunction, "apply", apply),
     ):
         yield
+
+
+def _nothing_compiled() -> AbstractContextManager[Any]:
+    """Return a context in which functions that ``torch.compile`` wraps run without a compiler, which would refuse torch
+    modes such as those of a reference."""
+    wrapped = "torch._dynamo" in sys.modules  # importing it takes seconds
+    return torch.compiler.set_stance("force_eager") if wrapped else nullcontext()
 
 
 def _build_tensor_doubler() -> Callable[[Tensor], Tensor]:

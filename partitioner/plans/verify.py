@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from partitioner.passes.capture.export import leaf_paths
 from partitioner.passes.capture.wrappers import unwrap_model
 from partitioner.passes.errors import InputsError
 from partitioner.passes.ir.layouts import Layout
+from partitioner.passes.ir.model import leaf_paths
 from partitioner.plans.reference import Reference, run_reference
 from partitioner.runtime.launch.local import run_threads
 from partitioner.runtime.launch.process_pool import Run

@@ -21,9 +21,9 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.errors import CapacityError
 from partitioner.passes.capture.capture import find_batch_dims
-from partitioner.passes.capture.export import leaf_paths
 from partitioner.passes.capture.inputs import split_inputs
 from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.model import leaf_paths
 from partitioner.programs.further import (
     FirstProgram,
     NoFurtherPlanError,

@@ -14,10 +14,10 @@ from torch.export import ExportedProgram
 
 from partitioner.background import Future, can_help
 from partitioner.passes.capture.capture import find_batch_dims
-from partitioner.passes.capture.export import leaf_paths, map_leaves
+from partitioner.passes.capture.export import map_leaves
 from partitioner.passes.capture.inputs import split_inputs
 from partitioner.passes.ir.gradient_flow import mark_gradients
-from partitioner.passes.ir.model import Captured, FoldedModel
+from partitioner.passes.ir.model import Captured, FoldedModel, leaf_paths
 from partitioner.passes.ir.serialize import block_from_data, block_to_data
 from partitioner.passes.padding.find import AxisPadding, find_axis_padding
 from partitioner.passes.padding.resize import copy_captured, resize_captured, resize_folded

@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from partitioner.passes.capture.export import leaf_paths
 from partitioner.passes.errors import InputsError, UnsupportedError
 from partitioner.passes.experts.loops import SELECTS
 from partitioner.passes.experts.trace_marks import MARKS
@@ -33,6 +32,7 @@ from partitioner.passes.ir.model import (
     Plain,
     StateKind,
     TensorSpec,
+    leaf_paths,
 )
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.select.masked_row_ops import Unselectable

@@ -10,6 +10,8 @@ in the project looks at the model itself.
 from __future__ import annotations
 
 import functools
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,7 +28,6 @@ from partitioner.passes.capture.export import (
     ParameterlessCopy,
     cast_floating_dtype,
     export_parameterless_copy,
-    leaf_paths,
     make_fake_copy,
     try_forward,
 )
@@ -43,9 +44,9 @@ from partitioner.passes.capture.inputs import (
 )
 from partitioner.passes.capture.tracing import Tracer, list_fixed_input_notes, make_hookless_copy
 from partitioner.passes.capture.wrappers import check_inputs, check_model
-from partitioner.passes.errors import InputsError, UnsupportedError
+from partitioner.passes.errors import InputsError, UnrolledLoopWarning, UnsupportedError
 from partitioner.passes.ir.interpret import refresh_graph_values
-from partitioner.passes.ir.model import Captured, TensorSpec
+from partitioner.passes.ir.model import Captured, TensorSpec, leaf_paths
 from partitioner.passes.ir.rewrite import cast_graph_dtype
 from partitioner.passes.trace.autocast import get_autocast_region
 from partitioner.passes.trace.autograd_functions import (
@@ -62,6 +63,7 @@ __all__ = ["PRECISIONS", "Captured", "capture"]
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # A value of a non-persistent buffer is in no checkpoint; small ones are kept with the plan.
 _KEPT_BUFFER_NUMEL = 1 << 16
+_MANY_OPERATORS = 1000  # equal operators of one source line, from which on it is said that a loop is unrolled
 _SMALL_BATCH = 2  # samples of a batch, to see what forward does
 _CACHES_OFF = "generation caches are left out: use_cache is off in the plan"
 _CACHES_KEPT = (
@@ -140,6 +142,7 @@ def capture(
         notes += (*dict.fromkeys(of_hooks), *_note_ignored_loss(captured, loss))
         notes += _list_decision_notes(captured, {canonical[name] for name in fake_copy.read_buffers})
         notes += tuple(list_fixed_input_notes(captured.signature, trace.uses))
+    _warn_of_unrolled_loops(captured)
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
         captured = _cast_inputs_and_states(captured, torch.float64, ("parameter", "buffer", "constant"))
@@ -148,6 +151,23 @@ def capture(
         captured = _cast_inputs_and_states(captured, dtype, ("parameter", "buffer"))
         refresh_graph_values(captured.graph)
     return captured
+
+
+def _warn_of_unrolled_loops(captured: Captured) -> None:
+    """Issue :class:`UnrolledLoopWarning` if one source line of one module is the origin of very many equal operators of
+    ``captured``, the traced model: the line is in a Python loop, such as one over time steps."""
+    nodes = (n for n in captured.graph.nodes if n.op == "call_function" and n.meta.get("source"))
+    found = Counter((n.meta["source"], n.meta.get("path", ""), str(n.target)) for n in nodes)
+    if not found or (most := max(found.values())) < _MANY_OPERATORS:
+        return
+    (source, path, target), _ = found.most_common(1)[0]
+    warnings.warn(
+        f"a Python loop of forward is unrolled: {source}{f' ({path})' if path else ''} becomes {most:,} operators "
+        f"{target}, and planning takes the longer the more there are. For a loop over time steps use nn.LSTM, nn.GRU, "
+        "nn.RNN, torch.associative_scan or products over chunks of steps, or plan for fewer steps",
+        UnrolledLoopWarning,
+        stacklevel=2,
+    )
 
 
 def find_batch_dims(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:

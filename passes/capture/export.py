@@ -39,10 +39,12 @@ from partitioner.passes.errors import CaptureError, InputsError, PartitionError
 from partitioner.passes.experts.traced_loops import TracedLoops, trace_expert_loops
 from partitioner.passes.faults import FRAME, is_user_file, shorten_file_path
 from partitioner.passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, trace_number_functions
+from partitioner.passes.ir.model import leaf_paths
 from partitioner.passes.normalize.attention_masks import trace_flex_attention
 from partitioner.passes.ops.experts import trace_grouped_products
 from partitioner.passes.ops.fake_quantize import OBSERVERS_OFF, trace_fused_quantizers
 from partitioner.passes.ops.random import trace_random_draws
+from partitioner.passes.ops.recurrent import trace_recurrent_networks
 from partitioner.passes.select.traced_selections import trace_selections
 from partitioner.passes.trace.autocast import trace_autocast
 from partitioner.passes.trace.autograd_functions import trace_custom_functions
@@ -212,14 +214,10 @@ def export_parameterless_copy(
             aliases,
             _trace_inference_mode(),
             trace_inner_gradients(_format_current_line),
-            trace_grouped_products(),
             _trace_conversions(fake_copy),
             known,
             trace_selections(is_user_file),
-            trace_random_draws(_format_current_line),
-            trace_flex_attention(),
-            trace_scans(fake_copy.module),
-            trace_fused_quantizers(_format_current_line),
+            _trace_special_functions(fake_copy.module),
             trace_expert_loops(fake_copy.loops),
             _lift_numbers(fake_copy),
         ):
@@ -364,6 +362,23 @@ def _is_tensor_or_simple(leaf: Any) -> bool:
 
 
 @contextlib.contextmanager
+def _trace_special_functions(model: nn.Module) -> Iterator[None]:
+    """Return a context for tracing ``model`` in which torch's functions that torch.export cannot trace, or only as very
+    many operators, are traced as other functions that compute the same."""
+    with contextlib.ExitStack() as stack:
+        for context in (
+            trace_grouped_products(),
+            trace_random_draws(_format_current_line),
+            trace_flex_attention(),
+            trace_scans(model),
+            trace_recurrent_networks(_format_current_line),
+            trace_fused_quantizers(_format_current_line),
+        ):
+            stack.enter_context(context)
+        yield
+
+
+@contextlib.contextmanager
 def _record_user_lines() -> Iterator[None]:
     """Return a context in which each traced operator records only the source line of the user's function that called
     it.
@@ -431,6 +446,7 @@ def try_forward(
             torch.no_grad(),
             trace_grouped_products(),
             trace_scans(fake_copy.module),
+            trace_recurrent_networks(_format_current_line),
             _trace_conversions(fake_copy),
             _lift_numbers(fake_copy),
         ):
@@ -450,8 +466,12 @@ def _forward_failure(fake_copy: ParameterlessCopy, args: tuple[Any, ...], kwargs
     with fake tensors."""
     failure = try_forward(fake_copy, args, kwargs)
     torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
-    wanting = torchs or any(word in str(failure).lower() for word in ("fake", "meta", "does not require grad"))
+    wanting = torchs or any(word in str(failure).lower() for word in _WITHOUT_VALUES)
     return failure if isinstance(failure, Exception) and not wanting else None
+
+
+# Parts of the messages of exceptions that are raised only because fake tensors have no values.
+_WITHOUT_VALUES = ("fake", "meta", "does not require grad", ".numpy() is not supported for tensor subclasses")
 
 
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -466,7 +486,8 @@ def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], 
 
 
 _NUMBERS = (
-    "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram "
+    "shapes and control flow must not depend on tensors' numbers; change that line (torch.where instead of if, "
+    "torch.maximum and clamp instead of max and min), or pass an ExportedProgram "
     "(a loop that passes over experts without rows can go through all of them: no rows add nothing)"
 )
 _DRAWN = (
@@ -493,6 +514,7 @@ _ADVICE_BY_FUNCTION = {
 _ADVICE = {
     "RecursionError": "modules or calls are nested deeper than Python's limit: raise it (sys.setrecursionlimit), "
     "unless forward calls itself without end",
+    ".numpy()": "functions of NumPy are not part of a graph: compute it by functions of torch, or outside of the model",
     "not a known type": "forward must return tensors, in tuples, lists, dicts, named tuples or dataclasses: a plan has "
     "to know each of them",
 }
@@ -573,13 +595,6 @@ def convert_to_containers(tree: Any) -> Any:
     return tree if pytree.tree_is_leaf(tree) else pytree.tree_map(convert_to_containers, tree)
 
 
-def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """Return (path, leaf) for each leaf of the pytree ``tree``, in order. A path is a text such as ``logits``, ``0`` or
-    ``past.0.key``."""
-    leaves, _ = pytree.tree_flatten_with_path(tree)
-    return [(".".join(str(_get_path_key(k)) for k in path), leaf) for path, leaf in leaves]
-
-
 def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
     """Return the pytree ``tree`` with each leaf replaced by ``change(path, leaf)``. A path is a text such as
     ``past.0.key``.
@@ -587,10 +602,3 @@ def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
     paths = [path for path, _ in leaf_paths(tree)]
     return pytree.tree_unflatten([change(p, leaf) for p, leaf in zip(paths, leaves, strict=True)], spec)
-
-
-def _get_path_key(key: Any) -> Any:
-    for name in ("key", "idx", "name"):
-        if hasattr(key, name):
-            return getattr(key, name)
-    return key

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from partitioner.passes.capture.export import (
     ParameterlessCopy,
     cast_floating_dtype,
-    leaf_paths,
     map_leaves,
     try_forward,
 )
 from partitioner.passes.errors import InputsError
-from partitioner.passes.ir.model import Argument
+from partitioner.passes.ir.model import Argument, leaf_paths
 
 Inputs = tuple[Any, ...] | Mapping[str, Any] | None
 
@@ -111,6 +111,12 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
     ``None`` stands for the sample inputs of ``model``, a module or an exported program. Raises :class:`InputsError` if
     there are none, or if ``inputs`` is neither a tensor, a tuple, a list nor a mapping.
     """
+    if any(isinstance(part, PackedSequence) for part in pytree.tree_leaves(inputs, is_leaf=_is_packed)):
+        raise InputsError(
+            "an input is a packed sequence; expected the padded one (torch.nn.utils.rnn.pad_packed_sequence), since "
+            "the lengths of a packed sequence are not fixed in a plan: mask outputs and losses behind the end of each "
+            "sample"
+        )
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, Tensor):
@@ -123,6 +129,10 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
         "inputs must be a tuple (positional) or a dict (keyword arguments), one whole global batch; "
         f"got {type(inputs).__name__}"
     )
+
+
+def _is_packed(tree: Any) -> bool:
+    return isinstance(tree, PackedSequence)
 
 
 def _read_example_inputs(program: ExportedProgram) -> Bound:

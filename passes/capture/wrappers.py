@@ -330,7 +330,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             if name in _CHILDREN:
                 continue
             if isinstance(value, dict):  # of hooks, say
-                value.update({key: _rebind_to_copies(entry, memo) for key, entry in value.items() if callable(entry)})
+                rebound = {key: _rebind_to_copies(entry, memo) for key, entry in value.items() if callable(entry)}
+                if any(entry is not value[key] for key, entry in rebound.items()):  # else it may be read-only
+                    value.update(rebound)
             elif (changed := _rebind_to_copies(value, memo)) is not value:
                 module.__dict__[name] = changed
                 if name == "forward" and changed == MethodType(type(module).forward, module):

@@ -13,12 +13,13 @@ and inputs, so that equal layers are one block with many calls. Every pass keeps
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from partitioner.passes.ir.hashing import hashed_once
 from partitioner.passes.ir.lifted_numbers import Guard
@@ -256,3 +257,36 @@ class Captured:
 
     def with_(self, **changes: Any) -> Captured:
         return replace(self, **changes)
+
+
+def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
+    """Return (path, leaf) for each leaf of the pytree ``tree``, in the order of ``pytree.tree_leaves``. A path is a
+    text such as ``logits``, ``0`` or ``past.0.key``.
+
+    Values of a container whose class is registered without names have those of a mapping's keys, otherwise numbers.
+    """
+    return list(_walk_leaves((), tree))
+
+
+def _walk_leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) for each leaf of ``tree``, which is at ``path`` of another tree."""
+    if pytree.tree_is_leaf(tree):
+        yield ".".join(map(str, path)), tree
+        return
+    node = pytree.SUPPORTED_NODES[pytree._get_node_type(tree)]
+    if node.flatten_with_keys_fn is not None:
+        named = [(_get_path_key(key), child) for key, child in node.flatten_with_keys_fn(tree)[0]]
+    else:
+        children = list(node.flatten_fn(tree)[0])
+        keys = list(tree) if isinstance(tree, Mapping) and len(tree) == len(children) else range(len(children))
+        named = list(zip(keys, children, strict=True))
+    for key, child in named:
+        yield from _walk_leaves((*path, key), child)
+
+
+def _get_path_key(key: Any) -> Any:
+    """Return the key, index or name of an entry of a container. ``key``: torch's record of it."""
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return key

@@ -10,8 +10,8 @@ each time step, and leaves the dropout between layers out.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from partitioner.passes.ir.inplace import remove_inplace
 from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.rewrite import KEEP, Builder, Rule, aten, rewrite_by_rules
-from partitioner.passes.ops.recurrent import LSTM, recurrent_ops
+from partitioner.passes.ops.recurrent import RecurrentLayers, call_recurrent_layers
 from partitioner.passes.rules import has_rule
 
 _MOST_PARTS = 4096
@@ -137,102 +137,20 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a graph ends in an output node")
 
 
-class RecurrentLayers(NamedTuple):
-    """The arguments of torch's recurrent functions (such as ``torch.lstm``) that follow the input, the initial state
-    and the weights, in the order of the function.
-
-    ``biased``: whether there are biases among the weights. ``layers``: the number of layers. ``p``: the probability of
-    zeroing an element between layers (dropout). ``train``: whether dropout is on. ``both_ways``: whether each layer
-    also reads its input from the end to the start. ``batch_first``: whether the batch is dim 0 of the input, instead of
-    dim 1.
-    """
-
-    biased: bool
-    layers: int
-    p: float
-    train: bool
-    both_ways: bool
-    batch_first: bool
-
-    @property
-    def has_dropout(self) -> bool:
-        """Return whether the recurrent network applies dropout between its layers."""
-        return bool(self.p) and self.train and self.layers > 1
-
-    @property
-    def num_directions(self) -> int:
-        """Return the number of directions in which a layer of the recurrent network reads its input: 1 or 2."""
-        return 2 if self.both_ways else 1
-
-    @property
-    def single_layer(self) -> RecurrentLayers:
-        """Return a copy of these arguments for a recurrent network with a single layer, without dropout."""
-        return self._replace(layers=1, p=0.0)
-
-
 def rewrite_recurrent_network(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
     """Rewrite a recurrent network as one operator for each layer and direction (``passes/ops/recurrent.py``), with
     dropout operators between the layers. Return a tuple of nodes: the output of the last layer, and the final state of
     all layers (two nodes for an LSTM).
 
     ``build``: appends operators to the graph. ``x``: the input. ``state``: the initial state of all layers; a list of
-    two for an LSTM. ``weights``: the weights and biases of all layers, in order. ``layers``: six values: whether there
-    are biases, number of layers, probability of dropout, whether dropout is on, whether each layer also reads backward,
-    and whether the batch is dim 0.
+    two for an LSTM. ``weights``: the weights and biases of all layers, in order. ``layers``: the six values of
+    :class:`RecurrentLayers`.
     """
-    stack = RecurrentLayers(*layers)
     assert build.node is not None
     kind = build.node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
-    states = list(state) if isinstance(state, list | tuple) else [state]
-    each = len(weights) // (stack.layers * stack.num_directions)
-    last: list[list[fx.Node]] = []
-
-    def swap(x: fx.Node) -> fx.Node:  # the layers read [steps, batch, features]
-        return build(aten.transpose.int, x, 0, 1) if stack.batch_first else x
-
-    x = swap(x)
-    for layer in range(stack.layers):
-        if layer and stack.has_dropout:
-            x = swap(build(aten.dropout.default, swap(x), stack.p, True))
-        outputs = []
-        for way in range(stack.num_directions):
-            place = layer * stack.num_directions + way
-            first = [build(aten.slice.Tensor, s, 0, place, place + 1) for s in states]
-            own = _name_weights(weights[place * each : (place + 1) * each], stack.biased)
-            output, *ends = _append_layer(build, kind, x, first, own, reverse=way == 1)
-            outputs.append(output)
-            last.append(ends)
-        x = build(aten.cat.default, outputs, 2) if len(outputs) > 1 else outputs[0]
-    return swap(x), *(build(aten.cat.default, list(ends)) for ends in zip(*last, strict=True))
-
-
-def _name_weights(weights: Sequence[fx.Node], biased: bool) -> tuple[fx.Node | None, ...]:
-    """Return the five weights of one direction of a recurrent layer, with ``None`` for missing ones: those of the
-    input and of the state, their biases, and the projection of an LSTM's output. ``weights``: those that there are.
-    ``biased``: whether there are biases among them."""
-    products, rest = weights[:2], list(weights[2:])
-    biases = [rest.pop(0), rest.pop(0)] if biased else [None, None]
-    return *products, *biases, rest[0] if rest else None
-
-
-def _append_layer(
-    build: Builder, kind: str, x: fx.Node, states: list[fx.Node], weights: tuple[fx.Node | None, ...], reverse: bool
-) -> list[fx.Node]:
-    """Append one direction of a recurrent layer. Return the nodes of its output and of its last states, each ``[1,
-    batch, features]``.
-
-    ``build``: appends operators to the graph. ``kind``: the name of torch's function, such as ``"lstm"``. ``x``: the
-    input ``[steps, batch, features]``. ``states``: the initial states. ``weights``: as :func:`_name_weights` returns
-    them. ``reverse``: whether the layer reads its input from the last step to the first.
-    """
-    if kind == LSTM:
-        made = build(recurrent_ops.lstm_layer.default, x, *states, *weights, reverse)
-        output, ends = build(operator.getitem, made, 0), [build(operator.getitem, made, 1)]
-    else:
-        output, ends = build(recurrent_ops.recurrent_layer.default, x, *states, *weights[:4], kind, reverse), []
-    steps = output.meta["val"].shape[0]
-    at = 0 if reverse else steps - 1
-    return [output, build(aten.slice.Tensor, output, 0, at, at + 1), *ends]
+    stack = RecurrentLayers(*layers)
+    steps = x.meta["val"].shape[1 if stack.batch_first else 0]
+    return call_recurrent_layers(build, kind, x, state, weights, stack, steps)
 
 
 RECURRENT: dict[Any, Rule] = dict.fromkeys(

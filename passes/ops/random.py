@@ -15,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -650,6 +652,9 @@ def list_drawing_operators() -> list[torch._ops.OpOverload]:
 
 
 # --- while a model is traced ------------------------------------------------------------------------------------------
+_COMPILER = "/torch/_dynamo/"  # in the paths of the files of torch's compiler, which traces functions of torch.cond
+
+
 @contextlib.contextmanager
 def trace_random_draws(line_now: Callable[[], str]) -> Iterator[None]:
     """Return a context in which the model's forward draws from torch's default generator, and from no other source.
@@ -658,11 +663,14 @@ def trace_random_draws(line_now: Callable[[], str]) -> Iterator[None]:
     ``line_now`` returns the current source line of the model, for messages.
     """
 
-    def refused(name: str) -> Callable[..., Any]:
-        """Return a function that raises :class:`UnsupportedError`. It replaces the torch function ``name`` that sets
-        the state of torch's generator, such as ``manual_seed``."""
+    def refused(module: ModuleType, name: str) -> Callable[..., Any]:
+        """Return a function that raises :class:`UnsupportedError`. It replaces the function ``name`` of torch's
+        ``module`` that sets the state of torch's generator, such as ``manual_seed``."""
+        plain = getattr(module, name)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
+            if _COMPILER in sys._getframe(1).f_code.co_filename:  # it restores the state, which forward did not set
+                return plain(*args, **kwargs)
             raise UnsupportedError(
                 f"forward sets the state of torch's random generator (torch.{name}){line_now()}; expected a forward "
                 "that does not change it: a plan draws each random number from the seed of the step and the index "
@@ -677,7 +685,7 @@ def trace_random_draws(line_now: Callable[[], str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (torch, torch.random):
             for name in ("manual_seed", "seed", "set_rng_state"):
-                stack.enter_context(mock.patch.object(module, name, refused(name)))
+                stack.enter_context(mock.patch.object(module, name, refused(module, name)))
         stack.enter_context(mock.patch.object(Gamma, "rsample", _sample_gamma))
         stack.enter_context(_RefuseGeneratorsMode(line_now))
         yield

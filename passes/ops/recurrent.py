@@ -1,7 +1,8 @@
 """One layer of a recurrent network, in one direction, as one operator.
 
-``partition::lstm_layer`` is a layer of ``nn.LSTM``, ``partition::recurrent_layer`` one of ``nn.GRU`` or ``nn.RNN``. The
-normal form replaces torch's operators by them (``passes/normalize/decompose.py``). A graph with one operator for each
+``partition::lstm_layer`` is a layer of ``nn.LSTM``, ``partition::recurrent_layer`` one of ``nn.GRU`` or ``nn.RNN``.
+Traces call them in place of torch's functions (:func:`trace_recurrent_networks`). The normal form puts them in place of
+torch's operators (``passes/normalize/decompose.py``), which exported programs have. A graph with one operator for each
 layer does not grow with the number of time steps. Forward calls torch's own function, which is one kernel where a
 device has one (cuDNN). Nothing but the operands is kept for backward, which runs forward a second time and
 differentiates it.
@@ -11,12 +12,16 @@ The sequence comes first: inputs are ``[steps, batch, features]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 
 LSTM = "lstm"
@@ -195,3 +200,136 @@ def _compute_recurrent_gradients(ctx: Any, grad: Tensor | None) -> tuple[Any, ..
 
 for _name, _gradients in (("lstm_layer", _compute_lstm_gradients), ("recurrent_layer", _compute_recurrent_gradients)):
     torch.library.register_autograd(f"{NAMESPACE}::{_name}", _gradients, setup_context=_save_operands, lib=_library)
+
+
+class RecurrentLayers(NamedTuple):
+    """The arguments of torch's recurrent functions (such as ``torch.lstm``) that follow the input, the initial state
+    and the weights, in the order of the function.
+
+    ``biased``: whether there are biases among the weights. ``layers``: the number of layers. ``p``: the probability of
+    zeroing an element between layers (dropout). ``train``: whether dropout is on. ``both_ways``: whether each layer
+    also reads its input from the end to the start. ``batch_first``: whether the batch is dim 0 of the input, instead of
+    dim 1.
+    """
+
+    biased: bool
+    layers: int
+    p: float
+    train: bool
+    both_ways: bool
+    batch_first: bool
+
+    @property
+    def has_dropout(self) -> bool:
+        """Return whether the recurrent network applies dropout between its layers."""
+        return bool(self.p) and self.train and self.layers > 1
+
+    @property
+    def num_directions(self) -> int:
+        """Return the number of directions in which a layer of the recurrent network reads its input: 1 or 2."""
+        return 2 if self.both_ways else 1
+
+    @property
+    def single_layer(self) -> RecurrentLayers:
+        """Return a copy of these arguments for a recurrent network with a single layer, without dropout."""
+        return self._replace(layers=1, p=0.0)
+
+
+def call_recurrent_layers(
+    call: Callable[..., Any], kind: str, x: Any, state: Any, weights: Sequence[Any], stack: RecurrentLayers, steps: int
+) -> tuple[Any, ...]:
+    """Compute a recurrent network by one operator for each layer and direction, with dropout operators between the
+    layers. Return the output of the last layer, and the final state of all layers (two values for an LSTM).
+
+    ``call``: calls an operator, which is its first argument, with the other arguments. Values are tensors, or nodes of
+    a graph to which ``call`` appends the operator. ``kind``: the name of torch's function, such as ``"lstm"``. ``x``:
+    the input, of ``steps`` time steps. ``state``: the initial state of all layers; a list of two for an LSTM.
+    ``weights``: the weights and biases of all layers, in order. ``stack``: the further arguments of torch's function.
+    """
+    aten = torch.ops.aten
+    states = list(state) if isinstance(state, list | tuple) else [state]
+    each = len(weights) // (stack.layers * stack.num_directions)
+    last: list[list[Any]] = []
+
+    def swap(x: Any) -> Any:  # the layers read [steps, batch, features]
+        return call(aten.transpose.int, x, 0, 1) if stack.batch_first else x
+
+    x = swap(x)
+    for layer in range(stack.layers):
+        if layer and stack.has_dropout:
+            x = swap(call(aten.dropout.default, swap(x), stack.p, True))
+        outputs = []
+        for way in range(stack.num_directions):
+            place = layer * stack.num_directions + way
+            first = [call(aten.slice.Tensor, s, 0, place, place + 1) for s in states]
+            own = _name_weights(weights[place * each : (place + 1) * each], stack.biased)
+            output, *ends = _call_layer(call, kind, x, first, own, reverse=way == 1)
+            at = 0 if way == 1 else steps - 1
+            outputs.append(output)
+            last.append([call(aten.slice.Tensor, output, 0, at, at + 1), *ends])
+        x = call(aten.cat.default, outputs, 2) if len(outputs) > 1 else outputs[0]
+    return swap(x), *(call(aten.cat.default, list(ends)) for ends in zip(*last, strict=True))
+
+
+def _name_weights(weights: Sequence[Any], biased: bool) -> tuple[Any, ...]:
+    """Return the five weights of one direction of a recurrent layer, with ``None`` for missing ones: those of the
+    input and of the state, their biases, and the projection of an LSTM's output. ``weights``: those that there are.
+    ``biased``: whether there are biases among them."""
+    products, rest = weights[:2], list(weights[2:])
+    biases = [rest.pop(0), rest.pop(0)] if biased else [None, None]
+    return *products, *biases, rest[0] if rest else None
+
+
+def _call_layer(
+    call: Callable[..., Any], kind: str, x: Any, states: list[Any], weights: tuple[Any, ...], reverse: bool
+) -> list[Any]:
+    """Call the operator of one direction of a recurrent layer. Return its output, and for an LSTM its last cell state.
+
+    ``call``, ``kind``: as in :func:`call_recurrent_layers`. ``x``: the input ``[steps, batch, features]``. ``states``:
+    the initial states. ``weights``: as :func:`_name_weights` returns them. ``reverse``: whether the layer reads its
+    input from the last step to the first.
+    """
+    if kind == LSTM:
+        made = call(recurrent_ops.lstm_layer.default, x, *states, *weights, reverse)
+        return [call(operator.getitem, made, 0), call(operator.getitem, made, 1)]
+    return [call(recurrent_ops.recurrent_layer.default, x, *states, *weights[:4], kind, reverse)]
+
+
+@contextmanager
+def trace_recurrent_networks(line_now: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Return a context for tracing forward, in which recurrent networks are computed by one operator for each layer and
+    direction. torch's functions would be taken apart into operators for each time step, to find their shapes.
+
+    Inside it, :class:`UnsupportedError` is raised if forward packs sequences. ``line_now`` returns the current source
+    line of the model, for messages. In a region of ``torch.autocast``, torch's functions run, which have casts of their
+    own.
+    """
+
+    def refuse_packing(*_: Any) -> Any:
+        raise UnsupportedError(
+            f"forward packs sequences{line_now()}; expected padded ones, since the lengths of packed sequences are not "
+            "fixed in a plan: leave pack_padded_sequence out, and mask outputs and losses behind the end of each sample"
+        )
+
+    with ExitStack() as stack:
+        for owner in (torch, torch._VF):
+            stack.enter_context(mock.patch.object(owner, "_pack_padded_sequence", refuse_packing))
+            for kind in _FUNCTIONS:
+                stack.enter_context(mock.patch.object(owner, kind, _make_traced_function(kind)))
+        yield
+
+
+def _make_traced_function(kind: str) -> Callable[..., Any]:
+    """Return the function that replaces torch's function ``kind``, such as ``"lstm"``, in a trace."""
+
+    def run(x: Tensor, *given: Any, **named: Any) -> Any:
+        autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        packed = named or len(given) != 2 + len(RecurrentLayers._fields) or isinstance(given[1], Tensor)
+        if autocast or packed:
+            return _FUNCTIONS[kind](x, *given, **named)
+        state, weights, *how = given
+        layers = RecurrentLayers(*how)
+        steps = x.shape[1 if layers.batch_first else 0]
+        return call_recurrent_layers(lambda target, *own: target(*own), kind, x, state, weights, layers, steps)
+
+    return run

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.faults import is_user_file, shorten_file_path
 from partitioner.passes.trace.autocast import without_autocast
 
 _NUMBER_READING_FUNCTIONS = frozenset(
@@ -37,6 +39,8 @@ _NUMBER_READING_FUNCTIONS = frozenset(
         Tensor.__format__,
     }
 )  # fmt: skip
+_FINITENESS = frozenset(("isfinite", "isinf", "isnan"))  # operators that check values
+_REDUCTIONS = frozenset(("all", "any", "logical_not", "bitwise_not", "clone"))  # operators on their results
 _MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
 
 
@@ -108,6 +112,8 @@ class _ConcreteScalarMode(TorchFunctionMode):
         if mode is not None:
             tensors, tree = pytree.tree_flatten((args, kwargs))
             numbers = self._compute_tensor_numbers([t for t in tensors if isinstance(t, Tensor)], mode.tracer)
+            if numbers is None and func is Tensor.__bool__ and _checks_finiteness(args[0], mode.tracer):
+                raise UnsupportedError(_FINITENESS_TOLD.format(_format_user_line()))
             if numbers is not None:
                 found = iter(numbers)
                 leaves = [next(found) if isinstance(t, Tensor) else t for t in tensors]
@@ -134,6 +140,37 @@ class _ConcreteScalarMode(TorchFunctionMode):
             return None
         self.asked.update(buffers[node] for node in needed if node in buffers)
         return [values[node] for node in wanted]
+
+
+_FINITENESS_TOLD = (
+    "forward branches on whether values are finite{}, which depends on data, and a plan contains only one branch; "
+    "remove the check, or write torch.where(torch.isfinite(x), x, limit) without a branch. Models of "
+    "transformers check only in training mode: call model.eval() before planning if the model has no dropout and no "
+    "batch norm"
+)
+
+
+def _checks_finiteness(tensor: Tensor, tracer: Any) -> bool:
+    """Return whether the traced ``tensor`` is the result of a check for finite values, such as
+    ``torch.isfinite(x).all()``. ``tracer``: torch's object that records the operators of the trace."""
+    slot = get_proxy_slot(tensor, tracer, None)
+    node = None if slot is None else slot.proxy.node
+    while node is not None and _name_operator(node) in _REDUCTIONS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node is not None and _name_operator(node) in _FINITENESS
+
+
+def _name_operator(node: fx.Node) -> str:
+    """Return the name of the operator that ``node`` calls, without namespace and overload; empty for other nodes."""
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name).rpartition("::")[2]
+
+
+def _format_user_line() -> str:
+    """Return `` (file:line)`` of the innermost line of the user's code that runs now, for messages; an empty text if
+    there is none."""
+    frames = [f for f in traceback.extract_stack() if is_user_file(f.filename)]
+    return f" ({shorten_file_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 @contextmanager

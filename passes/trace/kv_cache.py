@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from partitioner.passes.ir.model import leaf_paths
 from partitioner.passes.trace.layer_equality import ModuleGroup, build_value_key, find_equal_layers, tensor_spec
 
 _MIN_GROUP_SIZE = 2  # members of a group of which one stands for the others
@@ -107,8 +108,7 @@ def _name_output_tensors(
     if isinstance(output, Exception):
         return output, named.last
     with torch._C.DisableTorchFunction():
-        leaves, _ = pytree.tree_flatten_with_path(output)
-        return {path: named.get_id(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}, named.last
+        return {path: named.get_id(leaf) for path, leaf in leaf_paths(output) if isinstance(leaf, Tensor)}, named.last
 
 
 @contextmanager

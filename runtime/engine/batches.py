@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from partitioner.passes.capture.wrappers import check_tensor
 from partitioner.passes.ir.lifted_numbers import Guard
+from partitioner.passes.ir.model import leaf_paths
 from partitioner.passes.ir.serialize import dtype_of
 from partitioner.runtime.errors import BatchError
 from partitioner.runtime.program.program import InputData, PlainValue, Program, RankProgram
@@ -72,15 +72,7 @@ def flatten_by_path(batch: Any) -> dict[str, Any]:
         batch = (batch,)
     if isinstance(batch, Mapping):
         batch = dict(batch)
-    leaves, _ = pytree.tree_flatten_with_path(batch)
-    return {".".join(str(_unwrap_path_key(k)) for k in path): leaf for path, leaf in leaves}
-
-
-def _unwrap_path_key(key: Any) -> Any:
-    for name in ("key", "idx", "name"):
-        if hasattr(key, name):
-            return getattr(key, name)
-    return key
+    return dict(leaf_paths(batch))
 
 
 def convert_batch(program: Program, batch: Any) -> dict[str, Tensor]:

@@ -39,10 +39,22 @@ class Attributes(dict[str, Any]):
     __getattr__ = dict.__getitem__
 
 
+class Registered(Attributes):
+    """A dict that torch was told about, but not how its entries are called, as the outputs of diffusers."""
+
+
+pytree.register_pytree_node(
+    Registered,
+    lambda tree: (list(tree.values()), list(tree)),
+    lambda values, keys: Registered(zip(keys, values, strict=True)),
+)
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "dataclass": lambda loss, logits, hidden: Output(loss, Scores(logits, [hidden])),
     "namespace": lambda loss, logits, hidden: SimpleNamespace(loss=loss, scores={"logits": logits, "hidden": [hidden]}),
     "dict": lambda loss, logits, hidden: Attributes(loss=loss, scores=Scores(logits, [hidden])),
+    "registered": lambda loss, logits, hidden: Registered(loss=loss, scores=Registered(logits=logits, hidden=[hidden])),
     "mapping": lambda loss, logits, hidden: UserDict(loss=loss, scores=Scores(logits, [hidden])),
 }
 

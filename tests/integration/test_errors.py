@@ -86,7 +86,7 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
     "tp divides nothing": (ConstraintError, r"tp=5 divides no dimension.*12", lambda: attempt(world=5, tp=5)),
     "more stages than calls": (PlanError, r"at most \d+ .*calls", lambda: attempt(world=16, pp=16)),
     "world is not the topology's": (ConstraintError, r"makes 2 .*expected 4", lambda: attempt(pp=2, dp=1, tp=1)),
-    "mesh does not divide the world": (ConstraintError, r"does not divide the 4 devices", lambda: attempt(pp=3)),
+    "mesh does not divide the world": (ConstraintError, r"a multiple of 3, but there are 4", lambda: attempt(pp=3)),
     "batch does not divide": (
         ConstraintError,
         r"batch of 7 is not divisible by dp=2 x microbatch_size=2 = 4; expected a divisor",
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
         r"must be Constraints\(\.\.\.\), got dict",
         lambda: partition(Tower(), Topology.local(2), inputs(), constraints={"pp": 2}),  # type: ignore[arg-type]
     ),
-    "more ranks than anybody has": (ConstraintError, r"does not divide the 4 devices", lambda: attempt(pp=2_000_000)),
+    "more ranks than anybody has": (ConstraintError, r"but there are 4; expected", lambda: attempt(pp=2_000_000)),
     "larger microbatches than memory has numbers": (
         ConstraintError,
         r"is not divisible by microbatch_size=10000000000000000",

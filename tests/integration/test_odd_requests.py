@@ -253,6 +253,26 @@ REFUSED_MODELS: dict[str, tuple[Callable[[], nn.Module], type[PartitionError], s
     "a closure": (Closing, UnsupportedError, "forward reads 'up.weight' through a closure"),
     "a generator": (Generating, CaptureError, "Forward must return tensors"),
     "nothing": (Nothing, InputsError, "training needs a loss"),
+    "a branch of torch.cond": (
+        lambda: _Returning(lambda y: torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: y - 1, (y,)).mean()),
+        UnsupportedError,
+        "the operator cond .*test_odd_requests.py.* contains a function.*write it without torch.cond",
+    ),
+    "a check for finite values": (
+        lambda: _Returning(lambda y: y.clamp(-1, 1).mean() if not torch.isfinite(y).all() else y.mean()),
+        UnsupportedError,
+        r"branches on whether values are finite \(.*test_odd_requests.py:\d+\).*remove the check",
+    ),
+    "NumPy": (
+        lambda: _Returning(lambda y: torch.from_numpy(np.exp(y.detach().numpy())).mean()),
+        CaptureError,
+        r"cannot be traced at .*test_odd_requests.py:\d+.*Functions of NumPy are not part of a graph",
+    ),
+    "a count": (
+        lambda: _Returning(lambda y: (y.argmax(-1) != 0).sum()),
+        InputsError,
+        "a loss that has a gradient: the model returns a scalar of torch.int64; expected a floating-point scalar",
+    ),
 }
 
 

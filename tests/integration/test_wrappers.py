@@ -541,6 +541,28 @@ def test_a_function_that_holds_modules_is_traced_with_their_weights(change: Call
     assert verified.ok, str(verified)
 
 
+class ReadOnly(dict[str, Any]):
+    """A dict that nobody may change, as the configurations of diffusers."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("read-only")
+
+
+def test_a_model_that_holds_a_read_only_dict_is_traced() -> None:
+    model = Model()
+    model.config = ReadOnly(activation=nn.functional.relu, kind=Layer)
+    assert planned(model).verify(model, INPUTS, loss).ok
+
+
+def test_a_model_with_a_forward_that_is_compiled_whole_is_verified() -> None:
+    class Compiled(Layer):
+        forward = torch.compile(Layer.forward, fullgraph=True, backend="eager")
+
+    model = Model()
+    model.layers[1] = Compiled()
+    assert planned(model).verify(model, INPUTS, loss).ok
+
+
 OUTSIDE = nn.Linear(WIDTH, WIDTH)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition, run_local
 from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import InputsError, UnsupportedError
 from partitioner.passes.ir.interpret import run_graph
 from partitioner.passes.normalize.pipeline import normalize
 from partitioner.plans.reference import run_reference
@@ -33,8 +35,9 @@ def make_network(kind: str, **options: Any) -> nn.Module:
     return build(4, 6, **more, **options).double()
 
 
-def list_layer_operators(network: nn.Module, x: Tensor) -> list[str]:
-    graph = normalize(capture(network, (x,))).graph
+def list_layer_operators(network: Any, x: Tensor) -> list[str]:
+    """Return the names of the operators of layers in the traced graph of ``network``, which is not in normal form."""
+    graph = capture(network, (x,)).graph
     return [n.target.__name__ for n in graph.nodes if "_layer" in str(n.target) and n.target is not operator.getitem]
 
 
@@ -84,6 +87,36 @@ def test_the_number_of_operators_does_not_depend_on_the_steps(kind: str, name: s
     network = make_network(kind, num_layers=2, bidirectional=True)
     for steps in (3, 300):
         assert list_layer_operators(network, torch.randn(steps, 2, 4).double()) == [f"{name}.default"] * 4
+
+
+def test_layers_of_an_exported_program_are_operators_in_normal_form() -> None:
+    x = torch.randn(3, 2, 4).double()
+    network = make_network("gru")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(network, (x,), strict=False)
+    assert list_layer_operators(exported, x) == []
+    targets = [str(n.target) for n in normalize(capture(exported, (x,))).graph.nodes]
+    assert targets.count("partition.recurrent_layer.default") == 1
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(4, 6, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.layers(packed)[1][0].square().mean()
+
+
+def test_packed_sequences_are_refused_with_advice() -> None:
+    told = r"forward packs sequences \(.*test_recurrent\.py:\d+\); expected padded ones.*leave pack_padded_sequence out"
+    with pytest.raises(UnsupportedError, match=told):
+        capture(Packing(), (torch.randn(2, 3, 4), torch.tensor([3, 2])))
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+    with pytest.raises(InputsError, match="packed sequence; expected the padded one"):
+        capture(make_network("gru"), (packed,))
 
 
 class Tagger(nn.Module):

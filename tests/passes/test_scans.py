@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
 
 from partitioner import Constraints, Topology, partition
+from partitioner.passes.capture import capture as capture_module
 from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import UnrolledLoopWarning
 from partitioner.passes.ir.interpret import run_graph
 from partitioner.passes.normalize.pipeline import normalize
 
@@ -90,3 +92,25 @@ def test_a_graph_grows_with_the_logarithm_of_the_length() -> None:
         tokens = torch.zeros(2, length, dtype=torch.int64)
         sizes.append(len(capture(make_mamba(), {"input_ids": tokens, "labels": tokens}).graph.nodes))
     assert sizes[1] - sizes[0] == sizes[2] - sizes[1] < 60
+
+
+class Cell(nn.Module):
+    """A recurrence that is a Python loop over time steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, state = self.linear(x), torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = 0.5 * state + x[:, step]
+        return state.square().mean()
+
+
+def test_a_loop_over_many_steps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_module, "_MANY_OPERATORS", 50)
+    told = r"a Python loop of forward is unrolled: .*test_scans\.py:\d+ becomes 50 operators aten\.\w+"
+    with pytest.warns(UnrolledLoopWarning, match=told):
+        capture(Cell(), (torch.randn(2, 50, 4),))
+    capture(Cell(), (torch.randn(2, 49, 4),))  # a warning would be an error

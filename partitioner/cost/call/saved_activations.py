@@ -13,13 +13,16 @@ half for inputs. So do gradients that are sums over much larger tensors, for exa
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner.cost.call.operators import CROSS_ENTROPY, VIEWS, is_product, is_view, operator_name
 from partitioner.passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
@@ -78,6 +81,7 @@ NEEDS: dict[str, Need] = {
     ),
 }
 
+_BATCHED = frozenset(("einsum", "matmul"))  # products that torch composes of products of batches of matrices
 # Products whose weight's gradient the runtime adds to its buffer while it computes it.
 _INTO_BUFFERS = frozenset(("linear", "mm", "addmm", "matmul"))
 
@@ -157,21 +161,28 @@ def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
     )
 
 
-def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> SavedBytes:
+def kept_by(
+    block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset(), *, copies: bool = True
+) -> SavedBytes:
     """Return the bytes that one call of ``block`` (a piece of the model, such as a layer) keeps for backward, and those
     that it needs while it runs. ``train``: whether there is a backward; otherwise nothing is kept. ``without``: nodes
-    whose results are not kept but computed a second time in backward.
+    whose results are not kept but computed a second time in backward. ``copies``: count the copies that products make
+    of their operands; they depend on how the operands are sharded, so that lower bounds leave them out.
     """
     states = set(block.states)
     saved: dict[Value, int] = {}
+    kept_copies: set[Value] = set()
     extra = 0
     for node in block.graph.nodes:
         if train and node.op == "call_function" and needs_gradient(node):
-            for value in find_needed_values(node):
+            copied = _list_copies(node) if copies else []
+            for value in find_needed_values(node, {value for value, _ in copied}):
                 saved[value] = size_of(value)
-            extra += _row_statistics(node)
+            kept_copies.update(value for value, _ in copied)
+            extra += _row_statistics(node) + sum(size for value, size in copied if value[0] not in without)
     for value in _read_again([node for node, _ in saved if node in without], without):
-        saved[value] = size_of(value)
+        if value not in kept_copies:  # otherwise the copy is read again
+            saved[value] = size_of(value)
     saved = {v: size for v, size in saved.items() if v[0].name not in states and v[0] not in without}
     made = {value: size for value, size in saved.items() if value[0].op != "placeholder"}
     kept_names = {value[0].name for value in saved if value[0].op == "placeholder"}
@@ -215,9 +226,9 @@ def value_of(node: fx.Node) -> Value:
     return node, 0
 
 
-def find_needed_values(node: fx.Node) -> Iterator[Value]:
+def find_needed_values(node: fx.Node, copied: Collection[Value] = ()) -> Iterator[Value]:
     """Yield the values that the gradient of the operator ``node`` reads, as pairs (node that computed it, index of the
-    result).
+    result). ``copied``: operands of which the gradient reads a copy instead.
     """
     sends = collective_name(node.target) not in (None, *CONTEXT)
     if operator_name(node) in VIEWS or node.target is operator.getitem or sends:
@@ -229,7 +240,7 @@ def find_needed_values(node: fx.Node) -> Iterator[Value]:
     elif need == "others":
         marked = [needs_gradient(o) for o in operands]
         for place, operand in enumerate(operands):
-            if sum(marked) > marked[place]:
+            if sum(marked) > marked[place] and value_of(operand) not in copied:
                 yield value_of(operand)
     elif need == "quotient" and len(operands) == 2:
         yield value_of(operands[1])
@@ -241,6 +252,59 @@ def find_needed_values(node: fx.Node) -> Iterator[Value]:
         yield from ((node, i) for i in range(need == "norm", len(results_of(node))))
     elif need == "indices":
         yield from ((node, i) for i, r in enumerate(results_of(node)) if not is_differentiable(r))
+
+
+def _list_copies(node: fx.Node) -> list[tuple[Value, int]]:
+    """Return the operands of the product ``node`` that it copies before it multiplies them, as pairs (value, bytes of
+    the copy). The gradient of the other operand reads the copy instead of the operand.
+
+    ``einsum`` and ``matmul`` are products of batches of matrices, which are copies of operands whose dims are in
+    another order. Weights and operands that no gradient needs are left out.
+    """
+    if operator_name(node) not in _BATCHED:
+        return []
+    operands = operands_of(node)
+    marked = [needs_gradient(o) for o in operands]
+    layouts = tuple((o.meta["val"].shape, o.meta["val"].stride(), o.meta["val"].dtype) for o in operands)
+    equation = node.args[0] if isinstance(node.args[0], str) else None
+    sizes = _measure_copies(equation, layouts)
+    return [
+        (value_of(operand), size)
+        for place, (operand, size) in enumerate(zip(operands, sizes, strict=True))
+        if size and sum(marked) > marked[place] and value_of(operand)[0].op != "placeholder"
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _measure_copies(equation: str | None, layouts: tuple[tuple[Any, ...], ...]) -> tuple[int, ...]:
+    """Return, for each operand of a product, the bytes of the copy that torch makes of it; 0 if it makes none.
+
+    ``equation``: that of ``torch.einsum``; ``None`` for ``torch.matmul``. ``layouts``: shape, strides and dtype of each
+    operand. Products of another number of operands than two are taken to make no copies.
+    """
+    if len(layouts) != 2:
+        return (0,) * len(layouts)
+    operands = [torch.empty_strided(s, stride, dtype=dtype, device="meta") for s, stride, dtype in layouts]
+    with _RecordedProducts() as recorded:
+        _ = torch.matmul(*operands) if equation is None else torch.einsum(equation, operands)
+    storages = [operand.untyped_storage()._cdata for operand in operands]
+    read = [x for x in recorded.factors if x.untyped_storage()._cdata not in storages]
+    if len(recorded.factors) != 2:
+        return 0, 0
+    return tuple(int(factor.nbytes) if any(factor is x for x in read) else 0 for factor in recorded.factors)
+
+
+class _RecordedProducts(TorchDispatchMode):
+    """A torch mode that records the operands of the products of matrices in ``factors``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.factors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+            self.factors += args
+        return func(*args, **(kwargs or {}))
 
 
 def _row_statistics(node: fx.Node) -> int:

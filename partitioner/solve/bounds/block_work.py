@@ -300,10 +300,10 @@ def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
     other large results that take little time) or ``"alternate"`` (also every second matrix product); ``None``:
     selective recomputation is excluded. ``train``: whether the call has a backward.
     """
-    kept = kept_by(block, train)
+    kept = kept_by(block, train, copies=False)
     if how is None or not train:
         return kept
-    slim = kept_by(block, train, find_recomputed_nodes(block, how))
+    slim = kept_by(block, train, find_recomputed_nodes(block, how), copies=False)
     return SavedBytes(
         min(kept.inside, slim.inside),
         tuple(a and b for a, b in zip(kept.inputs, slim.inputs, strict=True)),

@@ -25,13 +25,12 @@ from torch.export import ExportedProgram
 from partitioner.constraints import Constraints
 from partitioner.passes.capture.buffers import collect_initial_values
 from partitioner.passes.capture.capture import PRECISIONS, capture, find_batch_dims
-from partitioner.passes.capture.export import leaf_paths
 from partitioner.passes.capture.inputs import Inputs, split_inputs
 from partitioner.passes.capture.wrappers import refuse_sharded, unwrap_model
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.passes.faults import typed_errors
 from partitioner.passes.ir.gradient_flow import freeze_unreached, mark_gradients
-from partitioner.passes.ir.model import Captured, FoldedModel
+from partitioner.passes.ir.model import Captured, FoldedModel, leaf_paths
 from partitioner.passes.normalize.document_masks import (
     list_document_attentions,
     list_prefix_attentions,

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partitioner import CapacityError, Constraints, Plan, Topology, api, partition, prepare
+from partitioner.cost.call.saved_activations import kept_by
+from partitioner.passes.ir.gradient_flow import mark_block
+from partitioner.passes.ir.serialize import block_from_data
+from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.solve.search import fit_memory
 from partitioner.topology.files import with_margin
 from tests.helpers.infeasible_jobs import Infeasible, Tower
@@ -44,6 +48,38 @@ def test_norms_of_accelerators_keep_their_operand_alone(norm: type[nn.Module]) -
     size = 512 * WIDTH * 2
     saved = plan.estimate.stages[0].memory["saved"]
     assert 2 * LAYERS * size <= saved <= (2 * LAYERS + 0.5) * size
+
+
+class Heads(nn.Module):
+    """Scores of heads, whose dims are in another order in queries and keys than products of matrices have them. Queries
+    and keys are read a second time, so that backward needs them and their copies."""
+
+    def __init__(self, notation: str) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.notation = notation
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = (layer(x).tanh().unflatten(-1, (4, 8)) for layer in (self.query, self.key))
+        if self.notation == "einsum":
+            scores = torch.einsum("bihd,bjhd->bhij", query, key)
+        else:
+            scores = query.permute(0, 2, 1, 3) @ key.permute(0, 2, 3, 1)
+        return scores.square().mean() + (query * key).square().mean()
+
+
+@pytest.mark.parametrize("notation", ["einsum", "matmul"])
+def test_copies_that_products_make_of_their_operands_are_counted(notation: str) -> None:
+    plan = partition(Heads(notation), Topology.local(1), (torch.randn(4, 64, 32),), constraints=Constraints(pp=1))
+    kept = counted = 0
+    for call in ProgramFacts(plan.program).stages[0]:
+        data = plan.program.blocks[call.data.block]
+        block = block_from_data("block", data.nodes, data.states, data.inputs)
+        mark_block(block, {*block.states, *block.inputs})
+        kept, counted = kept + call.kept_bytes, counted + kept_by(block).inside
+    copies = 2 * 4 * 64 * 32 * 4
+    assert kept > 2 * copies  # queries and keys, and copies of them
+    assert abs(counted - kept) < copies / 4
 
 
 def _llama() -> tuple[nn.Module, dict[str, Any]]:

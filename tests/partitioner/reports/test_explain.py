@@ -243,10 +243,15 @@ def test_what_takes_a_part_of_the_margin_says_so(plan: Plan):
     text = " ".join(format_explanation(plan.model_copy(update={"estimate": estimate})).split())
     assert "Hardly: the fullest rank (0, on stage 0) needs 73 GiB of 72.4 GiB usable (101%): 604 MiB too much, " in text
     assert "which the margin of 3.91 GiB covers; nothing that needs less was found." in text
+    above = plan.model_copy(update={"estimate": estimate})
+    told = "does not fit, 604 MiB more than usable (101%), which the margin covers"
+    assert above.summary().splitlines()[0].endswith(f": {told}")
+    assert "does not fit" not in plan.summary().splitlines()[0]
     update = {
         "estimate": plan.estimate.model_copy(update={"memory": (77 * 2**30,) * 16}),
         "constraints": Constraints(memory_margin=0),
     }
+    assert plan.model_copy(update=update).summary().splitlines()[0].endswith("694 MiB more than usable (101%)")
     text = " ".join(format_explanation(plan.model_copy(update=update)).split())
     assert "needs 77 GiB of 76.3 GiB usable (101%): 694 MiB too much; nothing that needs less was found." in text
 

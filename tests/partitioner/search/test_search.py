@@ -284,13 +284,13 @@ def test_points_are_all_that_divide():
 @pytest.mark.parametrize(
     ("pinned", "message"),
     [
-        ({"pp": 3}, "pp=3 makes 3, which does not divide the 64 devices"),
+        ({"pp": 3}, "a multiple of 3, but there are 64; expected a size that divides 64"),
         ({"pp": 2, "dp": 2, "tp": 2}, "pp=2 x dp=2 x tp=2 makes 8 ranks; expected 64"),
         (
             {"dp": 32, "microbatch_size": 32},
             "global batch of 512 samples is not divisible by dp=32 x microbatch_size=32 = 1024",
         ),
-        ({"tp": 64, "dp": 2}, "makes 128, which does not divide"),
+        ({"tp": 64, "dp": 2}, "sizes whose product divides 64"),
         ({"zero": True}, "constraint zero: input should be a whole number, got True"),
         ({"tp": 0}, "constraint tp: input should be greater than 0, got 0"),
         ({"schedule": "zigzag"}, "constraint schedule: input should be 'gpipe', '1f1b', 'interleaved', 'zb-1p'"),

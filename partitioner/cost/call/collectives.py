@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from torch import fx
 from partitioner.cost.call.operators import Operand
 from partitioner.cost.call.roofline import copied_s, kernel_times
 from partitioner.passes.ir.collectives import CONTEXT, collective_name
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ops.attention import Band, list_ring_steps
 from partitioner.passes.rules.attention import find_exchanged_band
 from partitioner.passes.rules.factors import get_node_argument
@@ -39,7 +41,7 @@ from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType, Link
 
 if TYPE_CHECKING:
-    from partitioner.cost.call.block_profile import BlockProfile, Exchange, KernelTable, ProductExchange
+    from partitioner.cost.call.block_profile import BlockProfile, Exchange, ProductExchange
 
 # How often (n - 1) / n of the whole tensor passes through each rank's links.
 _ROUNDS = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -212,7 +214,7 @@ def price_pieces(
     pieces, whole = fit_pieces(pieces, group.size, beside.length), exchange.nbytes
     whole *= group.size if exchange.from_part else 1
     sent_s = collective_time(exchange.op, whole / pieces / moved_share(exchange.op, group.size), group)
-    product_s = _sum_seconds(asked.kernels.cut_rows(beside.products, beside.rows, pieces), device)
+    product_s = _time_piece(SameObject(asked), SameObject(device), beside, pieces)
     if exchange.op == "all_gather":
         seconds = max(
             pieces * sent_s + product_s, pieces * product_s + max(0.0, sent_s - pieces // group.size * product_s)
@@ -222,8 +224,8 @@ def price_pieces(
     seconds += (device.overlap_slowdown - 1) * pieces * min(sent_s, product_s)
     if exchange.strided:
         seconds += copied_s(whole, device) + copied_s(beside.copied_bytes, device)
-    at_once = _sum_seconds(asked.kernels.cut_rows(beside.products, beside.rows, 1), device)
-    return seconds - at_once, max(pieces, group.size) - 1 + (pieces - 1) * len(beside.products)
+    at_once_s = _time_piece(SameObject(asked), SameObject(device), beside, 1)
+    return seconds - at_once_s, max(pieces, group.size) - 1 + (pieces - 1) * len(beside.products)
 
 
 def _find_group(exchange: Exchange, groups: Mapping[str, Group]) -> Group | None:
@@ -232,8 +234,16 @@ def _find_group(exchange: Exchange, groups: Mapping[str, Group]) -> Group | None
     return None if group is None or group.size == 1 else group
 
 
-def _sum_seconds(kernels: KernelTable, device: DeviceType) -> float:
-    return float(kernel_times(kernels, device).sum())
+@lru_cache(maxsize=2048)
+def _time_piece(
+    asked: SameObject[BlockProfile], device: SameObject[DeviceType], beside: ProductExchange, pieces: int
+) -> float:
+    """Return the seconds of the products of ``beside`` on one of ``pieces`` equal parts of their rows. They do not
+    depend on the group of ranks. ``asked``: the kernels and collectives of the block (such as a layer). ``device``: the
+    device that runs them. Both are compared by identity.
+    """
+    kernels = asked.value.kernels.cut_rows(beside.products, beside.rows, pieces)
+    return float(kernel_times(kernels, device.value).sum())
 
 
 def price_exchanges(

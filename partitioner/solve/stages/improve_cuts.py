@@ -95,7 +95,8 @@ def better_cuts(
     else:
         _improve_cuts_locally(costs, timetable, how, seen, (_MOVED // 4 if quick else _MOVED) // actions)
         limit_s = min(min(seen.values()) * (1 - TINY), cutoff_s)
-        left = None if quick else _list_cuts_within(costs, timetable, [*paths, mean], limit_s, _LISTED // actions)
+        again = quick or bool(tables.problem.barred)  # cuts were listed before stages were forbidden
+        left = None if again else _list_cuts_within(costs, timetable, [*paths, mean], limit_s, _LISTED // actions)
         if left is not None:
             seen |= costs.taken(timetable, left, how)
             bound = max(bound, min(min(seen.values()), limit_s))

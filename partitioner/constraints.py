@@ -173,10 +173,10 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     )
 
     overlap_tensor: bool | None = Field(
-        default=None,
+        default=False,
         description="Whether all-gathers over tp before matrix products, and reduce-scatters after them, run in "
         "pieces, so that one piece is communicated while another is multiplied. True: all of them. None: on GPUs, "
-        "those that are estimated to be faster in pieces.",
+        "those that are estimated to be faster in pieces; this is not the default, since it has not been measured.",
     )
 
     hierarchical: bool | None = Field(

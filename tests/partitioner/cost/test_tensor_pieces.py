@@ -38,7 +38,7 @@ def plans() -> dict[bool | None, Plan]:
     return {overlap: large_llama(overlap) for overlap in (False, None, True)}
 
 
-def test_the_default_is_never_slower(plans: dict[bool | None, Plan]) -> None:
+def test_pieces_where_faster_are_never_slower(plans: dict[bool | None, Plan]) -> None:
     seconds = {overlap: plan.estimate.step_time for overlap, plan in plans.items()}
     assert seconds[None] < seconds[False]
     assert seconds[None] <= seconds[True]

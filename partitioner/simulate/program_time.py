@@ -26,7 +26,7 @@ from partitioner.optimizers import moment_bytes, optimizer_bytes
 from partitioner.passes.ir.gradient_flow import mark_block
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.serialize import block_from_data, dtype_of
-from partitioner.passes.shard.overlap_products import PieceCounts
+from partitioner.passes.shard.piece_counts import PieceCounts
 from partitioner.plan import Plan
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.buckets import Compression

@@ -25,26 +25,13 @@ from partitioner.passes.ir.collectives import collective_name, ops
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ir.rewrite import drop_unused
 from partitioner.passes.shard.differentiate import BlockDerivatives, JointSubgraph
+from partitioner.passes.shard.piece_counts import PieceCounts
 
 aten = torch.ops.aten
 
 AXIS = "tp"
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.linear.default)
-
-
-class PieceCounts(NamedTuple):
-    """In how many pieces a block (such as a layer) communicates next to products, for four kinds of places: all-gathers
-    before products and reduce-scatters after products, in forward and in backward. 0: not in pieces.
-    """
-
-    forward_gather: int = 0
-    forward_scatter: int = 0
-    backward_gather: int = 0
-    backward_scatter: int = 0
-
-
-WHOLE = PieceCounts()
 
 
 class RowProduct(NamedTuple):
@@ -330,8 +317,6 @@ def _list_matrices(products: Sequence[RowProduct]) -> Iterator[fx.Node]:
 
 __all__ = [
     "AXIS",
-    "WHOLE",
-    "PieceCounts",
     "RowProduct",
     "fit_pieces",
     "match_gathered_products",

@@ -29,7 +29,8 @@ from partitioner.passes.shard.differentiate import (
     build_joint_graph,
     list_collectives,
 )
-from partitioner.passes.shard.overlap_products import PieceCounts, overlap_block, overlap_derivatives
+from partitioner.passes.shard.overlap_products import overlap_block, overlap_derivatives
+from partitioner.passes.shard.piece_counts import PieceCounts
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import wire_share
 from partitioner.runtime.program.instructions import Listing

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partitioner.passes.ir.layouts import Layout, Shard, local_shape
-from partitioner.passes.shard.overlap_products import WHOLE, PieceCounts
+from partitioner.passes.shard.piece_counts import WHOLE, PieceCounts
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.instructions import Data, Instruction, Instructions, Op
 from partitioner.runtime.program.mesh import (

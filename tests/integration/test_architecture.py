@@ -34,6 +34,7 @@ SMALL = 120  # lines: a shorter module that one other imports is read more easil
 LONG = 700  # lines: worth a warning
 MAX_API_LINES = 100
 SMALL_MODULES = {  # module -> why it is one of its own although a single module imports it
+    "passes/padding/places.py": "indices that a model reads at, of which the propagation knows the rules only",
     "passes/trace/scans.py": "one more kind of code that can be traced, as each module of the folder",
     "partitioner/cli/run.py": "commands on runs, as the other modules of the folder are commands on plans",
     "partitioner/cli/train.py": "loads PyTorch, which the other commands start without",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import partitioner
 from partitioner import Constraints, Engine, Plan, partition, run_reference
-from partitioner.passes.shard.overlap_products import PieceCounts
+from partitioner.passes.shard.piece_counts import PieceCounts
 from partitioner.runtime.execute.bind import BlockLibrary
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.program import Program

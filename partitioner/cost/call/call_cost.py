@@ -37,7 +37,7 @@ from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block
 from partitioner.passes.rules.strategies import needs_gradient
-from partitioner.passes.shard.overlap_products import WHOLE, PieceCounts
+from partitioner.passes.shard.piece_counts import WHOLE, PieceCounts
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
 

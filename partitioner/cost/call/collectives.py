@@ -36,7 +36,8 @@ from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ops.attention import Band, list_ring_steps
 from partitioner.passes.rules.attention import find_exchanged_band
 from partitioner.passes.rules.factors import get_node_argument
-from partitioner.passes.shard.overlap_products import WHOLE, PieceCounts, fit_pieces
+from partitioner.passes.shard.overlap_products import fit_pieces
+from partitioner.passes.shard.piece_counts import WHOLE, PieceCounts
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType, Link
 

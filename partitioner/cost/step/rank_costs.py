@@ -14,7 +14,7 @@ from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.passes.ir.collectives import collective_name
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block
-from partitioner.passes.shard.overlap_products import PieceCounts
+from partitioner.passes.shard.piece_counts import PieceCounts
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.topology import Topology
 

@@ -37,7 +37,6 @@ from partitioner.plans.figures import (
 from partitioner.plans.mesh_axes import axis_text, level_rates
 from partitioner.plans.outline import Outline
 from partitioner.runtime.program.mesh import hybrid_mesh
-from partitioner.runtime.program.precision import list_fp8_blocks
 from partitioner.runtime.program.program import Program, StateData
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology import Topology
@@ -97,6 +96,7 @@ def notes_on_precision(
     import torch  # a plan's report does without
 
     from partitioner.cost.call.fp8 import notes_on_fp8
+    from partitioner.runtime.program.precision import list_fp8_blocks
     from partitioner.validate import torch_device
 
     if precision == "fp8":

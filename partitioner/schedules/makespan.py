@@ -73,7 +73,7 @@ def compute_makespan(
     finished its part of this one; collectives at the ends of a step are then not counted. ``train``: whether backwards
     take time.
     """
-    ends = not overlap_steps and any(phase.gathered or phase.reduced for phase in phases)
+    ends = not overlap_steps and _has_ends(phases)
     waits, seconds, sent = waits_of(table, train, ends=ends), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         return max(_compute_step_times(waits, seconds, sent))
@@ -127,7 +127,7 @@ def longest_path(
     part of this one has ended. The counts are then for the longest path from the first to the last action of the
     slowest rank; the seconds on this path may be fewer than the step time. Without ``train`` backwards take no time.
     """
-    ends = not overlap_steps and any(phase.gathered or phase.reduced for phase in phases)
+    ends = not overlap_steps and _has_ends(phases)
     waits, of_kinds, sent = waits_of(table, train, ends=ends), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         paces = _compute_step_times(waits, of_kinds, sent)
@@ -155,6 +155,11 @@ def longest_path(
         for part in parts if train or kind == "F" else ():
             counts[:, part] += of_kind
     return seconds, counts
+
+
+def _has_ends(phases: Sequence[Phases]) -> bool:
+    """Return whether any of ``phases`` has collectives at the ends of a step."""
+    return any(phase.gathered or phase.reduced for phase in phases)
 
 
 class Waits(NamedTuple):

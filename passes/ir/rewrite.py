@@ -11,7 +11,7 @@ losses in float32, whatever the type of its parameters, computes them in the new
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -77,6 +77,26 @@ class Builder:
         (model.py:12)``, for messages.
         """
         return format_node_location(self.node)
+
+
+def collect_ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return ``nodes`` and all nodes from which they are computed, directly or indirectly."""
+    return _collect_linked(nodes, lambda node: node.all_input_nodes)
+
+
+def collect_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return ``nodes`` and all nodes that are computed from them, directly or indirectly."""
+    return _collect_linked(nodes, lambda node: node.users)
+
+
+def _collect_linked(nodes: Iterable[fx.Node], linked: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    seen, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(linked(node))
+    return seen
 
 
 def format_node_location(node: fx.Node | None) -> str:

@@ -111,9 +111,10 @@ def _multiply_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """Return the scales ``[m, n]`` of blocks in the order in which the GPU's kernel reads them, as a vector: padded to
-    multiples of 128 rows and 4 columns, and in tiles of 128 x 4 whose 32 rows of 16 have the rows 32 apart next to
-    each other (cuBLAS documentation, layout of 1D block scaling factors).
+    """Return the scales ``[m, n]`` of blocks in the order in which the GPU's kernel reads them, as a vector.
+
+    They are padded to multiples of 128 rows and 4 columns, and cut into tiles of this size. In a tile, row ``r`` is at
+    ``16 * (r % 32) + 4 * (r // 32)`` (cuBLAS documentation, layout of 1D block scaling factors).
     """
     rows, columns = scale.shape
     tall, wide = -(-rows // 128), -(-columns // 4)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from partitioner.passes.experts.traced_branches import get_fx_node
+from partitioner.passes.ir.rewrite import collect_ancestors
 from partitioner.passes.ir.value_numbering import ValueNumbers
 from partitioner.passes.select.class_counts import ONE_HOT
 from partitioner.passes.trace.concrete_scalars import find_allocating_node, list_written_operands
@@ -162,17 +163,7 @@ def _are_unwritten(*nodes: fx.Node) -> bool:
     """Return whether no operator of the graph writes in place to one of ``nodes`` or to a value from which they are
     computed, so that their values never change."""
     written = {find_allocating_node(to) for other in nodes[0].graph.nodes for to in list_written_operands(other)}
-    return not any(written.intersection(map(find_allocating_node, _collect_ancestors(node))) for node in nodes)
-
-
-def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return ``node`` and all nodes from which it is computed, directly or indirectly."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        before = [n for n in waiting.pop().all_input_nodes if n not in seen]
-        seen.update(before)
-        waiting += before
-    return seen
+    return not any(written.intersection(map(find_allocating_node, collect_ancestors([node]))) for node in nodes)
 
 
 # -- functions of torch that look at numbers ---------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from partitioner.passes.ir.collectives import collective_name, ops
 from partitioner.passes.ir.model import Block
-from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.ir.rewrite import collect_descendants, drop_unused
 from partitioner.passes.shard.differentiate import BlockDerivatives, JointSubgraph
 from partitioner.passes.shard.piece_counts import PieceCounts
 
@@ -59,7 +59,7 @@ def match_gathered_products(gather: fx.Node) -> list[RowProduct]:
     order = {node: place for place, node in enumerate(gather.graph.nodes)}
     found = [match_row_product(user) for user, _ in sorted(readers, key=lambda reader: order[reader[0]])]
     of_rows = {value for _, value in readers}
-    below = _collect_descendants(gather)
+    below = collect_descendants([gather])
     return [
         p
         for p in dict.fromkeys(p for p in found if p is not None)
@@ -135,18 +135,6 @@ def _keeps_columns(node: fx.Node) -> bool:
 def _is_dynamic(collective: fx.Node) -> bool:
     """Return whether the number of rows that ``collective`` communicates depends on the data."""
     return any(bool(node.meta.get("open")) for node in (collective, *collective.all_input_nodes))
-
-
-def _collect_descendants(node: fx.Node) -> set[fx.Node]:
-    """Return ``node`` and all nodes that depend on it."""
-    seen: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        here = stack.pop()
-        if here not in seen:
-            seen.add(here)
-            stack.extend(here.users)
-    return seen
 
 
 def fit_pieces(wanted: int, ranks: int, length: int) -> int:

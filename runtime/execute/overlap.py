@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from partitioner.passes.ir.rewrite import collect_ancestors
+
 
 def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, bool]]:
     """Return the steps of a graph with ``nodes`` in execution order, as pairs ``(node, wait)``: run or start ``node``,
@@ -27,7 +29,7 @@ def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], boo
     if not collectives:
         return [(n, False) for n in nodes]
     known = set(nodes)
-    leads = _find_ancestors(collectives) & known
+    leads = collect_ancestors(collectives) & known
     rank = {n: (n not in leads, i) for i, n in enumerate(nodes)}
     before = dict(zip(collectives[1:], collectives, strict=False))  # a collective follows the one before it
     missing = {n: len(known & set(n.all_input_nodes)) + (n in before) for n in nodes}
@@ -73,18 +75,6 @@ def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], boo
     steps += [(n, True) for n in collectives if n in under_way]
     assert sum(not wait for _, wait in steps) == len(nodes)
     return steps
-
-
-def _find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return ``nodes`` and all nodes on which they depend."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 # Operators made of others that always give a tensor of their own; of the rest, some give back what they got (type_as).

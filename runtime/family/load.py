@@ -160,9 +160,7 @@ def _unfold_part(base: Any, folded: Any) -> Any:
     """Return the JSON data that follow from ``base`` by the numbers, the names and the difference in ``folded``."""
     numbers, names = folded["numbers"], folded.get("names", {})
     if any(type(b) is not int for b in numbers.values()) or any(type(b) is not str for b in names.values()):
-        raise TypeError(
-            "a number is replaced by no number, or a name by no name"
-        )  # a list could double at each program
+        raise TypeError("a number must be replaced by a number, and a name by a name")  # lists could double the data
     scalars: dict[int | str, int | str] = {int(a): b for a, b in numbers.items()}
     scalars.update(names)
     replaced = replace_scalars(base, scalars) | {key: base[key] for key in folded.get("constant", ())}

@@ -66,8 +66,9 @@ def better_cuts(
 
     ``tables``: seconds and bytes of all possible stages. ``timetable``: the order of actions of the schedule. In the
     results, each virtual stage alone fits on its rank, but all virtual stages of a rank together may not fit; the
-    caller checks that. The search stops early if the lower bound reaches ``cutoff_s`` seconds, because longer steps are
-    of no use to the caller. ``quick``: run a quarter of the iterations.
+    caller checks that. If a gap remains, all cuts that may still be faster are simulated, unless there are too many or
+    the problem forbids stages. The search stops early if the lower bound reaches ``cutoff_s`` seconds, because longer
+    steps are of no use to the caller. ``quick``: run a quarter of the iterations.
     """
     costs = _Costs(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
@@ -95,8 +96,8 @@ def better_cuts(
     else:
         _improve_cuts_locally(costs, timetable, how, seen, (_MOVED // 4 if quick else _MOVED) // actions)
         limit_s = min(min(seen.values()) * (1 - TINY), cutoff_s)
-        again = quick or bool(tables.problem.barred)  # cuts were listed before stages were forbidden
-        left = None if again else _list_cuts_within(costs, timetable, [*paths, mean], limit_s, _LISTED // actions)
+        is_listed = quick or bool(tables.problem.barred)  # all cuts were listed before stages were forbidden
+        left = None if is_listed else _list_cuts_within(costs, timetable, [*paths, mean], limit_s, _LISTED // actions)
         if left is not None:
             seen |= costs.taken(timetable, left, how)
             bound = max(bound, min(min(seen.values()), limit_s))

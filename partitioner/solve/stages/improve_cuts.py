@@ -70,7 +70,7 @@ def better_cuts(
     the problem forbids stages. The search stops early if the lower bound reaches ``cutoff_s`` seconds, because longer
     steps are of no use to the caller. ``quick``: run a quarter of the iterations.
     """
-    costs = _Costs(tables)
+    costs = PhaseCosts(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
     seen: dict[tuple[int, ...], float] = {}
     mean, paths = np.zeros((tables.problem.num_stages, len(costs.of_stage[0]))), list[Table]()
@@ -82,7 +82,7 @@ def better_cuts(
         return RankedCuts(((seconds, cuts),), 0.0)
     if math.comb(calls - 1, stages - 1) * actions <= _ALL:
         return _simulate_all_cuts(costs, timetable, how, calls, stages)
-    bands = costs.bands(compute_makespan(timetable, costs.phases(cuts), **how) / _count_microbatches(timetable))
+    bands = costs.bands(compute_makespan(timetable, costs.phases(cuts), **how) / count_microbatches(timetable))
     turns = max(4, min(_MOST_TURNS, _ACTIONS // actions) // (4 if quick else 1))
     for turn in range(1, turns + 1):
         seconds, path = longest_path(timetable, costs.phases(cuts), **how)
@@ -106,7 +106,7 @@ def better_cuts(
 
 
 def _improve_cuts_locally(
-    costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
+    costs: PhaseCosts, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
     """Search for cuts into stages with a shorter step, starting from the fastest in ``seen`` (cuts -> step time in
     seconds), and add all that are tried to ``seen``. The search moves single cuts and groups of neighbouring cuts, and
@@ -139,7 +139,7 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _simulate_all_cuts(
-    costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int
+    costs: PhaseCosts, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int
 ) -> RankedCuts:
     """Simulate all possible cuts of the block calls (such as layers) into stages and return the fastest ones. The bound
     is the step time of the best.
@@ -154,7 +154,7 @@ def _simulate_all_cuts(
 
 
 def _list_cuts_within(
-    costs: _Costs, timetable: Timetable, paths: Sequence[Table], limit_s: float, most: int
+    costs: PhaseCosts, timetable: Timetable, paths: Sequence[Table], limit_s: float, most: int
 ) -> Places | None:
     """Return all cuts into stages with which a step may take less than ``limit_s`` seconds, one row for each: the index
     of the first call of each stage, followed by the number of calls. Left out are cuts with which some rank works
@@ -176,7 +176,7 @@ def _list_cuts_within(
         ]
     )
     rest = _complete_paths(along, fits)
-    m, ranks = _count_microbatches(timetable), timetable.ranks
+    m, ranks = count_microbatches(timetable), timetable.ranks
     cuts, loads = np.zeros((1, 1), dtype=np.int64), np.zeros((1, len(timetable.orders)))
     sums = np.zeros((1, len(paths)))
     for stage, rank in enumerate(ranks):
@@ -221,17 +221,18 @@ def _all_cuts(calls: int, stages: int) -> Places:
     return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, calls)))
 
 
-class _Costs:
+class PhaseCosts:
     """Seconds of every sequence of consecutive block calls (such as layers) on every virtual stage.
 
     ``of_stage`` has five tables for each stage, of shape ``[calls + 1, calls + 1]``: forward, backward for inputs,
     backward for weights, wait for values and wait for gradients; and two more, gathers and reductions at the ends of a
     step, if the problem has them. Rows are the first call, columns the call after the last. The seconds of the backward
     for inputs are infinite if the calls do not fit in memory. Stages share tables that are equal. ``tables``: seconds
-    and bytes of all possible stages, from which these are taken.
+    and bytes of all possible stages, from which these are taken. ``recomputed``: the backward for inputs includes the
+    recomputation without which the calls alone do not fit in the memory of the stage's rank.
     """
 
-    def __init__(self, tables: StageTables) -> None:
+    def __init__(self, tables: StageTables, *, recomputed: bool = True) -> None:
         problem = tables.problem
         self.of_stage: list[tuple[Table, ...]] = []
         self.longest = len(problem.calls) - problem.num_stages + 1  # calls of a stage, since others have at least one
@@ -245,6 +246,8 @@ class _Costs:
             (forward, weights), times = shared[speed], tables.times[k]
             values, gradients = (np.broadcast_to(waits, times.shape) for waits in tables.transfers(k))
             inputs = times - forward - values - gradients - weights
+            if not recomputed:
+                inputs = np.where(np.isfinite(times), tables.seconds(k)[1] - weights, np.inf)
             if problem.chunks == 1:  # see :func:`partitioner.solve.stages.virtual_stages.phases_of`
                 forward, inputs = forward + values, inputs + gradients
                 values = gradients = np.broadcast_to(np.zeros(1), times.shape)
@@ -282,7 +285,7 @@ class _Costs:
         ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one). ``timetable``:
         the order of actions of the schedule.
         """
-        each = self._stack_seconds((cuts[:, k], cuts[:, k + 1]) for k in range(len(self.of_stage)))
+        each = self.stack_seconds((cuts[:, k], cuts[:, k + 1]) for k in range(len(self.of_stage)))
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
         if not len(fit):
             return {}
@@ -298,14 +301,14 @@ class _Costs:
         size = len(self.of_stage[0][0])
         stop, start = np.arange(size)[:, None], np.arange(size)[:, None] - np.arange(1, self.longest + 1)[None, :]
         inside, start = start >= 0, np.maximum(start, 0)
-        seconds = self._stack_seconds([(start, stop)] * len(self.of_stage))
+        seconds = self.stack_seconds([(start, stop)] * len(self.of_stage))
         total = seconds[:, :3].sum(axis=1)
         fit = np.isfinite(total) & (total <= most * (1 + TINY)) & inside
         width = int(np.flatnonzero(fit.any(axis=(0, 1)))[-1]) + 1
         fit = fit[..., :width]
         return _Bands(np.where(fit[:, None], seconds[..., :width], 0.0), np.where(fit, 0.0, np.inf))
 
-    def _stack_seconds(self, places: Iterable[tuple[Places, Places]]) -> Table:
+    def stack_seconds(self, places: Iterable[tuple[Places, Places]]) -> Table:
         """Return the seconds of sequences of block calls (such as layers), shape ``[stages, 5, ...]`` (or ``[stages, 7,
         ...]``); the second dim is that of ``of_stage``. ``places``: for each stage two arrays, the first calls and the
         calls after the last."""
@@ -336,22 +339,30 @@ class _Bands:
         count how often each phase occurs on a path through the actions of a schedule, the sum is a lower bound on the
         step time of all cuts.
         """
-        sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
-        _, size, width = sums.shape
-        reached = np.full(width + size, np.inf)  # the first ``width`` entries stand for positions before the first call
-        reached[width] = 0.0
-        before = np.arange(size)[:, None] - np.arange(1, width + 1)[None, :] + width
-        came = []
-        for of_stage in sums:
-            total = reached[before] + of_stage
-            came.append(total.argmin(axis=1))
-            reached = np.concatenate([np.full(width, np.inf), total.min(axis=1)])
-        cuts = [size - 1]
-        for step in reversed(came):
-            cuts.append(cuts[-1] - 1 - int(step[cuts[-1]]))
-        return float(reached[-1]), tuple(cuts[::-1])
+        return find_least_cuts(np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred)
 
 
-def _count_microbatches(timetable: Timetable) -> int:
+def find_least_cuts(costs: Table) -> tuple[float, tuple[int, ...]]:
+    """Return the least sum of the stages' costs over all cuts of the block calls (such as layers) into stages, and the
+    cuts that attain it: the index of the first call of each stage, followed by the number of calls. ``costs``: the cost
+    of each stage for each sequence of calls, shape ``[stages, calls + 1, width]``, indexed by the call after the last
+    and by the number of calls minus one; infinite if the stage may not consist of these calls.
+    """
+    _, size, width = costs.shape
+    reached = np.full(width + size, np.inf)  # the first ``width`` entries stand for positions before the first call
+    reached[width] = 0.0
+    before = np.arange(size)[:, None] - np.arange(1, width + 1)[None, :] + width
+    came = []
+    for of_stage in costs:
+        total = reached[before] + of_stage
+        came.append(total.argmin(axis=1))
+        reached = np.concatenate([np.full(width, np.inf), total.min(axis=1)])
+    cuts = [size - 1]
+    for step in reversed(came):
+        cuts.append(cuts[-1] - 1 - int(step[cuts[-1]]))
+    return float(reached[-1]), tuple(cuts[::-1])
+
+
+def count_microbatches(timetable: Timetable) -> int:
     """Return the number of microbatches that ``timetable`` runs in one step."""
     return sum(action.kind == "F" and action.chunk == 0 for action in timetable.orders[0])

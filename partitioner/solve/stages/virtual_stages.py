@@ -38,6 +38,7 @@ from partitioner.schedules.formulas import (
 from partitioner.schedules.makespan import Phases
 from partitioner.schedules.registry import ranks_of
 from partitioner.solve.stages.improve_cuts import better_cuts
+from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan, StageSplit, solve_stages, stage_plan
 from partitioner.solve.stages.tables import StageTables
@@ -134,6 +135,8 @@ def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[S
 
 _MOST_IMPROVED = 0.1  # of a pipeline's seconds: better cuts saved up to 5 % on models of 32 to 126 layers
 _ROUNDS = 6  # rounds of dividing a rank's memory
+_CLOSE = 0.005  # relative gap at which a tighter bound is not computed
+_MOST_PATHS = 400_000  # actions to simulate for a path for each rank
 
 _ENOUGH = 1 << 60  # bytes
 
@@ -188,7 +191,39 @@ def solve_virtual(
     else:
         least = found[0].lower_bound_s
     best = min(found, key=lambda split: split.ended_s)
+    limit_s = min(best.ended_s, cutoff_s)
+    if proven and least < limit_s * (1 - _CLOSE):
+        least = max(least, _bound_with_memory(problem, best, schedule, num_ranks, chunks, limit_s))
     return replace(best, lower_bound_s=min(best.ended_s, least))
+
+
+def _bound_with_memory(
+    problem: StageProblem,
+    split: StageSplit,
+    schedule: str | ScheduleTable,
+    num_ranks: int,
+    chunks: int | None,
+    limit_s: float,
+) -> float:
+    """Return a lower bound in seconds on the pipeline over all cuts into virtual stages, with the recomputation that
+    memory requires; 0 if that would take long or ``problem`` does not leave cuts and recomputation free. ``split``: a
+    cut that fits. ``schedule``, ``num_ranks``, ``chunks``: those of :func:`solve_virtual`. ``limit_s``: the largest
+    bound that is of use.
+    """
+    fixed = problem.recompute is not None or problem.may_be_empty or bool(problem.barred)
+    timetable, more = shorten_timetable(schedule, num_ranks, problem.num_microbatches, chunks)
+    if fixed or not problem.train or num_ranks * sum(map(len, timetable.orders)) > _MOST_PATHS:
+        return 0.0
+    ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
+    tables = StageTables(ranks.problem)
+    sizes = [_in_flight_sizes(tables, plan) for plan in split.virtual]
+    memory = []
+    for rank, (stages, capacity) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
+        own = [sizes[k] for k in stages]
+        fullest = max(ranks.flying.together[rank], key=lambda counts: sum(map(_sum_in_flight_bytes, counts, own)))
+        memory.append(RankMemory(stages, fullest, capacity))
+    phases = [phases_of(problem, k, plan, ends=True) for k, plan in enumerate(split.virtual)]
+    return bound_fitting_cuts(tables, timetable, phases, memory, more[2] if more is not None else 0, limit_s)
 
 
 def _bound_recomputed_seconds(problem: StageProblem, num_ranks: int, how: str) -> float:
@@ -269,7 +304,6 @@ class _VirtualStageRanks:
         as far as they exist at the same time. ``tables``: seconds and bytes of all possible stages."""
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
-        places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
         working = [
             float(way.segments.largest_working[plan.start, plan.stop]) + problem.overhead.working_bytes
             for way, plan in zip(ways, plans, strict=True)
@@ -281,12 +315,20 @@ class _VirtualStageRanks:
         if not problem.train:
             return total
         apart, each = 0.0, []
-        for k, plan, way, (start, stop) in zip(stages, plans, ways, places, strict=True):
-            sizes = way.each(start, stop, np.array([plan.recompute]))
-            each.append((float(sizes[0][0]), float(sizes[1][0])))
+        for k, plan in zip(stages, plans, strict=True):
+            each.append(_in_flight_sizes(tables, plan))
             apart += max(_sum_in_flight_bytes(pair, each[-1]) for pair in problem.held(k))
         at_once = max(sum(map(_sum_in_flight_bytes, counts, each)) for counts in self.flying.together[rank])
         return total - apart + at_once
+
+
+def _in_flight_sizes(tables: StageTables, plan: StagePlan) -> tuple[float, float]:
+    """Return the activation bytes of a microbatch on the virtual stage ``plan``: of one whose backward has not begun,
+    and of one between the two halves of its backward. ``tables``: seconds and bytes of all possible stages.
+    """
+    way = tables.slim if plan.selective and tables.slim is not None else tables
+    begun, half = way.each(np.array([plan.start]), np.array([plan.stop]), np.array([plan.recompute]))
+    return float(begun[0]), float(half[0])
 
 
 def _solve_virtual_stages(

@@ -44,10 +44,10 @@ def remove_inplace(graph: fx.Graph) -> bool:
 
 
 def _refresh_without_gradients(graph: fx.Graph) -> None:
-    """Compute the fake results of all operators of ``graph`` again with gradients off, and store them in
-    ``node.meta["val"]``.
+    """Run all operators of ``graph`` again on fake tensors (which have no values) with gradients off, and store the
+    results in ``node.meta["val"]``.
 
-    Their strides depend on which attention kernel torch selects, and gradients change this selection.
+    The strides of the results depend on which attention kernel torch selects, and gradients change this selection.
     """
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):

@@ -178,9 +178,9 @@ class Shard(NamedTuple):
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """Take a part of a part: of the whole ``tensor`` the part that the first of ``shards`` describes, of the result the
-    part that the second describes, and so on, with one shard for each mesh axis over which the tensor is distributed.
-    Return the last result, the part of one rank.
+    """Return one rank's part of the whole ``tensor``, which is distributed over several mesh axes. ``shards`` has one
+    entry for each axis: the first one is taken from the whole tensor, and each further one from the part that the entry
+    before it gives.
     """
     for layout, num_ranks, rank in shards:
         tensor = take_shard(tensor, layout, num_ranks, rank)

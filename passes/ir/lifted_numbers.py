@@ -362,7 +362,7 @@ class LiftedNumber:
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Apply the operator that equals the NumPy function ``ufunc`` to this number and the other ``inputs``, and
+        """Apply the operator that equals the NumPy function ``ufunc`` to ``inputs``, one of which is this number, and
         return the result. Raise :class:`NotLiftable` for a NumPy function without such an operator, a ``method`` other
         than ``"__call__"``, or keyword arguments. ``method``: how NumPy calls the function.
         """
@@ -388,9 +388,10 @@ def _make_binary_method(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
     """
 
     def method(self: Any, other: Any) -> Any:
-        """Return the result of the operator, for which this method is made, with the operands ``self`` and ``other``: a
-        tensor for a tensor, a lifted number (a Python number that is traced as a tensor) for a number, and
-        ``NotImplemented`` for anything else."""
+        """Apply one binary operator, such as ``+``, to this lifted number (a Python number that is traced as a tensor)
+        and ``other``. The result is a tensor if ``other`` is a tensor, a lifted number if it is a number, and
+        ``NotImplemented`` if it is anything else.
+        """
         if isinstance(other, Tensor):
             mine = _match_number_dtype(self, [other])
             function = OPERATORS[name].on_tensors
@@ -502,8 +503,8 @@ def _promote_tensor_dtypes(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
-    """Return ``tree`` (default: ``args``) with lifted numbers (Python numbers that are traced) replaced by their
-    0-dimensional tensors.
+    """Return the pytree ``tree`` (``args`` if it is ``None``) with lifted numbers (Python numbers that are traced as
+    tensors) replaced by their 0-dimensional tensors.
 
     The tensors are cast so that ``func``, a torch function with the arguments ``args``, promotes dtypes as for Python
     numbers.

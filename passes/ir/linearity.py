@@ -119,12 +119,12 @@ def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node
 
 
 def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
-    """Return how the result of the operator ``node`` in a function's graph depends on those inputs in which the
-    function should be affine (linear plus a constant): whether it depends on them, and whether it is zero if they are
-    all zero.
+    """Return whether the result of the operator ``node`` depends on some chosen inputs of its graph, and whether it is
+    zero if these inputs are all zero. The graph's results should be affine (linear plus a constant) in the chosen
+    inputs.
 
-    Raise :class:`NotAffine` if it is not linear in operands that depend on these inputs. ``found``: earlier node -> how
-    its result depends on them.
+    Raise :class:`NotAffine` if the operator is not linear in operands that depend on the chosen inputs. ``found``:
+    earlier node -> the same two facts about its value.
     """
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]
@@ -142,21 +142,20 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether all operands at ``positions`` are known to be zero if those inputs of a function's graph are zero
-    in which the function should be affine (linear plus a constant).
+    """Return whether all operands at ``positions`` are known to be zero if some chosen inputs of the graph are zero.
 
     Args:
         operands: the operands of one operator of the graph.
         positions: indices in ``operands``, from 0.
-        found: node -> how its value depends on these inputs.
+        found: node -> whether its value depends on the chosen inputs, and whether it is zero if they are.
     """
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 
 def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if those inputs of
-    a function's graph are zero in which the function should be affine (linear plus a constant). ``None`` counts as
-    zero. ``found``: node -> how its value depends on these inputs.
+    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if some chosen
+    inputs of the graph are zero. ``None`` counts as zero. ``found``: node -> whether its value depends on the chosen
+    inputs, and whether it is zero if they are.
     """
     if isinstance(operand, fx.Node):
         return found[operand].zero

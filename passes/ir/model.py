@@ -30,7 +30,7 @@ StateKind = Literal["parameter", "buffer", "constant"]
 @hashed_once
 @dataclass(frozen=True)
 class TensorSpec:
-    """The shape and dtype of a tensor."""
+    """The shape (``shape``) and dtype (``dtype``) of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -261,15 +261,18 @@ class Captured:
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
     """Return (path, leaf) for each leaf of the pytree ``tree``, in the order of ``pytree.tree_leaves``. A path is a
-    text such as ``logits``, ``0`` or ``past.0.key``.
+    text such as ``logits``, ``0`` or ``past.0.key``: the keys and indices that lead to the leaf, joined by dots.
 
-    Values of a container whose class is registered without names have those of a mapping's keys, otherwise numbers.
+    If a container's class is registered with pytree without names for its entries, the entries of a mapping are named
+    by its keys, and those of any other container by their index.
     """
     return list(_walk_leaves((), tree))
 
 
 def _walk_leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for each leaf of ``tree``, which is at ``path`` of another tree."""
+    """Yield (path, leaf) for each leaf of the pytree ``tree``. ``path``: the keys and indices that lead to ``tree`` in
+    the pytree that contains it. A yielded path is a text that begins with them, such as ``past.0.key``.
+    """
     if pytree.tree_is_leaf(tree):
         yield ".".join(map(str, path)), tree
         return
@@ -285,7 +288,9 @@ def _walk_leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _get_path_key(key: Any) -> Any:
-    """Return the key, index or name of an entry of a container. ``key``: torch's record of it."""
+    """Return the key, index or attribute name of an entry of a pytree container. ``key``: torch's key object for the
+    entry, such as a ``SequenceKey``.
+    """
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)

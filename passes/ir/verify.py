@@ -229,11 +229,11 @@ def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> No
 
 
 def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:
-    """Raise :class:`GraphError` unless ``spec``, the shape and dtype of a value in the model, equals the shape and
-    dtype of ``node``. The node is the input or output of a block (a graph) that a call of this block connects with the
-    value.
+    """Raise :class:`GraphError` unless ``spec`` equals the shape and dtype of ``node``.
 
-    ``where``: words for the call, for the message. ``value``: the value's name.
+    ``spec``: the shape and dtype that the model states for a value that a call of a block (the graph of a piece of the
+    model) reads or returns. ``node``: the placeholder or output of the block's graph for this value. ``where``: words
+    for the call, for the message. ``value``: the value's name.
     """
     if spec != TensorSpec.from_tensor(node.meta["val"]):
         have = format_meta_value(spec.meta())

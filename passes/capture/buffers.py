@@ -121,7 +121,7 @@ def trace_buffer_writes(model: nn.Module, *, in_float64: bool) -> Iterator[None]
 
     Args:
         in_float64: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype
-        from the tensor that it replaces.
+            from the tensor that it replaces.
     """
     averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_cumulative_average(m)]
     for module in averaging:
@@ -430,14 +430,15 @@ class _DataAssignmentMode(TorchFunctionMode):
 
 
 def _write_all(writes: Iterable[_TensorWrite], snapshot: _StateSnapshot, in_float64: bool) -> None:
-    """Copy values that forward assigned into the model's own tensors, at the end of forward. Raises
+    """Copy values that forward assigned into the model's own tensors, at the end of forward. Raise
     :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory afterwards
     although one is trained or changed in place.
 
     Args:
+        writes: the tensors to change, with their new values.
+        snapshot: the model's tensors at the start of forward.
         in_float64: whether the model is traced in float64, so that an assigned floating-point tensor may differ in
-        dtype from the tensor that receives it. writes: the tensors to change, with their new values. snapshot: the
-        model's tensors at the start of forward.
+            dtype from the tensor that receives it.
     """
     last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
     if not last:
@@ -521,7 +522,9 @@ def _check_same_spec(description: str, tensor: Tensor, value: Tensor, in_float64
 
 
 def _get_node(tensor: Tensor) -> fx.Node | None:
-    """Return the graph node that computes ``tensor`` in the present trace; ``None`` if the tensor is not traced."""
+    """Return the node that computes ``tensor`` in the graph of the trace that is running; ``None`` if the tensor is not
+    traced.
+    """
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     return slot.proxy.node if slot is not None else None

@@ -193,8 +193,9 @@ def _choose_cache_use(
 
     Args:
         fake_copy: a copy of the model with fake parameters and with the caches off. It is returned itself if the model
-        has no caches. arguments: (positional arguments, keyword arguments) of forward. dtype: the dtype to which
-        floating-point tensors are cast; ``None`` keeps their dtypes.
+            has no caches.
+        arguments: (positional arguments, keyword arguments) of forward.
+        dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """
     if not fake_copy.caches:
         return fake_copy, ()

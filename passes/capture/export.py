@@ -526,7 +526,7 @@ def _explain_trace_failure(model: nn.Module, error: Exception, random_operators:
     Args:
         error: the exception that torch.export raised.
         random_operators: if forward tried to read a tensor as a Python number and random operators compute this tensor,
-        the names of these operators; otherwise empty. The advice in the message depends on it.
+            the names of these operators; otherwise empty. The advice in the message depends on it.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = locate_error(error), f"{type(error).__name__}: {error}"

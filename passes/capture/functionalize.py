@@ -244,13 +244,13 @@ def flatten_program(program: ExportedProgram, tensor_names: Mapping[int, str] | 
     """Return the exported program ``program`` as one flat graph of operators that write to none of their operands. The
     given program is not changed.
 
-    Raises :class:`UnsupportedError` for a sub-graph or an operator that cannot be converted exactly, or if the program
+    Raise :class:`UnsupportedError` for a sub-graph or an operator that cannot be converted exactly, or if the program
     reads a tensor of ``tensor_names``.
 
     Args:
         tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
-        a copy of that model, so it should read none of these tensors: forward can reach them only past the copy, as
-        through a global variable. ``None`` skips this check.
+            a copy of that model, so it should read none of these tensors: forward can reach them only past the copy, as
+            through a global variable. ``None`` skips this check.
     """
     _check_traced_constants(program, tensor_names or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
@@ -304,7 +304,7 @@ def _check_traced_constants(program: ExportedProgram, tensor_names: Mapping[int,
 
     Args:
         tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
-        a copy of that model, so it should read none of these tensors.
+            a copy of that model, so it should read none of these tensors.
     """
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:

@@ -149,7 +149,8 @@ class Tracer:
 
         Args:
             changes: name of a field of the fake copy -> its new value. The extra key ``flipped`` has conditions on
-            lifted numbers (Python numbers that are traced as tensors): the next trace takes the other branch for these.
+                lifted numbers (Python numbers that are traced as tensors): the next trace takes the other branch for
+                these.
         """
         scope = LiftScope(fake_copy.scope.find_line, changes.pop("flipped", ()))
         loops = changes.pop("hits", None) or TracedLoops()
@@ -228,7 +229,7 @@ class Tracer:
             fake_copy: the fake copy to trace.
             arguments: (positional arguments, keyword arguments) of forward.
             attributes_after: receives the attributes after forward, (module path, attribute name) -> (comparison key,
-            value), because torch.export resets them.
+                value), because torch.export resets them.
         """
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in fake_copy.counters}}
@@ -320,7 +321,7 @@ class Tracer:
         Args:
             loops: an empty record of loops over experts for the new trace.
             attributes_after: receives the attributes of the new copy's modules after forward, by (module path,
-            attribute name).
+                attribute name).
         """
         made = replace(self.renew_copy(fake_copy, hits=loops), scope=fake_copy.scope)
         self.prepare(made, attributes_after)
@@ -387,9 +388,10 @@ def list_fixed_input_notes(signature: CallSignature, uses: Mapping[str, str]) ->
 
 
 def _add_counter_updates(captured: Captured, counters: Sequence[Counter]) -> Captured:
-    """Return ``captured`` with changes to the buffers that stand for ``counters``, the Python numbers that forward
-    changes, such as a count of calls. Each buffer keeps only the name of its number, such as ``layers.0.calls``, and
-    the number's value before the first call is added to ``constants`` under this name."""
+    """Return ``captured`` with the buffers that stand for ``counters`` (Python numbers that forward changes, such as a
+    count of calls) completed: each keeps only the name of its number, such as ``layers.0.calls``, without aliases, and
+    ``constants`` gets the number's value before the first call under this name.
+    """
     states, constants = dict(captured.states), dict(captured.constants)
     for counter in counters:
         if counter.full_name in states:

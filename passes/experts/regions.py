@@ -86,7 +86,7 @@ def find_expert_regions(block: Block, expert_axes: Collection[str] = ()) -> list
 
     Args:
         expert_axes: mesh axes whose ranks will have different experts. An operator that communicates over such an axis
-        ends a region.
+            ends a region.
     """
     found = []
     products: dict[fx.Node, list[fx.Node]] = {}

@@ -63,9 +63,10 @@ class GatheredValue:
     offset: int = 0
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> GatheredValue:
-        """Return this description of an integer tensor, which says that its elements are certain elements of another
-        tensor, after a rearrangement of the dims of the described tensor. ``move``: the function that rearranges the
-        dims of a tensor, such as a transpose; it is applied to the index tensors."""
+        """Return the description of ``move(x)``, where ``x`` is the integer tensor that this object describes by
+        elements of another tensor. ``move``: a function that rearranges the dims of a tensor, such as a transpose; it
+        is applied to the index tensors.
+        """
         return GatheredValue(self.source, tuple(move(p) for p in self.places), self.offset)
 
 
@@ -86,9 +87,10 @@ class DataComparison:
         return DataComparison(_OPPOSITE[self.compare], self.a, self.b)
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> DataComparison:
-        """Return this comparison of elements of a tensor after a rearrangement of the dims of its boolean result.
-        ``move``: the function that rearranges, such as a transpose; it is applied to the index tensors that say which
-        elements are compared."""
+        """Return the description of ``move(x)``, where ``x`` is the boolean result of this comparison. ``move``: a
+        function that rearranges the dims of a tensor, such as a transpose; it is applied to the index tensors that say
+        which elements are compared.
+        """
         return DataComparison(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
 
 

@@ -38,7 +38,7 @@ class ScoreChange:
 
     @property
     def is_none(self) -> bool:
-        """Return whether the scores stay unchanged."""
+        """Return whether the attention scores stay unchanged, because there is neither a cap nor slopes."""
         return self.cap is None and self.slopes is None
 
 
@@ -60,8 +60,10 @@ class BlockScoring(NamedTuple):
 
 
 def choose_block_size(heads: int, on_cpu: bool) -> int:
-    """Return the most queries, and the most keys, of a block. ``heads``: number of heads of all samples, whose scores
-    exist at the same time. ``on_cpu``: whether the scores are computed on a CPU."""
+    """Return the most queries, and the most keys, that a block of attention scores may have (one number for both).
+    ``heads``: number of heads of all samples, whose scores exist at the same time. ``on_cpu``: whether the scores are
+    computed on a CPU.
+    """
     size = _ON_CPU if on_cpu else _ELSEWHERE
     while size > _ON_CPU and heads * size**2 > _MOST_SCORES:
         size //= 2
@@ -140,8 +142,10 @@ def _compute_scores(
 
 
 def _list_distances(q: Tensor, k: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-    """Return by how many positions each key is after each query, ``[queries, keys]``. ``q``, ``k``: the queries ``[...,
-    queries, d]`` and keys of a block. ``offset``: the position of the first query minus that of the first key."""
+    """Return by how many positions each key is after each query, ``[queries, keys]`` in ``dtype``. ``q``, ``k``: the
+    queries ``[..., queries, d]`` and keys of a block. ``offset``: the position of the first query minus that of the
+    first key.
+    """
     places = [torch.arange(x.shape[-2], device=q.device, dtype=dtype) for x in (q, k)]
     return places[1] - places[0].unsqueeze(1) - offset
 

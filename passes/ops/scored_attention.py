@@ -52,7 +52,8 @@ class RowMarks(NamedTuple):
 
     def group_rows(self) -> list[slice]:
         """Return the rows of the batch that are computed together, as slices of the batch dim: one slice if all rows
-        are equal, otherwise one for each row."""
+        have equal document ids and prefixes, otherwise one for each row.
+        """
         return group_rows(self.ids if self.prefix is None else torch.cat([self.ids, self.prefix.to(self.ids)], 1))
 
 
@@ -93,8 +94,10 @@ def list_marked_tiles(
 
 
 def get_prefix_band(limits: Sequence[int] = ()) -> Band:
-    """Return the positions around its own within which a query sees keys of a prefix, from the operator's argument
-    ``limits``: how many there are before and after its own (-1: no limit); empty: no limits."""
+    """Return the range of positions around its own within which a query sees keys of its document's prefix. ``limits``:
+    how many positions before and after its own (-1: no limit), as the operator's argument ``reach`` has them; empty: no
+    limits.
+    """
     return make_band(*limits) if limits else EVERYWHERE
 
 
@@ -124,11 +127,12 @@ def scored_attention_backward(
     """Return the gradients of queries, keys and values of an attention with changed scores or prefixes, in the shapes
     of ``q``, ``k`` and ``v``, and that of the slopes ``[h]``, which has no elements unless they are trained.
 
-    ``grad``: the gradient of its result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values ``[b, kv, s,
-    d]``. ``options``: the further arguments of the operator: document ids, prefixes and slopes as in
-    :func:`scored_attention`; the result and the logsumexp of the scores; how many positions a query sees before and
-    after its own (-1: no limit); the factor and the cap of the scores; within which positions it sees keys of a prefix,
-    as there; and whether the slopes are trained (absent: they are not).
+    ``grad``: the gradient of the attention's result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values
+    ``[b, kv, s, d]``. ``options``: the further arguments of the operator, in order: the document of each position ``[b,
+    s]``, a mask of the prefix's keys ``[b, s]`` and the slopes ``[h]``, each of which may be ``None``; the result and
+    the logsumexp of the scores; how many positions a query sees before and after its own (-1: no limit); the factor and
+    the cap of the scores; how many positions before and after its own a query sees keys of the prefix (absent: no
+    limit); and whether the slopes are trained (absent: they are not).
     """
     ids, prefix, slopes, out, lse, before, after, scale, cap, *rest = options
     prefix_band, trained = rest[0] if rest else (), len(rest) > 1 and rest[1]
@@ -141,7 +145,9 @@ def scored_attention_backward(
 
 
 def round_slopes(gradient: Tensor, slopes: Tensor | None) -> Tensor:
-    """Return the gradient of slopes in their type. ``slopes``: ``None`` if the attention has none."""
+    """Return ``gradient``, the gradient of an attention's ALiBi slopes, in the dtype of ``slopes``; unchanged if the
+    attention has none (``None``).
+    """
     return gradient if slopes is None else gradient.to(slopes.dtype)
 
 

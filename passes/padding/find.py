@@ -37,8 +37,10 @@ Fills = Mapping[str, float | None]  # path of an input -> the number in its new 
 
 
 class KeyHiding(NamedTuple):
-    """How an input of the model hides keys of an attention. ``number``: hides the position at which the input has it.
-    ``unseen``: which positions have to be hidden so that a query sees no key (:func:`classify_unseen`).
+    """How a value of a model input hides keys from the queries of an attention, as a mask of padded positions does.
+    ``number``: an element of the input with this number hides the key at its position. ``unseen``: at which hidden
+    positions a query sees no key at all: if ``all`` positions of its sample are hidden; if the ``first`` ones are, as
+    under a causal mask; or if those in a ``gap`` between visible ones are, too.
     """
 
     number: float
@@ -50,10 +52,11 @@ class AxisPadding:
     """How the inputs of a model can be padded along one axis of the batch (samples or positions) so that results do not
     change.
 
-    ``fills``: path of an input, such as ``input_ids`` -> the number in its new elements (``None``: a copy of the
-    last element). ``outputs``: path of an output -> (the dim that grows with the batch, by how many elements its
-    size exceeds that of the batch). ``fault``: the reason why no padding leaves the results unchanged; empty if one
-    does.
+    ``fills``: path of an input, such as ``input_ids`` -> the number in its new elements (``None``: a copy of the last
+    element). ``outputs``: path of an output -> (the dim that grows with the batch, by how many elements its size
+    exceeds that of the batch). ``fault``: the reason why no padding leaves the results unchanged; empty if one does.
+    ``hiding``: path of an input that hides keys of an attention in which a query that sees no key would read padded
+    ones -> how it hides them.
     """
 
     fills: dict[str, float | None] = field(default_factory=dict)
@@ -131,12 +134,12 @@ def _propagate_through_graph(
 def _find_hiding(
     main: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis, values: Mapping[fx.Node, Values]
 ) -> dict[str, KeyHiding]:
-    """Return a dict: path of an input of ``main`` -> how it hides keys of an attention in which a query that sees no
-    key reads padded ones. Inputs that hide no keys of such an attention are left out.
+    """Return a dict from the path of each input of ``main`` that hides keys of certain attentions to how it hides them.
+    In these attentions, a query from which all keys are hidden gives weight to padded keys.
 
     An input hides keys by a number if padded keys are hidden from all queries once its new elements have this number.
-    ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: an exact padding of the
-    inputs. ``values``: node -> descriptions of its results under this padding.
+    ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: a padding of the inputs
+    that changes no result. ``values``: node -> for each of its results, what is known of it under this padding.
     """
     called = [node for node in pairs if node.op == "call_function" and get_operator_name(node) != "getitem"]
     read = [find_unmasked_scores(node, [values[o][0] for o in operands_of(node)]) for node in called]
@@ -167,8 +170,10 @@ def _list_hiding_numbers(source: fx.Node) -> set[float]:
 
 
 def _explain_hiding(main: Captured, hiding: Mapping[str, KeyHiding]) -> str:
-    """Return, as text, why it cannot be found out from a batch whether an input of ``main`` hides all keys from a
-    query: several numbers hide keys, as in ``places < 0``. Empty if it can. ``hiding``: how inputs hide keys."""
+    """Return, as text, why a batch does not show whether an input of ``main`` hides all keys from a query: several
+    numbers hide keys, as in ``places < 0``. Return an empty text if each input in ``hiding`` has a single such number.
+    ``hiding``: path of an input -> how it hides keys of an attention.
+    """
     for node in main.graph.nodes:
         path = next((i.path for i in main.inputs if i.value == main.placeholders.get(node.name)), None)
         if path in hiding and any(not each.single for each in _find_compared_numbers(node)):
@@ -291,8 +296,9 @@ _PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
 
 
 class ComparedNumber(NamedTuple):
-    """A number with which the graph compares an integer input. ``ignored``: elements with it are left out, such as
-    -100 for targets (``!=``). ``single``: no other number gives the same result (``==`` and ``!=``).
+    """A number (``number``) with which the graph compares an integer input. ``ignored``: whether elements with this
+    number are left out, such as targets of -100 (``!=``). ``single``: whether no other number gives the same result
+    (``==`` and ``!=``).
     """
 
     number: float

@@ -211,7 +211,7 @@ def _format_autocast_refusal(func: Any, region: Asked, line: Callable[[], str], 
 
 
 class _TensorKey(NamedTuple):
-    """The shape, strides and dtype of a tensor."""
+    """The shape, strides (``stride``) and dtype of a tensor, as a hashable key."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -58,8 +58,9 @@ def trace_concrete_scalars(
         model: the model.
         buffer_values: buffer name -> tensor with the buffer's real values.
         read_buffers: a set that receives buffer names. A name is added if forward read a number that depends on this
-        buffer. random_operators: a list that receives the names of random operators, if forward tried to read a number
-        that depends on them; ``None`` if the names are not needed.
+            buffer.
+        random_operators: a list that receives the names of random operators, if forward tried to read a number that
+            depends on them; ``None`` if the names are not needed.
     """
     known, forward = (
         _ConcreteScalarMode(buffer_values, read_buffers, [] if random_operators is None else random_operators),
@@ -295,7 +296,7 @@ def trace_module_conversions(model: nn.Module, *, in_float64: bool) -> Iterator[
     Args:
         model: the model.
         in_float64: whether the model was converted to float64 for the trace, so that a conversion to another
-        floating-point dtype is ignored.
+            floating-point dtype is ignored.
     """
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

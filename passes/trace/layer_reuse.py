@@ -63,8 +63,9 @@ class Journal(TorchFunctionMode):
     """
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
-        """Start without entries. ``operands``: the tensors that the recorded call of a module reads, in order; they get
-        the positions 0, 1, ..."""
+        """Start a record without entries. ``operands``: the tensors that the recorded call of a module reads, in order;
+        they get the positions 0, 1, ...
+        """
         super().__init__()
         self.entries: list[Any] = []
         self.needs_trace = False
@@ -76,8 +77,9 @@ class Journal(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the torch function ``func`` with ``args`` and ``kwargs``, record this in the journal, and return its
-        result. ``types`` is not used."""
+        """Run the torch function ``func`` with ``args`` and ``kwargs``, add an entry for it to this record of a
+        module's call, and return its result. ``types`` is not used.
+        """
         kwargs = kwargs or {}
         asked = self._build_argument_key(args), self._build_argument_key(kwargs)
         self.needs_trace |= get_autocast_region() is not None
@@ -86,13 +88,15 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return two counts for the present end of this journal: the number of entries, and the number of tensors that
-        the journal has seen. :meth:`sum_up` replaces the entries after this point."""
+        """Return two counts for the present end of this record of a module's call: the number of recorded torch
+        functions, and the number of tensors seen. :meth:`sum_up` takes the two to replace the entries after this point.
+        """
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Replace all entries since ``mark`` by one entry for a call of a module inside of the recorded call. The entry
-        is the same whether this inner call was run in full or was replaced by one operator.
+        """Replace all entries since ``mark``, which record the torch functions of a call of an inner module, by one
+        entry for this inner call. The entry is the same whether the inner call was run in full or was replaced by one
+        operator.
 
         Args:
             mark: what :meth:`mark` returned before the inner call.
@@ -109,8 +113,9 @@ class Journal(TorchFunctionMode):
         self.entries.append((number, asked, self._record_result_places(list(results))))
 
     def _assign_tensor_place(self, tensor: Tensor) -> int:
-        """Return the position (from 0) of ``tensor`` in the order in which the journal sees tensors for the first time;
-        a new tensor gets the next position."""
+        """Return the position (from 0) of ``tensor`` in the order in which this record of a module's call sees tensors
+        for the first time; a new tensor gets the next position.
+        """
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self._held)
             self._held.append(tensor)
@@ -118,8 +123,9 @@ class Journal(TorchFunctionMode):
 
     def _record_result_places(self, result: Any) -> Any:
         """Return, in the structure of ``result`` (of a torch function), the position of each tensor in the order in
-        which the journal sees tensors for the first time; ``None`` for values that are not tensors. New tensors get the
-        next positions."""
+        which this record of a module's call sees tensors for the first time; ``None`` for values that are not tensors.
+        New tensors get the next positions.
+        """
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
                 self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
@@ -136,8 +142,8 @@ class Journal(TorchFunctionMode):
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
         """Return a key of ``tensor``, an argument of a torch function: ("tensor", its position in the order in which
-        the journal sees tensors for the first time), or ("other", its ``id``) if it is neither an operand of the
-        recorded call nor made by it.
+        this record of a module's call sees tensors for the first time), or ("other", its ``id``) if it is neither an
+        operand of the recorded call nor made by it.
         """
         place = self._places.get(id(tensor))
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))

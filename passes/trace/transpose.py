@@ -90,12 +90,13 @@ def transpose_backward(
 
 @dataclass(frozen=True)
 class _TracedBackward:
-    """The graph, without in-place operators, of a ``backward`` function, which maps gradients of results to gradients
-    of inputs.
+    """The graph (``graph``), without in-place operators, of a ``backward`` function, which maps gradients of results to
+    gradients of inputs.
 
     ``seeds``: the placeholders of the incoming gradients. ``captured_tensors``: placeholder -> tensor, for the other
     tensors that it reads. ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: for
-    each node, whether its value depends on the incoming gradients, and whether it is zero if they are."""
+    each node, whether its value depends on the incoming gradients, and whether it is zero if they are.
+    """
 
     graph: fx.Graph
     seeds: list[fx.Node]

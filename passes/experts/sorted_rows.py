@@ -179,9 +179,8 @@ class _Unsorter:
         return False
 
     def _match_unsorted_rows(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the value that can take the place of ``node``, if ``node`` brings rows that the sort ``self.sort`` has
-        moved (such as one row for each token, sorted by expert) back into their original order by an index operator;
-        ``None`` if it does anything else.
+        """Return the value that can take the place of ``node`` if ``node`` is an index operator that brings rows
+        (tokens) back from the order of the sort ``self.sort`` to their original order; ``None`` for any other node.
 
         The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
         that this value does not depend on the order of the sort.
@@ -193,9 +192,8 @@ class _Unsorter:
         return _UnsortedValue(unsorted.node, (None,)) if unsorted.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the value that can take the place of ``node``, if ``node`` writes all rows that the sort ``self.sort``
-        has moved (such as one row for each token, sorted by expert) to their original positions in a tensor of the same
-        shape; ``None`` if it does anything else.
+        """Return the value that can take the place of ``node`` if ``node`` writes all rows (tokens), which the sort
+        ``self.sort`` has moved, to their original positions in a tensor of the same shape; ``None`` for any other node.
 
         The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
         that this value does not depend on the order of the sort.

@@ -683,10 +683,10 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
 
 # --- the rewrite ------------------------------------------------------------------------------------------------------
 def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace attention in ``graph``, in place, by ``partition::scored_attention``, if its scores are capped by
-    ``tanh``, if they have an ALiBi bias, or if its mask has a prefix (keys that all queries of their document see,
-    although the mask is causal otherwise). If a mask only shows a range of positions, or the keys of the query's
-    document, it is removed, as :func:`drop_constant_masks` does. Any other attention stays as it is.
+    """Replace certain attentions in ``graph``, in place, by ``partition::scored_attention``: those whose scores are
+    capped by ``tanh``, that have an ALiBi bias, or whose mask has a prefix (keys that all queries of their document
+    see, although the mask is causal otherwise). A mask that only shows a range of positions, or the keys of the query's
+    document, is removed, as :func:`drop_constant_masks` does. Any other attention stays as it is.
 
     ``constants``: placeholder name -> value, of the constants that the graph reads.
     """

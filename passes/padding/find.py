@@ -66,9 +66,9 @@ class AxisPadding:
 
 
 def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], sizes: Sizes) -> AxisPadding:
-    """Return how the inputs of a model can be padded along one axis of the batch (samples or positions) so that the
-    loss, every update of a buffer, and the elements of every output that belong to the original batch are those without
-    padding.
+    """Return how the inputs of a model can be padded along one axis of the batch (samples or positions) without
+    changing the model's results: the loss, every update of a buffer, and the elements of every output that belong to
+    the original batch.
 
     ``main``, ``other``: the model captured for two batch sizes along this axis, each rewritten by ``normalize``.
     ``dims``: path of an input -> the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along
@@ -111,8 +111,8 @@ class _PaddingAxis:
 def _propagate_through_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis
 ) -> dict[fx.Node, Values]:
-    """Return a dict: each node of the graph of ``main`` -> a tuple with one description for each of its results, of
-    what padding the model's inputs does to it: which dims grow with the batch, and which numbers padded elements have.
+    """Return a dict from each node of the graph of ``main`` to a tuple that says for each of its results what is known
+    of it if the model's inputs are padded: which dims grow with the batch, and which numbers padded elements have.
 
     ``main``, ``other``: the model captured for two batch sizes. ``pairs``: node of ``main`` -> the same node of
     ``other``. ``axis``: the padding of the inputs.
@@ -182,11 +182,11 @@ def _explain_hiding(main: Captured, hiding: Mapping[str, KeyHiding]) -> str:
 
 
 def _propagate_through_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
-    """Return a tuple with one description for each result of the operator ``node``, of what padding the model's inputs
-    does to it: which dims grow with the batch, and which numbers padded elements have.
+    """Return, for each result of the operator ``node``, what is known of it if the model's inputs are padded: which
+    dims grow with the batch, and which numbers padded elements have.
 
-    ``partner``: the same operator in the graph for another batch size. ``values``: the descriptions of the results
-    of earlier nodes. ``sizes``: the batch sizes of the two graphs, in elements along the padded axis.
+    ``partner``: the same operator in the graph for another batch size. ``values``: for each earlier node, what is known
+    of its results. ``sizes``: the batch sizes of the two graphs, in elements along the padded axis.
     """
     if get_operator_name(node) == "getitem":
         source, index = node.args
@@ -205,9 +205,10 @@ def _propagate_through_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.
 
 
 def _describe_input(node: fx.Node, path: str, axis: _PaddingAxis) -> PaddedValue:
-    """Return a description of a model input under padding: which dims grow with the batch, and which number the new
+    """Return what is known of a model input under padding: which dims grow with the batch, and which number the new
     elements have. ``node``: the input's placeholder. ``path``: the input's path in the arguments of the model.
-    ``axis``: how the inputs are padded."""
+    ``axis``: how the inputs are padded.
+    """
     value = make_fixed_value(list_result_shapes(node)[0])
     if path not in axis.dims:
         return value
@@ -215,8 +216,8 @@ def _describe_input(node: fx.Node, path: str, axis: _PaddingAxis) -> PaddedValue
 
 
 def _describe_state(main: Captured, other: Captured, name: str, axis: _PaddingAxis) -> PaddedValue:
-    """Return a description of the parameter, buffer or constant ``name`` under padding: which dims grow with the batch
-    size, and its fault, if it has one.
+    """Return what is known of the parameter, buffer or constant ``name`` if the model's inputs are padded: which dims
+    grow with the batch size, and its fault, if it has one.
 
     It has a fault (a reason why padding may change results) if its shape or its values depend on the batch size. There
     is one exception: a constant whose dims grow with the batch, and whose elements are equal for both batch sizes at
@@ -235,11 +236,12 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _PaddingAx
 
 
 def _iterate_preserved_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
-    """Yield descriptions, under padding, of the values of ``main`` that padding must not change: the loss, new values
-    of buffers, and outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
+    """Yield what is known of each value of ``main`` that padding must not change: the loss, new values of buffers, and
+    outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
 
-    ``main``: the captured model. ``values``: node -> descriptions of its results under padding. If the loss has a
-    dim that grows with the batch, it is yielded a second time, with a fault, because padding would add terms to it.
+    ``main``: the captured model. ``values``: node -> what is known of each of its results if the batch is padded. If
+    the loss has a dim that grows with the batch, it is yielded a second time, with a fault, because padding would add
+    terms to it.
     """
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
@@ -251,8 +253,9 @@ def _iterate_preserved_values(main: Captured, values: Mapping[fx.Node, Values]) 
 
 def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[str, tuple[int, int]]:
     """Return a dict: path of an output of the model ``main`` -> (the dim that grows with the batch, by how many
-    elements its size exceeds that of the batch). Outputs that do not grow are left out. ``values``: node ->
-    descriptions of its results under padding."""
+    elements its size exceeds that of the batch). Outputs that do not grow are left out. ``values``: node -> what is
+    known of each of its results if the batch is padded.
+    """
     by_name = {node.name: found[0] for node, found in values.items()}
     found: dict[str, tuple[int, int]] = {}
     for output in main.outputs:

@@ -154,8 +154,9 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
 
 def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
     """Return whether the two models ``main`` and ``other`` have the same calls of blocks, states, inputs and outputs,
-    apart from sizes, and no attention within packed documents or with prefixes (keys that all queries of their document
-    see), whose arguments depend on the batch."""
+    apart from sizes. Return false for attention within packed documents or with prefixes (keys that all queries of
+    their document see), because its arguments depend on the batch.
+    """
     if main.calls != other.calls or main.blocks.keys() != other.blocks.keys() or main.outputs != other.outputs:
         return False
     if [i.value for i in main.inputs] != [i.value for i in other.inputs]:

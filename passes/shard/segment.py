@@ -177,8 +177,8 @@ class _ModuleCall:
 
 
 def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[OperatorGroup]:
-    """Cut ``nodes`` (operators, in order) into consecutive groups, each of which becomes a call of the model, such as
-    the run of one layer.
+    """Return ``nodes`` (operators, in order) cut into consecutive groups, each of which becomes a call of the model,
+    such as the run of one layer.
 
     Every node is in exactly one group. ``classes``: module path -> class name.
     """

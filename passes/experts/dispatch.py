@@ -31,8 +31,8 @@ from partitioner.passes.rules.strategies import append_local_call, enumerate_str
 
 aten = torch.ops.aten
 
-_SHAPED = (aten.reshape.default, aten.view.default, aten.expand.default)  # operators that are given a shape
-_ADDED_TEST_ROWS = 7  # how many rows more an operator is tried with
+_SHAPED = (aten.reshape.default, aten.view.default, aten.expand.default)  # operators with a shape among their arguments
+_ADDED_TEST_ROWS = 7  # rows that are added to find out whether an operator works on any number of rows
 
 
 def distribute_experts(

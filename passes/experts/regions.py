@@ -252,7 +252,8 @@ class _RegionFinder:
             elif any(rows in factors or experts in factors for factors in dims):
                 place = _find_row_dims(rows, experts, dims)
                 by = [d for d, held in enumerate(dims) if experts in held]
-                if not any(rows in held for held in dims) and self._is_table(operand, by[0]):  # a bias of each expert
+                # a parameter of each expert, such as a bias
+                if not any(rows in held for held in dims) and self._is_table(operand, by[0]):
                     self._add_table(operand, by[0])
                     continue
                 if place is None:

@@ -140,7 +140,7 @@ class _Unsorter:
         graph."""
         if any(dim is not None for dim in unsorted.dims):
             self.unsorted_values[node] = unsorted
-        elif unsorted.node.op == "call_function":  # in its place, so that an output keeps its name
+        elif unsorted.node.op == "call_function":  # ``node`` is changed in place, so that an output keeps its name
             node.target, node.args, node.kwargs = unsorted.node.target, unsorted.node.args, unsorted.node.kwargs
         else:
             node.replace_all_uses_with(unsorted.node)
@@ -445,7 +445,8 @@ def _find_factor_dim(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None
     return held[0] if len(held) == 1 and dims[held[0]] == (name,) else -1
 
 
-MADE_BY = "made_by"  # in a node's meta: the node of the block that it is kept, or made once more, with
+# key of a node's meta: name of the node of the block that was inserted for; if that one is recomputed, so is this node
+MADE_BY = "made_by"
 
 _PRODUCT = ops.expert_mm.default
 

@@ -224,7 +224,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-# Without a tensor among its arguments there is no device to dispatch on.
+# The operator has no tensor among its arguments, so there is no device to dispatch on.
 _library.impl("axis_index", lambda axis, size: torch.empty((), dtype=torch.int64, device="meta"), "BackendSelect")
 
 
@@ -369,7 +369,7 @@ torch.library.register_autograd(
     f"{NAMESPACE}::context_scored_attention", _scored_backward, setup_context=_save_scored_context, lib=_library
 )
 
-ROUTED = frozenset({"route", "dispatch", "combine"})  # in numbers of rows that only the data tells
+ROUTED = frozenset({"route", "dispatch", "combine"})  # they communicate numbers of rows that depend on the data
 
 CONTEXT = frozenset(
     {

@@ -227,7 +227,7 @@ def _is_floating_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
-# What reads nothing of its first operand but shape and type.
+# Operators that read only the shape and dtype of their first operand.
 _SHAPE_ALONE = frozenset(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided zero fill copy"
     .split()
@@ -264,14 +264,14 @@ _LINEAR = _build_position_table(
     ("where", ((1, 2),)),
     ("constant_pad_nd masked_fill masked_scatter index_put _unsafe_index_put put", ((0, 2),)),
     ("scatter scatter_add scatter_reduce index_add index_copy index_fill", ((0, 3),)),
-    # products: in one factor, while the other is held
+    # products are linear in one factor while the other is fixed
     ("mul mm bmm mv dot vdot", ((0,), (1,))),
     ("addmm baddbmm addbmm addmv addr addcmul", ((0, 1), (0, 2))),
     ("convolution", ((0, 2), (1, 2))),
     ("_trilinear", ((0,), (1,), (2,))),
 )
 
-# Operators of which some forms alone are linear.
+# Operators that are linear only in some forms -> whether a call is.
 _LINEAR_IF: dict[str, Callable[[fx.Node], bool]] = {
     "view": lambda node: node.target is not aten.view.dtype,
     "div": lambda node: node.kwargs.get("rounding_mode") is None,

@@ -85,7 +85,7 @@ class ModelInput:
     number: Literal["int", "float"] | None = None
 
 
-Plain = bool | int | float | str | None  # values of arguments that are no tensors
+Plain = bool | int | float | str | None  # values of arguments that are not tensors
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class FoldedModel:
     values: dict[str, TensorSpec]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     tree: str | None = None  # the result's pytree, as torch.utils._pytree.treespec_dumps writes it
-    notes: tuple[str, ...] = ()  # what the user should know: operators left alone, caches dropped
-    updates: dict[str, str] = field(default_factory=dict)  # buffer -> the value that it takes at the end of a step
+    notes: tuple[str, ...] = ()  # messages for the user, such as that caches were dropped
+    updates: dict[str, str] = field(default_factory=dict)  # buffer -> name of the value that it has after a step
     # buffer -> the factor of its old value, for updates that are summed over microbatches and data-parallel ranks
     keeps: dict[str, float] = field(default_factory=dict)
     initial: dict[str, Any] = field(default_factory=dict)  # buffer -> its initial value: a number, or nested lists
@@ -250,10 +250,10 @@ class Captured:
     tree: str | None = None
     notes: tuple[str, ...] = ()
     classes: dict[str, str] = field(default_factory=dict)  # module path -> class name
-    updates: dict[str, str] = field(default_factory=dict)  # state -> node: what forward leaves in it
-    keeps: dict[str, float] = field(default_factory=dict)  # see FoldedModel
+    updates: dict[str, str] = field(default_factory=dict)  # state -> name of the node with its value after forward
+    keeps: dict[str, float] = field(default_factory=dict)  # as in FoldedModel
     signature: CallSignature = field(default_factory=CallSignature)
-    turns: tuple[Captured, ...] = ()  # with turns of loops empty, and without: see passes/experts/traced_loops.py
+    turns: tuple[Captured, ...] = ()  # pairs of further captures, which passes/experts/traced_loops.py compares
 
     def with_(self, **changes: Any) -> Captured:
         return replace(self, **changes)

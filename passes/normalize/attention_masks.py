@@ -218,7 +218,8 @@ def _term_to_band(strict: bool, by_key: Tensor, by_query: Tensor) -> Band | None
     step = int(by_key[1] - by_key[0])
     if step not in (1, -1) or any(bool((x.diff() != step).any()) for x in (by_key, by_query)):
         return None
-    between = float(by_query[0] - by_key[0])  # step * (key - query) is at most, or less than, this
+    # a query sees a key if step * (key - query) is at most, or less than, this
+    between = float(by_query[0] - by_key[0])
     limit = math.ceil(between) - 1 if strict else math.floor(between)
     return Band(None, limit) if step == 1 else Band(limit, None)
 
@@ -352,7 +353,7 @@ def trace_flex_attention() -> Iterator[None]:
         "flex_attention_hop": _attend_flexibly,
     }
     with ExitStack() as stack:
-        if all(hasattr(flex_attention, name) for name in replaced):  # otherwise another torch
+        if all(hasattr(flex_attention, name) for name in replaced):  # other versions of torch lack these functions
             for name, value in replaced.items():
                 stack.enter_context(mock.patch.object(flex_attention, name, value))
         yield

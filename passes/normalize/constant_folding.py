@@ -94,7 +94,7 @@ class DataComparison:
         return DataComparison(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
 
 
-# A boolean tensor that must hold is a condition, too.
+# A condition may also be a boolean tensor, all of whose elements count.
 Condition = Comparison | DataComparison | Tensor
 
 
@@ -110,7 +110,8 @@ class ConditionalValue:
     hidden: Tensor
 
 
-# A tensor with size 1 in constant dims; or conditions that must all hold; or a choice between two numbers; or data.
+# What is known of a tensor: its elements, with size 1 in constant dims; conditions that must all hold; a choice between
+# two numbers by conditions; or from which elements of a data-dependent tensor its elements are copied.
 Value = Tensor | tuple[Condition, ...] | ConditionalValue | GatheredValue
 
 MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
@@ -192,7 +193,7 @@ class ConstantEvaluator:
 
 
 _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
-_MOST_DIMS = 4  # of a tensor of data that masks are made of
+_MOST_DIMS = 4  # most dims of a data-dependent tensor that is followed
 
 
 class MaskEvaluator(ConstantEvaluator):

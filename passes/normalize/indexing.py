@@ -24,7 +24,7 @@ from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
 from partitioner.passes.normalize.shapes import to_dtype
 
-_SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
+_SUM, _MEAN, _MAX = range(3)  # torch's codes of the modes
 
 
 class BagReduction(NamedTuple):

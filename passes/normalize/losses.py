@@ -30,7 +30,7 @@ aten = torch.ops.aten
 CASTS = (aten._to_copy.default, aten.to.dtype)
 
 KEEPS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
-_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # arguments of a slice
+_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # default arguments of a slice
 SWAPS = (aten.transpose.int, aten.permute.default)
 _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
@@ -319,7 +319,7 @@ REDUCTION_AT = {
     aten.multi_margin_loss.default: 5,
 }
 
-# Operators with several results, which have no rule here.
+# Operators with two results, which have no rule here.
 _OF_TWO = {aten.multilabel_margin_loss_forward.default}
 
 LOSSES: dict[Any, Rule] = {

@@ -720,7 +720,7 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     form = classify_scores([_pad_to_four_dims(value)], query[1], query[-2])
     if form is None:
         return False
-    if form.prefix is None and form.slopes is None:  # which drop_constant_masks finds where constants are small
+    if form.prefix is None and form.slopes is None:  # drop_constant_masks finds such masks if constants are small
         return replace_mask(graph, node, form.documents or form.band, writer.ids)
     further = writer.write_operands(form, query[0], query[1])
     how = (node.kwargs.get("scale"), None, *form.list_reach())

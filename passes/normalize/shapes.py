@@ -32,7 +32,7 @@ def rewrite_cast(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Rewrite ``x.to(...)`` in any of its forms as a cast to a dtype, and return its node; return ``x`` if it has this
     dtype already. ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of ``to`` after ``x``:
     a dtype, or a tensor whose dtype is taken; devices among them are ignored."""
-    if not isinstance(x, fx.Node):  # a plain number, which nested vmaps pass
+    if not isinstance(x, fx.Node):  # a plain number, as nested vmaps pass it
         return _create_full_tensor(build, x)
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.dtype):

@@ -200,7 +200,7 @@ def match_weight_product(node: fx.Node, states: Collection[str]) -> WeightProduc
     ``states``: the names of the placeholders that are parameters or buffers. Types and divisibility of the sizes are
     not checked here.
     """
-    if node.target not in _PLACES or node.kwargs:  # addmm's alpha and beta
+    if node.target not in _PLACES or node.kwargs:  # addmm may have alpha and beta
         return None
     *places, transposed = _PLACES[node.target]
     x, weight, bias = (node.args[place] if place < len(node.args) else None for place in places)

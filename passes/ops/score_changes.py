@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ON_CPU = 256  # queries, and keys, of a block on a CPU, whose caches hold the scores
-_ELSEWHERE = 1024  # on other devices, where each block costs launches
-_MOST_SCORES = 1 << 24  # of a block in all heads and samples
+_ON_CPU = 256  # most queries, and keys, of a block on a CPU, so that its caches hold the scores
+_ELSEWHERE = 1024  # most queries, and keys, on other devices, where each block costs launches
+_MOST_SCORES = 1 << 24  # most scores of a block in all heads and samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,8 @@ def _compute_scores(
     ``q`` ``[..., heads, queries, d]``, ``k`` ``[..., kv heads, keys, d]``. ``scoring``: how scores are computed.
     """
     hidden, offset, factor, change = scoring
-    scaled = q * (factor if change.cap is None else factor / change.cap)  # smaller than the scores
+    # the queries are scaled, because they are fewer numbers than the scores
+    scaled = q * (factor if change.cap is None else factor / change.cap)
     scores = _multiply_by_key_heads(scaled, k.transpose(-2, -1)).to(wide_dtype)
     bent = None
     if change.cap is not None:

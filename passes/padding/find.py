@@ -90,7 +90,7 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
             fault = _explain_hiding(main, hiding)
             return AxisPadding(dict(fills), _find_output_dims(main, values), fault, hiding)
         faults.append(fault)
-    return AxisPadding(fault=faults[-1])  # that of the most numbers that are left out
+    return AxisPadding(fault=faults[-1])  # that of the last attempt, which leaves out the most numbers
 
 
 @dataclass(frozen=True)

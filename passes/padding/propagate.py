@@ -33,14 +33,14 @@ from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.attention import find_attention_band
 from partitioner.passes.rules.factors import OpFactors, get_node_argument, normalize_dim, normalize_dims, operands_of
 
-Values = tuple[PaddedValue, ...]  # the results of a node
-Sizes = tuple[int, int]  # of the batch: as it is planned, and in the other graph
+Values = tuple[PaddedValue, ...]  # what is known of each result of a node
+Sizes = tuple[int, int]  # batch sizes: that of the plan, and that of the other graph
 Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 
 _READS_DOCUMENT_IDS = (
     "partition::document_attention",
     "partition::scored_attention",
-)  # read data of rows instead of a mask
+)  # these read document ids and prefixes instead of a mask
 _ATTENTIONS = ("partition::band_attention", *_READS_DOCUMENT_IDS)
 
 
@@ -302,7 +302,7 @@ def _find_fill_value(
     ]
     if name in VIEWS:
         return numbers[0]
-    if name in ("cat", "stack", "select", "slice"):  # along another dim
+    if name in ("cat", "stack", "select", "slice"):  # the part is along another dim than the joined or cut one
         return numbers[0] if len({*numbers}) == 1 else None
     return apply_to_numbers(node, numbers) if is_pointwise(node) else None
 
@@ -345,7 +345,8 @@ def _add_coordinates(
         a, b = (_move_dim(o.counts, home) for o, home in zip(operands, homes, strict=True))
         if a is None or b is None or a == b:
             return value
-        # the later dim is that of keys, as everywhere; where the key is behind, the order is known
+        # The later dim is that of keys, as in all attention masks. If the key comes after the query, the comparison is
+        # known.
         query, key = min(a, b), max(a, b)
         return replace(value, causal=(query, key, float(ORDERS[name](1, 0) if a == key else ORDERS[name](0, 1))))
     if not is_pointwise(node):
@@ -362,7 +363,7 @@ def _compare_distance(name: str, sign: float, number: Any) -> float | None:
     """
     if not isinstance(number, int | float):
         return None
-    if sign < 0:  # as of the distance with its sign turned
+    if sign < 0:  # compare the negative distance instead
         name, number = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[name], -number
     if name in ("gt", "le") and number < 1:
         return float(name == "gt")
@@ -448,8 +449,8 @@ def _propagate_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVa
     start = start + size if start < 0 else start
     if get_node_argument(node, "step", 1) != 1 or len(operands) > 1:
         return x.with_dim(dim, part).with_fault(_format_reason(node, "picks places of what is padded"))
-    cut = size - start - length  # at the end
-    if length == 1 and start == 0 and size > 1:  # the first place, which is real
+    cut = size - start - length  # number of elements that are cut at the end
+    if length == 1 and start == 0 and size > 1:  # only the first element, which belongs to the original batch
         return x.with_dim(dim, DimPart(1))
     return x.with_dim(dim, DimPart(length, True, part.offset - start - cut, part.fill if cut == 0 else None))
 
@@ -605,7 +606,7 @@ def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
         elif own is None and not any(p.grows for p in x.dims[d]):
             dims.append(tuple(replace(p, fill=None) for p in index.dims[d]))
         elif own is not None and asked is not None and own.kind == asked.kind and index.counts == d:
-            dims.append((own,))  # each place reads itself
+            dims.append((own,))  # each element reads its own position
             itself = True
         else:
             return index.with_fault(fault or _format_reason(node, "reads places of what is padded"))

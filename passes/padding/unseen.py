@@ -20,8 +20,8 @@ from partitioner.passes.padding.values import PaddedValue
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import get_meta_tensor, get_node_argument, normalize_dims, operands_of
 
-Values = Mapping[fx.Node, tuple[PaddedValue, ...]]  # node -> descriptions of its results under padding
-Unseen = Literal["all", "first", "gap"]  # which hidden positions may leave a query without keys (InputPadding.unseen)
+Values = Mapping[fx.Node, tuple[PaddedValue, ...]]  # node -> what is known of each result if the batch is padded
+Unseen = Literal["all", "first", "gap"]  # at which hidden positions a query sees no key
 
 
 @dataclass(frozen=True)

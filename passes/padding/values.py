@@ -39,7 +39,7 @@ class DimPart:
 
 
 Parts = tuple[DimPart, ...]
-Causal = tuple[int, int, float]  # dim of queries, dim of keys, number where the key is behind the query
+Causal = tuple[int, int, float]  # (dim of queries, dim of keys, number where the key comes after the query)
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ def _lower_affine_grid(local: LocalBuilder) -> fx.Node:
     return local.copy(size=[local.result_shape()[0], *sizes[1:]])
 
 
-_MATRIX = 2  # dims
+_MATRIX = 2  # number of dims of a matrix
 
 
 @register_family(

@@ -70,7 +70,7 @@ class Journal(TorchFunctionMode):
         self.entries: list[Any] = []
         self.needs_trace = False
         self._places: dict[int, int] = {}
-        self._held: list[Tensor] = []  # whose identities are not given to others
+        self._held: list[Tensor] = []  # tensors that are kept alive, so that their ids are not reused
         for operand in operands:
             self._assign_tensor_place(operand)
 
@@ -186,16 +186,16 @@ def pause_trace_and_journal() -> Iterator[None]:
         yield
 
 
-_MIN_GROUP_SIZE = 3  # members of a group that are worth it: one is traced, and one is run beside the trace
+_MIN_GROUP_SIZE = 3  # fewest equal modules for which it pays: one is traced, and one is run outside of the trace
 
-_NUM_CALLS_RUN = 2  # calls that show what all do
+_NUM_CALLS_RUN = 2  # calls that are run to show what the others compute
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
-_made_by: dict[int, list[Spec]] = {}  # by number of the memo: what a call makes
+_made_by: dict[int, list[Spec]] = {}  # number of a group of equal calls -> specs of their result tensors
 _numbers = itertools.count()
 
-_library = torch.library.Library("partition", "FRAGMENT")  # quicker to trace than a custom_op: its calls are many
+_library = torch.library.Library("partition", "FRAGMENT")  # traced faster than a custom_op, and called often
 
 _library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member) -> Tensor[]")
 
@@ -235,8 +235,8 @@ class _CallMemo:
 
     number: int
     num_run: int = 0
-    journal: Journal | None = None  # of the first call
-    must_trace: bool = False  # each call is traced, since the first one could not stand for others
+    journal: Journal | None = None  # record of the first call
+    must_trace: bool = False  # whether every call must be traced
     leaves: tuple[tuple[str, Any], ...] = ()
     tree: pytree.TreeSpec | None = None
 
@@ -256,8 +256,9 @@ class LayerRepeats:
     memos: dict[Any, _CallMemo] = field(default_factory=dict)
     refused: list[ModuleGroup] = field(default_factory=list)
     _called: set[int] = field(default_factory=set)
-    _journals: list[Journal] = field(default_factory=list)  # of the calls that are being shown, the outermost first
-    _beside: bool = False  # whether one of them is not in the graph
+    # journals of the calls that are being recorded, outermost first
+    _journals: list[Journal] = field(default_factory=list)
+    _beside: bool = False  # whether one of these calls runs outside of the trace
 
     @classmethod
     def find(cls, model: nn.Module) -> LayerRepeats:
@@ -274,7 +275,8 @@ class LayerRepeats:
         self.parked = ParkedParameters(model)
         outer = {name for group in self.groups for name in group.names}
         for group in self.groups:
-            # the first call may be of another kind: its input needs no gradient
+            # One more module keeps its parameters: the first call may be of another kind, if its input needs no
+            # gradient.
             for module, name in list(zip(group.members, group.names, strict=True))[_NUM_CALLS_RUN + 1 :]:
                 if not any(name.startswith(other + ".") for other in outer):
                     self.parked.select(module, name, group.members[0])
@@ -337,7 +339,7 @@ class LayerRepeats:
             return self._append_layer_operator(self.parked, index, module, args, kwargs)
         again = id(module) in self._called
         self._called.add(id(module))
-        with torch._C.DisableTorchFunction():  # the tracer's, which sees every look at a tensor
+        with torch._C.DisableTorchFunction():  # the tracer's function mode would record reads of tensor attributes
             call = None if again else _RepeatedCall.describe(module, self.groups[index].own_attributes, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)
@@ -529,7 +531,7 @@ class _RepeatedCall:
         operands = [*states, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         if not all(map(is_simple, plain)) or any(getattr(t, "constant", None) is not None for t in operands):
             return None
-        if any(isinstance(size, SymInt) for t in operands for size in t.shape):  # rows that the data select
+        if any(isinstance(size, SymInt) for t in operands for size in t.shape):  # sizes that depend on data
             return None
         places: dict[int, int] = {}
         stored: dict[int, int] = {}

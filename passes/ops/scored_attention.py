@@ -78,10 +78,10 @@ def list_marked_tiles(
     compute.
 
     ``queries``, ``keys``: documents and prefixes (keys that all queries of their document see) of the local positions
-    of the queries and of the keys. ``query_ranges``, ``key_ranges``: where these positions are in the whole sequence:
-    ranges of positions for the queries (``query_ranges``) and for the keys (``key_ranges``). ``band``: the positions
-    around its own that a query sees. ``prefix_band``: those within which it sees keys of a prefix; they include those
-    in ``band``."""
+    of the queries and of the keys. ``query_ranges``, ``key_ranges``: the ranges of the whole sequence in which these
+    positions are. ``band``: the positions around its own that a query sees. ``prefix_band``: those within which it sees
+    keys of a prefix; they include those in ``band``.
+    """
     shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, key_ranges)
     return list_document_tiles(
         find_runs(queries.ids, query_ranges),
@@ -104,8 +104,9 @@ def get_prefix_band(limits: Sequence[int] = ()) -> Band:
 def scored_attention(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention within documents with changed scores or prefixes: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b,
-    kv, s, d]``. Return the result and the logsumexp of the changed scores ``[b, h, s]``.
+    """Compute attention in which a query sees keys of its own document only, with changed scores or prefixes: ``q``
+    ``[b, h, s, d]``, ``k`` and ``v`` ``[b, kv, s, d]``. Return the result and the logsumexp of the changed scores ``[b,
+    h, s]``.
 
     ``ids`` ``[b, s]``: the document of each position, ``None`` for one document per row. ``prefix`` ``[b, s]``: true at
     the keys that all queries of their document see; ``None`` for none. ``slopes`` ``[h]``: added to a score for each
@@ -113,7 +114,8 @@ def scored_attention(
     in order. Two are for the cost model alone: typical lengths of documents, and the mean number per row of pairs of a
     query and a later key that it sees because of the prefix. Then: how many positions a query sees before and after its
     own (-1: no limit); the factor of the scores (``None``: ``1 / sqrt(d)``); their cap (``None`` for none); and the
-    numbers of positions before and after its own within which a query sees keys of a prefix (absent: no limit)."""
+    numbers of positions before and after its own within which a query sees keys of a prefix (absent: no limit).
+    """
     _, _, before, after, scale, cap, *prefix_band = options
     band, marks, parts = make_band(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
     attention = DocumentAttention(q, marks.group_rows(), band, scale, v.shape[-1], ScoreChange(cap, slopes))

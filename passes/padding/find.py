@@ -164,8 +164,9 @@ def _find_hiding(
 
 
 def _list_hiding_numbers(source: fx.Node) -> set[float]:
-    """Return the numbers by which an input may hide keys: 0 and 1, and those with which the graph compares it.
-    ``source``: the input's placeholder."""
+    """Return the numbers by which a model input may hide keys of an attention: 0 and 1, as in masks, and the numbers
+    with which the graph compares the input. ``source``: the input's placeholder.
+    """
     return {0.0, 1.0, *(each.number for each in _find_compared_numbers(source))}
 
 

@@ -101,7 +101,7 @@ def list_mask_nodes(main: Captured, scores: Collection[UnmaskedScores]) -> list[
 
 def find_varying_dims(nodes: Sequence[fx.Node], values: Values) -> dict[fx.Node, frozenset[int]]:
     """Return a dict from each of ``nodes`` to the dims along which its elements may differ. Numbers that depend only on
-    the distance between key and query count as equal, because a query always sees its own key under a mask of such
+    how far key and query are apart count as equal, because a query always sees its own key under a mask of such
     numbers.
 
     ``nodes``: nodes that compute attention masks, in the order of the graph; operands that are not among them count as

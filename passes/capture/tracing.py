@@ -336,7 +336,8 @@ class Tracer:
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
             """Call the model's forward, and return its output, or (output, loss) if there is a loss function. At the
-            end, store the attributes of all modules, to find out later which ones forward changed."""
+            end, store the attributes of all modules, to find out later which of them forward changed.
+            """
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
             attributes_after.clear()

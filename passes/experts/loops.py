@@ -88,9 +88,9 @@ def route_loops(captured: Captured) -> Captured:
 class _LoopMerger:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
-    ``head``: the last operator of the loop. ``known``: dict from each tuple of corresponding nodes, one of each expert,
-    to the value that replaces them. A value that all experts share stays the node that it is. ``captured``: the model.
-    ``numbers``: assigns equal integers to nodes that compute the same value.
+    ``head``: the last operator of the loop. ``known``: tuple of corresponding nodes, one of each expert -> the value
+    that replaces them; a node that all experts share is not replaced. ``captured``: the model. ``numbers``: assigns
+    equal integers to nodes that compute the same value.
     """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: ExpertLoop, numbers: ValueNumbers) -> None:

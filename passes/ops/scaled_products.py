@@ -21,7 +21,7 @@ BLOCK = 32  # numbers with one scale
 
 _TYPE = torch.float8_e4m3fn
 _MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that zeros have a scale
-_MIN_EXPONENT, _MAX_EXPONENT = -127, 127  # of float8_e8m0fnu
+_MIN_EXPONENT, _MAX_EXPONENT = -127, 127  # smallest and largest exponent of float8_e8m0fnu
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = _TYPE) -> tuple[Tensor, Tensor]:

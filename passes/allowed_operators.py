@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # reports read plans without PyTorch
 NAMESPACE = "partition"
 ENVIRONMENT = "PARTITION_ALLOW_OPERATORS"  # names as for allow_operators, separated by commas
 
-_MODULES = ("random", "experts", "fp8", "cross_entropy", "recurrent")  # of passes/ops, with operators of plans
+_MODULES = ("random", "experts", "fp8", "cross_entropy", "recurrent")  # modules of passes/ops with operators of plans
 
 _NEVER_WHOLE = frozenset({"aten", "prim", "prims", "profiler", "debugprims", "rngprims", "inductor", "quantized"})
 _NAME = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)\w+(?:\.\w+)?)?", re.ASCII)

@@ -72,6 +72,6 @@ class InternalError(PartitionError):
 
 
 class UnrolledLoopWarning(UserWarning):
-    """Issued if a Python loop in forward becomes a thousand operators or more, which makes planning slow. The message
-    has the loop's source line.
+    """Issued if a Python loop in a model's forward becomes a thousand operators or more, which makes planning slow. The
+    message has the loop's source line.
     """

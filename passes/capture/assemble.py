@@ -43,7 +43,8 @@ _KINDS: dict[InputKind, StateKind] = {
     InputKind.BUFFER: "buffer",
     InputKind.CONSTANT_TENSOR: "constant",
 }
-# Strides differ between devices and layouts: what asks for particular ones becomes what does not.
+# Strides differ between devices and layouts, so operators that ask for particular strides are replaced by ones that do
+# not.
 _STRIDE_FREE: dict[Any, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
@@ -345,7 +346,7 @@ def _collect_model_outputs(
         loss = next((leaf for leaf in named if isinstance(leaf, fx.Node) and _is_scalar(leaf)), None)
     try:
         written = pytree.treespec_dumps(tree)
-    except (NotImplementedError, ValueError, TypeError):  # a class that does not say how it is written
+    except (NotImplementedError, ValueError, TypeError):  # pytree cannot write this class as text
         written = None
     return outputs, loss.name if loss is not None else None, written, updates
 

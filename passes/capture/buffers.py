@@ -51,7 +51,8 @@ _NORMS = (
     aten.miopen_batch_norm.default,
     aten.instance_norm.default,
 )
-_STATISTICS, _FROM_BATCH = (3, 4), 5  # the places of their operands, and of what says that these are changed
+# positions of the running mean and variance, and of the flag that has them updated
+_STATISTICS, _FROM_BATCH = (3, 4), 5
 
 
 def spell_out(graph: fx.Graph) -> bool:
@@ -107,7 +108,7 @@ _TABLES = {"_buffers": "buffer", "_parameters": "parameter"}
 
 _DATA_GET, _DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
-_MOST_OBJECTS = 100_000  # that are searched for tensors
+_MOST_OBJECTS = 100_000  # most objects that are searched for parameters and buffers
 
 
 @contextmanager
@@ -121,7 +122,7 @@ def trace_buffer_writes(model: nn.Module, *, in_float64: bool) -> Iterator[None]
 
     Args:
         in_float64: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype
-        from the tensor that it replaces.
+            from the tensor that it replaces.
     """
     averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_cumulative_average(m)]
     for module in averaging:
@@ -134,7 +135,7 @@ def trace_buffer_writes(model: nn.Module, *, in_float64: bool) -> Iterator[None]
         """Call the model's forward with the given arguments, copy the values that it assigned to parameters and buffers
         into the model's own tensors, and return its output.
         """
-        snapshot = _StateSnapshot.take(model)  # the tensors of this trace
+        snapshot = _StateSnapshot.take(model)  # the traced tensors, which torch.export has put into the model
         with _hide_assignments_from_export(), _DataAssignmentMode(snapshot, (args, kwargs), in_float64) as data:
             output = data.replace_in_output(forward(*args, **kwargs))
         _write_all([*data.iterate_writes(), *snapshot.restore_replaced(data)], snapshot, in_float64)
@@ -275,7 +276,7 @@ class _StateSnapshot:
 
     model: nn.Module
     states: dict[tuple[nn.Module, str, str], Tensor | None] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)  # by identity of a tensor
+    names: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its full name
     plain: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -366,7 +367,7 @@ class _DataAssignmentMode(TorchFunctionMode):
         super().__init__()
         self.held, self.double = snapshot, in_float64
         self.inputs = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
-        self.values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity of a tensor: it, and what stands for it
+        self.values: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> (it, its replacement)
         self.read: set[int] = set()
         self._plain = {id(t) for t in snapshot.plain.values()}
 
@@ -430,16 +431,17 @@ class _DataAssignmentMode(TorchFunctionMode):
 
 
 def _write_all(writes: Iterable[_TensorWrite], snapshot: _StateSnapshot, in_float64: bool) -> None:
-    """Copy values that forward assigned into the model's own tensors, at the end of forward. Raises
+    """Copy values that forward assigned into the model's own tensors, at the end of forward. Raise
     :class:`UnsupportedError` if shapes or dtypes differ, or if parameters or buffers would share memory afterwards
     although one is trained or changed in place.
 
     Args:
+        writes: the tensors to change, with their new values.
+        snapshot: the model's tensors at the start of forward.
         in_float64: whether the model is traced in float64, so that an assigned floating-point tensor may differ in
-        dtype from the tensor that receives it. writes: the tensors to change, with their new values. snapshot: the
-        model's tensors at the start of forward.
+            dtype from the tensor that receives it.
     """
-    last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
+    last = {id(w.tensor): w for w in writes}  # only one write to a tensor that has several names
     if not last:
         return
     for write in last.values():
@@ -521,7 +523,9 @@ def _check_same_spec(description: str, tensor: Tensor, value: Tensor, in_float64
 
 
 def _get_node(tensor: Tensor) -> fx.Node | None:
-    """Return the graph node that computes ``tensor`` in the present trace; ``None`` if the tensor is not traced."""
+    """Return the node that computes ``tensor`` in the graph of the trace that is running; ``None`` if the tensor is not
+    traced.
+    """
     mode = get_proxy_mode()
     slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
     return slot.proxy.node if slot is not None else None
@@ -653,9 +657,9 @@ def list_ancestors_of(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node
     return found
 
 
-_LISTED = 256  # elements of a buffer whose values are listed; of larger ones only one value that all have is kept
+_LISTED = 256  # most elements of a buffer whose differing values are listed
 
-_MAX_COMPARED_ELEMENTS = 1 << 20  # elements
+_MAX_COMPARED_ELEMENTS = 1 << 20  # most elements of a buffer that are compared with each other
 
 
 def collect_initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> dict[str, Any]:
@@ -669,7 +673,7 @@ def collect_initial_values(model: nn.Module | ExportedProgram, folded: FoldedMod
     """
     every: dict[str, Any] = (
         {} if isinstance(model, ExportedProgram) else {"remove_duplicate": False}
-    )  # which that does not take
+    )  # an exported program does not take the argument
     named = dict(model.named_buffers(**every))
     found = {}
     for name, state in folded.states.items():

@@ -61,10 +61,10 @@ from partitioner.passes.trace.kv_cache import do_caches_matter
 __all__ = ["PRECISIONS", "Captured", "capture"]
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-# A value of a non-persistent buffer is in no checkpoint; small ones are kept with the plan.
+# No checkpoint contains the non-persistent buffers; those of at most this many elements are stored in the plan.
 _KEPT_BUFFER_NUMEL = 1 << 16
-_MANY_OPERATORS = 1000  # equal operators of one source line, from which on it is said that a loop is unrolled
-_SMALL_BATCH = 2  # samples of a batch, to see what forward does
+_MANY_OPERATORS = 1000  # from this many equal operators of one source line on, a warning says that a loop is unrolled
+_SMALL_BATCH = 2  # batch size with which forward is run to see whether caches matter
 _CACHES_OFF = "generation caches are left out: use_cache is off in the plan"
 _CACHES_KEPT = (
     "forward computes something else where it makes generation caches: the plan makes them, and returns none; "
@@ -193,8 +193,9 @@ def _choose_cache_use(
 
     Args:
         fake_copy: a copy of the model with fake parameters and with the caches off. It is returned itself if the model
-        has no caches. arguments: (positional arguments, keyword arguments) of forward. dtype: the dtype to which
-        floating-point tensors are cast; ``None`` keeps their dtypes.
+            has no caches.
+        arguments: (positional arguments, keyword arguments) of forward.
+        dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """
     if not fake_copy.caches:
         return fake_copy, ()

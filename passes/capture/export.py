@@ -54,7 +54,7 @@ from partitioner.passes.trace.kv_cache import switch_caches_off
 from partitioner.passes.trace.layer_equality import is_simple
 from partitioner.passes.trace.scans import trace_scans
 
-with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
+with contextlib.suppress(ImportError):  # torch.export's tracer, otherwise imported at its first call
     importlib.import_module("torch.export._trace")
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -140,11 +140,11 @@ def make_fake_copy(
 
     def make_fake(tensor: Tensor) -> Tensor:
         empty = torch.empty(tensor.shape, dtype=cast_floating_dtype(tensor.dtype, dtype), device=_META)
-        return FakeTensor(mode, empty, _CPU)  # ten times as fast as an operator in the mode
+        return FakeTensor(mode, empty, _CPU)  # ten times as fast as creating it in the fake tensor mode
 
     for parameter in model.parameters():
         made = memo[id(parameter)] = make_fake(parameter).requires_grad_(parameter.requires_grad)
-        made._is_param = True  # as ``nn.Parameter`` says it of a fake tensor, of which it takes another view first
+        made._is_param = True  # what ``nn.Parameter`` sets, which would take another view first
     for buffer in model.buffers():
         memo[id(buffer)] = make_fake(buffer)
     for module in model.modules():
@@ -326,7 +326,8 @@ def _lift_numbers(fake_copy: ParameterlessCopy) -> Iterator[None]:
         holders = [(vars(fake_copy.module.get_submodule(c.path)), c) for c in fake_copy.counters]
         for held, counter in holders:
             buffer = fake_copy.module.get_buffer(counter.buffer)
-            value = buffer.detach().clone()  # what is computed with is not what is written to
+            # forward computes with a copy, because the buffer is overwritten at the end
+            value = buffer.detach().clone()
             held[counter.name] = LiftedNumber(value, counter.value, ("state", counter.full_name), fake_copy.scope)
         output = forward(*map_leaves(lift, args), **map_leaves(lift, kwargs))
         for held, counter in holders:
@@ -386,7 +387,7 @@ def _record_user_lines() -> Iterator[None]:
     Without it, torch.export records the line of a ``forward`` and collects the text of every stack frame.
     """
     known = hasattr(TracerBase, "_filter_traceback_frames") and hasattr(fx_proxy, "CapturedTraceback")
-    if not known:  # another torch
+    if not known:  # this version of torch has no such functions
         yield
         return
     unchanged = mock.patch.object(TracerBase, "_filter_traceback_frames", lambda tracer, line: line)
@@ -423,7 +424,7 @@ class _UserLine(tuple[str, ...]):
         return self
 
 
-_ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by; the latter calls its loss
+_ENTRIES = ("forward", "with_loss")  # the functions by which a trace enters a model; the latter also calls the loss
 
 
 def try_forward(
@@ -500,7 +501,7 @@ _LEN = (
     "how many rows a mask selects only the data tell, and len() makes a number of it: ask for rows.shape[0], or for "
     "rows.numel()"
 )
-# Functions of torch that ask for numbers -> what to write instead.
+# Function of torch that reads numbers out of tensors -> what the user should write instead.
 _ADVICE_BY_FUNCTION = {
     "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
     "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
@@ -510,7 +511,7 @@ _ADVICE_BY_FUNCTION = {
     "scaled_dot_product_attention with a mask",
 }
 
-# What torch.export says -> what to do.
+# Part of a message of torch.export -> what the user should do.
 _ADVICE = {
     "RecursionError": "modules or calls are nested deeper than Python's limit: raise it (sys.setrecursionlimit), "
     "unless forward calls itself without end",
@@ -526,7 +527,7 @@ def _explain_trace_failure(model: nn.Module, error: Exception, random_operators:
     Args:
         error: the exception that torch.export raised.
         random_operators: if forward tried to read a tensor as a Python number and random operators compute this tensor,
-        the names of these operators; otherwise empty. The advice in the message depends on it.
+            the names of these operators; otherwise empty. The advice in the message depends on it.
     """
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = locate_error(error), f"{type(error).__name__}: {error}"

@@ -38,8 +38,8 @@ from partitioner.passes.trace.concrete_scalars import list_written_operands
 
 aten = torch.ops.aten
 
-# Operators that return the very tensor that they are given where there is nothing to do, and when that is so: it keeps
-# its gradient even where gradients are off.
+# Operators that return their operand itself if there is nothing to do -> condition for this. The operand then keeps its
+# gradient even where gradients are off.
 _NO_OP_CONDITIONS: dict[Any, Callable[..., bool]] = {
     aten.contiguous.default: lambda x, **options: not options and x.is_contiguous(),
     aten.flatten.using_ints: lambda x, *_: x.dim() == 1,
@@ -76,7 +76,7 @@ def is_no_op(node: fx.Node) -> bool:
     return isinstance(args[0], Tensor) and condition(*args, **kwargs)
 
 
-# Operators whose gradients are computed from no value of their operands or results, but for indices and masks.
+# Operators whose gradients need no values of their operands or results, except indices and masks.
 _SAVES_NO_OPERANDS = frozenset(
     {
         aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.neg.default, aten.clone.default, aten.detach.default,
@@ -95,13 +95,16 @@ class StorageTracker:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[fx.Node, fx.Node] = {}  # the first node of the same memory
-        self._history: dict[fx.Node, fx.Node] = {}  # the same, but what is detached begins anew
-        self._grad: dict[fx.Node, set[fx.Node]] = {}  # memory -> its histories with a gradient
-        self._without: dict[fx.Node, fx.Node] = {}  # what stands for a node where gradients are off -> that node
-        self._hidden: dict[fx.Node, fx.Node] = {}  # memory -> what wrote to it behind a gradient's back
-        self._kept: dict[fx.Node, fx.Node] = {}  # memory -> the first operator whose gradient may need its numbers
-        self._spoilt: list[tuple[fx.Node, fx.Node]] = []  # what writes to such memory, and that operator
+        self._memory: dict[fx.Node, fx.Node] = {}  # node -> the first node with the same memory
+        self._history: dict[fx.Node, fx.Node] = {}  # the same, except that a ``detach`` starts a new history
+        self._grad: dict[fx.Node, set[fx.Node]] = {}  # memory (its first node) -> its histories that have a gradient
+        # ``detach`` that replaces a node where gradients are off -> that node
+        self._without: dict[fx.Node, fx.Node] = {}
+        # memory -> the operator that wrote to it without autograd's knowledge
+        self._hidden: dict[fx.Node, fx.Node] = {}
+        self._kept: dict[fx.Node, fx.Node] = {}  # memory -> the first operator whose gradient may need its values
+        # (operator that overwrites such values, operator whose gradient needs them)
+        self._spoilt: list[tuple[fx.Node, fx.Node]] = []
 
     def requires_grad(self, node: fx.Node) -> bool:
         """Return whether ``node`` requires a gradient at this point of the graph. A write to one of its views can have
@@ -133,7 +136,7 @@ class StorageTracker:
         if isinstance(source, fx.Node) and (pieces or _is_alias(node, source)):
             self._memory[node] = self._memory.get(source, source)
             if _is_in_place(target):
-                source = self._without.get(source, source)  # it returns the very tensor
+                source = self._without.get(source, source)  # an in-place operator returns its operand itself
             if not detaches:
                 self._history[node] = self._history.get(source, source)
         for written in _find_written_nodes(node):
@@ -160,7 +163,8 @@ class StorageTracker:
         """
         memory = self._memory.get(written, written)
         apart = written not in self._without and self._history.get(written, written) is not memory
-        trained = memory.op == "placeholder" and self.requires_grad(memory)  # which may not be changed at all
+        # a change of a trained parameter is refused in any case
+        trained = memory.op == "placeholder" and self.requires_grad(memory)
         if apart and memory in self._kept and memory is not written and not trained:
             self._spoilt.append((node, self._kept[memory]))
 
@@ -205,7 +209,7 @@ def _is_alias(node: fx.Node, source: fx.Node) -> bool:
         return False
     return _get_node_dtype(node) is None or _get_node_dtype(node) == _get_node_dtype(
         source
-    )  # ``to`` another type copies
+    )  # a ``to`` with another dtype copies
 
 
 def _get_node_dtype(node: fx.Node) -> torch.dtype | None:
@@ -235,8 +239,8 @@ _NO_FUNCTION = re.compile(r"Found a custom .* has alias annotations: (\w+)::(\w+
 _CAUSE = re.compile(r"\n.*", re.DOTALL)
 _CALLS_FUNCTION = "_call_custom_autograd_function_in_pre_dispatch"
 _TRANSFORMS = "torch._functorch.predispatch"
-# In-place by their schema, but applied to tensors made for the purpose.
 _TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
+# In-place operators that are applied to tensors made for the purpose -> the functional operator in their place.
 _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
@@ -244,13 +248,13 @@ def flatten_program(program: ExportedProgram, tensor_names: Mapping[int, str] | 
     """Return the exported program ``program`` as one flat graph of operators that write to none of their operands. The
     given program is not changed.
 
-    Raises :class:`UnsupportedError` for a sub-graph or an operator that cannot be converted exactly, or if the program
+    Raise :class:`UnsupportedError` for a sub-graph or an operator that cannot be converted exactly, or if the program
     reads a tensor of ``tensor_names``.
 
     Args:
         tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
-        a copy of that model, so it should read none of these tensors: forward can reach them only past the copy, as
-        through a global variable. ``None`` skips this check.
+            a copy of that model, so it should read none of these tensors: forward can reach them only past the copy, as
+            through a global variable. ``None`` skips this check.
     """
     _check_traced_constants(program, tensor_names or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
@@ -269,7 +273,8 @@ def flatten_program(program: ExportedProgram, tensor_names: Mapping[int, str] | 
         try:
             decomposed: ExportedProgram = flat.run_decompositions({})
         except Exception as error:
-            pop_dynamic_layer_stack_and_undo_to_depth(depth)  # transforms that were entered and not left
+            # leave the transforms, such as vmap, that the failed trace had entered
+            pop_dynamic_layer_stack_and_undo_to_depth(depth)
             changed = _CONSTANT_CHANGED.match(str(error))
             if changed:
                 raise UnsupportedError(
@@ -304,7 +309,7 @@ def _check_traced_constants(program: ExportedProgram, tensor_names: Mapping[int,
 
     Args:
         tensor_names: for each tensor of the original model, its data address -> its name. The program was exported from
-        a copy of that model, so it should read none of these tensors.
+            a copy of that model, so it should read none of these tensors.
     """
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:
@@ -400,8 +405,8 @@ class _RegionInliner:
         self.memory = StorageTracker()
         self.detached: dict[fx.Node, fx.Node] = {}
         self.mutates = False
-        self.closed = False  # whether there are calls of functions that are to be traced anew
-        self.transforms: fx.Node | None = None  # the first of torch.vmap and its kin: gone once traced anew
+        self.closed = False  # whether the graph calls functions that are traced when operators are decomposed
+        self.transforms: fx.Node | None = None  # the first node of a transform such as torch.vmap; a new trace has none
 
     def inline_program(self, program: ExportedProgram) -> fx.Graph:
         """Copy the graph of ``program`` and all its sub-graphs into one graph and return the graph. Raise

@@ -27,7 +27,7 @@ from partitioner.passes.ir.model import Argument, leaf_paths
 
 Inputs = tuple[Any, ...] | Mapping[str, Any] | None
 
-Bound = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+Bound = tuple[tuple[Any, ...], dict[str, Any]]  # (positional arguments, keyword arguments)
 NO_BATCH = "no input has a batch dim: every input is 0-dimensional; pass inputs whose first dim is the batch"
 
 

@@ -36,17 +36,17 @@ from partitioner.passes.ir.model import Captured
 _PLAIN = (bool, type(None), int, float, str, complex, bytes, torch.dtype, torch.device, torch.Size)
 
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, dict)
-_MOST_ELEMENTS = 4096  # of a container that is looked into
+_MOST_ELEMENTS = 4096  # larger containers are not inspected
 _DEPTH = 6
 _MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "forward"}) - {
     "training"
-}  # attributes of every module, looked at elsewhere
+}  # attributes that every module has; they are inspected elsewhere
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
-_FIRST_DRAWS = (0.02, 0.98)  # a draw below the one and a draw above the other tell what a draw can change
+_FIRST_DRAWS = (0.02, 0.98)  # first draws of two traces, which show whether a draw changes what is computed
 _SEEDS = 4096
-_MOST_NUMBERS = 1 << 22  # of a value that is computed to be compared
+_MOST_NUMBERS = 1 << 22  # most elements of a value that is computed for a comparison
 
-Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module, name) -> how it is told, and its value
+Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module path, attribute name) -> (comparison key, value)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class PythonState:
 
     attributes: Attributes
     places: list[_Variable]
-    generators: list[tuple[str, Any, Any]]  # what it is, the generator, its state
+    generators: list[tuple[str, Any, Any]]  # (description, generator, state)
 
     @classmethod
     def take(cls, module: nn.Module, *functions: Any) -> PythonState:
@@ -306,7 +306,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _cell_has_function(cell: Any) -> bool:
-    with contextlib.suppress(ValueError):  # an empty cell
+    with contextlib.suppress(ValueError):  # the closure cell may be empty
         return _is_function(cell.cell_contents)
     return False
 
@@ -366,7 +366,7 @@ def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
         return kind
     if id(value) in known:
         return known[id(value)]
-    known[id(value)] = kind  # of what holds itself
+    known[id(value)] = kind  # used if the value contains itself
     told: Any = kind
     if isinstance(value, itertools.count):
         told = repr(value)
@@ -566,7 +566,7 @@ def _build_capture_key(captured: Captured) -> Any:
     by_name = {n.name: place for n, place in places.items()}
     outputs = [(o.path, by_name.get(o.value or ""), repr(o.constant)) for o in captured.outputs]
     updates = sorted((name, by_name[value]) for name, value in captured.updates.items())
-    output_row = [row for row in rows if row[0] != "output"]  # in the order of the leaves, which follow
+    output_row = [row for row in rows if row[0] != "output"]  # ``outputs`` has the outputs, in the order of the leaves
     return output_row, outputs, updates, by_name.get(captured.loss or "")
 
 

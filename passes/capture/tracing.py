@@ -65,7 +65,7 @@ class Trace:
     fake_copy: ParameterlessCopy
     attributes_after: Attributes
     arguments: Bound
-    uses: Mapping[str, str]  # of numbers of the inputs that stay fixed, what the forward uses them for
+    uses: Mapping[str, str]  # path of a number that stays fixed -> what forward uses it for
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ class Tracer:
 
         Args:
             changes: name of a field of the fake copy -> its new value. The extra key ``flipped`` has conditions on
-            lifted numbers (Python numbers that are traced as tensors): the next trace takes the other branch for these.
+                lifted numbers (Python numbers that are traced as tensors): the next trace takes the other branch for
+                these.
         """
         scope = LiftScope(fake_copy.scope.find_line, changes.pop("flipped", ()))
         loops = changes.pop("hits", None) or TracedLoops()
@@ -209,7 +210,7 @@ class Tracer:
                 uses.update(dict.fromkeys(chosen, tried.scope.problem))
             return not isinstance(result, Exception) and not tried.scope.problem
 
-        if not numbers or runs(numbers) or not runs({}):  # where it does not run in any case, the trace will tell
+        if not numbers or runs(numbers) or not runs({}):  # if forward fails in any case, the trace reports it
             return numbers, {}
         return {path: value for path, value in numbers.items() if runs({path: value})}, uses
 
@@ -228,7 +229,7 @@ class Tracer:
             fake_copy: the fake copy to trace.
             arguments: (positional arguments, keyword arguments) of forward.
             attributes_after: receives the attributes after forward, (module path, attribute name) -> (comparison key,
-            value), because torch.export resets them.
+                value), because torch.export resets them.
         """
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in fake_copy.counters}}
@@ -288,7 +289,7 @@ class Tracer:
                 )
             except NotRepeatable as error:
                 repeats.refuse(error.number)
-            except Exception:  # the shortcut's or the model's own: the full trace will tell
+            except Exception:  # caused by the shortcut or by the model: the full trace shows which
                 pass
             refused, given_up = repeats.refused, given_up + repeats.refused
             fake_copy = self._prepare_retry_copy(
@@ -297,7 +298,7 @@ class Tracer:
             remaining = LayerRepeats.find(fake_copy.module).exclude(given_up)
             if refused:
                 repeats = remaining.select_parked_parameters(fake_copy.module) if parked is not None else remaining
-            else:  # the weights that were put away may have been missed
+            else:  # the trace may have failed because parameters were removed
                 repeats = remaining if parked is not None else LayerRepeats([])
         try:
             program = export_parameterless_copy(fake_copy, args, kwargs, train=self.train)
@@ -307,7 +308,7 @@ class Tracer:
             fake_copy = self._prepare_retry_copy(fake_copy, fake_copy.loops.with_branches(), attributes_after)
             try:
                 program = export_parameterless_copy(fake_copy, args, kwargs, train=self.train, diagnose=False)
-            except Exception:  # another decision stands in the way, which has been told
+            except Exception:  # report the first error, which names the condition
                 raise error from error.__cause__
         return made(fake_copy, flatten_program(program, own), lambda captured: captured)
 
@@ -320,7 +321,7 @@ class Tracer:
         Args:
             loops: an empty record of loops over experts for the new trace.
             attributes_after: receives the attributes of the new copy's modules after forward, by (module path,
-            attribute name).
+                attribute name).
         """
         made = replace(self.renew_copy(fake_copy, hits=loops), scope=fake_copy.scope)
         self.prepare(made, attributes_after)
@@ -335,7 +336,8 @@ class Tracer:
         @functools.wraps(forward)
         def with_loss(*args: Any, **kwargs: Any) -> Any:
             """Call the model's forward, and return its output, or (output, loss) if there is a loss function. At the
-            end, store the attributes of all modules, to find out later which ones forward changed."""
+            end, store the attributes of all modules, to find out later which of them forward changed.
+            """
             output = forward(*args, **kwargs)
             output = output if loss is None else (output, loss(output))
             attributes_after.clear()
@@ -387,9 +389,10 @@ def list_fixed_input_notes(signature: CallSignature, uses: Mapping[str, str]) ->
 
 
 def _add_counter_updates(captured: Captured, counters: Sequence[Counter]) -> Captured:
-    """Return ``captured`` with changes to the buffers that stand for ``counters``, the Python numbers that forward
-    changes, such as a count of calls. Each buffer keeps only the name of its number, such as ``layers.0.calls``, and
-    the number's value before the first call is added to ``constants`` under this name."""
+    """Return ``captured`` with the buffers that stand for ``counters`` (Python numbers that forward changes, such as a
+    count of calls) completed: each keeps only the name of its number, such as ``layers.0.calls``, without aliases, and
+    ``constants`` gets the number's value before the first call under this name.
+    """
     states, constants = dict(captured.states), dict(captured.constants)
     for counter in counters:
         if counter.full_name in states:
@@ -431,7 +434,7 @@ class _StateChangeResolver:
             notes += more
         return replace(trace, captured=trace.captured.with_(notes=(*trace.captured.notes, *notes)))
 
-    # -- draws and the clock
+    # -- random draws and the clock
 
     def _check_draws(self, changes: Sequence[StateChange]) -> Iterator[str]:
         """Yield a note for each random generator of Python or NumPy that forward drew from without effect on what it
@@ -492,7 +495,7 @@ class _StateChangeResolver:
         forward and cannot be a buffer. ``changes``: what the first trace changed."""
         second, changed_again = self._trace_after(self.first)
         same = second is not None and are_computations_equal(self.first.captured, second.captured)
-        if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
+        if same and not changed_again:  # later calls change no state either, and compute the same
             return self.first, []
         others = [c for c in changes if not c.is_number]
         counted = self._trace_with_counters([c for c in changes if c.is_number])
@@ -613,7 +616,7 @@ class _StateChangeResolver:
         except (PartitionError, NotLiftable, _ForwardFailed):
             return None
 
-    # -- what is said
+    # -- error messages
 
     def _refuse_state_changes(self, changes: Sequence[StateChange]) -> None:
         """Raise :class:`UnsupportedError` with the message that forward changes Python state (``changes``) which has an
@@ -694,7 +697,7 @@ def _copy_container(value: Any) -> Any:
     if isinstance(value, Tensor | nn.Module | type) or callable(value):
         return value
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of iterators, which later versions of Python do not copy
+        warnings.simplefilter("ignore")  # copying an iterator is deprecated in Python
         return copy.copy(value)
 
 

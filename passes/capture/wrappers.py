@@ -30,7 +30,7 @@ from partitioner.passes.trace.autograd_functions import CHECKPOINT_NOTE, OFFLOAD
 
 _PLAIN_LEAF_TYPES = (NoneType, bool, int, float, str, nn.Module, torch.ScriptObject)
 
-_MAX_LISTED_LEAVES = 8  # leaves that a message lists
+_MAX_LISTED_LEAVES = 8  # most leaves that a message lists
 
 
 def check_model(model: nn.Module) -> None:
@@ -134,7 +134,7 @@ def format_leaves(leaves: Sequence[tuple[str, Any]]) -> str:
     )
 
 
-_Class = tuple[str, str]  # a module, which need not be loaded, and the name of a class in it
+_Class = tuple[str, str]  # (name of a Python module, which need not be imported; name of a class in it)
 
 _COMPILED: _Class = ("torch._dynamo.eval_frame", "OptimizedModule")
 
@@ -150,8 +150,8 @@ _WRAPPED_ATTRIBUTES: dict[_Class, str] = {
     _CHECKPOINTED: "_checkpoint_wrapped_module",
     _OFFLOADED: "_checkpoint_wrapped_module",
 }
-_ROOT_PREFIX = "module."  # of the names of a wrapper around a whole model
-_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # of names, which no model gives itself
+_ROOT_PREFIX = "module."  # prefix of all names if a wrapper is around the whole model
+_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # parts of names that only wrappers add
 _SHARDED: dict[_Class, str] = {
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): "FullyShardedDataParallel",
     ("torch.distributed.fsdp", "FSDPModule"): "fully_shard",
@@ -167,7 +167,7 @@ COMPILED_NOTE = (
     "programs"
 )
 _REPLICATED_NOTE = "{kind} ({where}) is left out: the plan itself divides the batch and adds up gradients"
-_MAX_LISTED_PLACES = 3  # places that a note lists
+_MAX_LISTED_PLACES = 3  # most module paths that a note lists
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
@@ -190,7 +190,7 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     ):
         return model, notes
     memo = make_sharing_memo(model)
-    for module in reversed([*model.modules()]):  # those inside of others first
+    for module in reversed([*model.modules()]):  # inner modules before the modules around them
         if (inner := _find_wrapped_module(module)) is not None:
             memo[id(module)] = copy.deepcopy(inner, memo)
     return copy_model(model, memo), notes
@@ -275,7 +275,7 @@ def _is_instance_of(value: Any, wrapper_class: _Class) -> bool:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile`` was applied to ``module``, its class's forward or one of its attributes."""
-    own = getattr(module, "_compiled_call_impl", None) is not None  # by module.compile()
+    own = getattr(module, "_compiled_call_impl", None) is not None  # set by module.compile()
     decorated = getattr(type(module).forward, "_torchdynamo_orig_callable", None) is not None
     return _is_instance_of(module, _COMPILED) or own or decorated or _has_compiled_attribute(module)
 
@@ -329,9 +329,10 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for name, value in list(vars(module).items()):
             if name in _CHILDREN:
                 continue
-            if isinstance(value, dict):  # of hooks, say
+            if isinstance(value, dict):  # such as a table of hooks
                 rebound = {key: _rebind_to_copies(entry, memo) for key, entry in value.items() if callable(entry)}
-                if any(entry is not value[key] for key, entry in rebound.items()):  # else it may be read-only
+                # a dict without changes is not written to: it may be read-only
+                if any(entry is not value[key] for key, entry in rebound.items()):
                     value.update(rebound)
             elif (changed := _rebind_to_copies(value, memo)) is not value:
                 module.__dict__[name] = changed
@@ -370,7 +371,7 @@ def _rebind_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     If ``torch.compile`` wraps ``function``, the result is from the function inside. ``memo``: maps the ``id`` of an
     original object to its copy.
     """
-    if id(function) in memo:  # it calls itself, too
+    if id(function) in memo:  # the function refers to itself
         return memo[id(function)]
     memo[id(function)] = function
     original = _find_uncompiled_function(function)
@@ -396,7 +397,7 @@ def _rebind_function(function: FunctionType, memo: dict[int, Any]) -> Any:
 def _read_cell_content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # the closure cell is empty
         return None
 
 

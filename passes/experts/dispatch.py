@@ -31,8 +31,8 @@ from partitioner.passes.rules.strategies import append_local_call, enumerate_str
 
 aten = torch.ops.aten
 
-_SHAPED = (aten.reshape.default, aten.view.default, aten.expand.default)  # operators that are given a shape
-_ADDED_TEST_ROWS = 7  # how many rows more an operator is tried with
+_SHAPED = (aten.reshape.default, aten.view.default, aten.expand.default)  # operators with a shape among their arguments
+_ADDED_TEST_ROWS = 7  # rows that are added to find out whether an operator works on any number of rows
 
 
 def distribute_experts(
@@ -48,7 +48,7 @@ def distribute_experts(
     shards it by expert.
 
     Before each part that computes by expert, rows (tokens) are sent to the ranks of their experts. After it, they are
-    sent back. Raises :class:`UnsupportedError` if the number of experts is not divisible by ``size``, or if an operator
+    sent back. Raise :class:`UnsupportedError` if the number of experts is not divisible by ``size``, or if an operator
     of the experts works only on a fixed number of rows or communicates over a mesh axis in ``expert_axes``.
 
     Args:
@@ -59,7 +59,7 @@ def distribute_experts(
             experts afterwards, so that gradients of the experts are no longer summed over it; ``None`` if there is
             none.
         expert_axes: names of all mesh axes, such as ``dp``, along which ranks hold different experts afterwards,
-        ``merged`` included; no operator of the experts may communicate over them.
+            ``merged`` included; no operator of the experts may communicate over them.
     """
     rewriter = _ExpertDistributor(axis, size, merged, expert_axes)
     for region in regions:

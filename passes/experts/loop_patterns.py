@@ -42,7 +42,7 @@ SCALED = (aten.mul.Tensor, aten.div.Tensor)
 LINEAR = {  # operators that are linear in their first operand
     *RESHAPES, *SCALED, aten.permute.default, aten.transpose.int, aten.sum.dim_IntList, aten.to.dtype,
 }  # fmt: skip
-_MIN_EXPERTS = 2  # experts in a loop
+_MIN_EXPERTS = 2  # fewest experts of a loop
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def is_negated_mask(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.logical_not.default
 
 
-_SIZED = (aten.reshape.default, aten.expand.default)  # whose argument is the result's shape
+_SIZED = (aten.reshape.default, aten.expand.default)  # their second argument is the shape of the result
 _ONE_DIM = (aten.unsqueeze.default, aten.squeeze.dim)
 _REDUCTIONS = (aten.sum.dim_IntList, aten.any.dim)
 
@@ -285,7 +285,7 @@ class ExpertColumnBuilder:
             operands = [value.node, rest[0] % rank]
         elif node.target in _REDUCTIONS:
             rank, dims = len(list_node_sizes(node.args[0])), rest[0]  # type: ignore[arg-type]
-            if dims is None or dims == []:  # all of them, of which the experts would be one
+            if dims is None or dims == []:  # all dims, among them that of experts
                 raise NotMergeable
             over = [d % rank for d in dims] if isinstance(dims, list | tuple) else dims % rank
             operands = [value.node, over, *rest[1:]]
@@ -420,7 +420,7 @@ class LoopWeights:
 
     def __init__(self, packing: ParameterStacker, build: Builder, loop: ExpertLoop) -> None:
         self.packing, self.build, self.loop = packing, build, loop
-        self.read = False  # whether any is
+        self.read = False  # whether an operator reads a merged parameter
 
     def match_packed(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
         """Return ``nodes`` as one packed parameter if they are slices of one parameter, one for each expert in order.
@@ -476,7 +476,7 @@ class LoopWeights:
         assert isinstance(node.target, torch._ops.OpOverload)
         whole = self.stack_parameters(stack)
         own = list_node_sizes(whole)[1:]
-        after = len(list_node_sizes(node)) - 1 - rows.dim  # dims behind the rows
+        after = len(list_node_sizes(node)) - 1 - rows.dim  # number of dims behind the dim of rows
         if torch.Tag.pointwise not in node.target.tags or any(s != 1 for s in own[: max(0, len(own) - after)]):
             raise NotMergeable
         found = self.build(aten.index_select.default, whole, 0, expert())

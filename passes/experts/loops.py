@@ -52,7 +52,7 @@ SELECTS = "rows that a mask selects are of no fixed number: the plan computes al
 
 aten = torch.ops.aten
 
-_PRODUCTS: dict[Any, bool] = {  # whether the weight is [n, k]
+_PRODUCTS: dict[Any, bool] = {  # product -> whether its weight is [n, k]
     aten.linear.default: True,
     aten.mm.default: False,
     aten.matmul.default: False,
@@ -67,7 +67,8 @@ def route_loops(captured: Captured) -> Captured:
     The graph is changed in place. ``captured`` itself is returned if no loop fits the patterns.
     """
     graph = captured.graph
-    if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
+    # rows are left out by masked_fill; without one there is no loop to rewrite
+    if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):
         return captured
     numbers, routed = ValueNumbers(), False
     for head in reversed(list(graph.nodes)):
@@ -87,9 +88,9 @@ def route_loops(captured: Captured) -> Captured:
 class _LoopMerger:
     """Merges the corresponding nodes of all experts in one loop into operators that compute all experts at once.
 
-    ``head``: the last operator of the loop. ``known``: dict from each tuple of corresponding nodes, one of each expert,
-    to the value that replaces them. A value that all experts share stays the node that it is. ``captured``: the model.
-    ``numbers``: assigns equal integers to nodes that compute the same value.
+    ``head``: the last operator of the loop. ``known``: tuple of corresponding nodes, one of each expert -> the value
+    that replaces them; a node that all experts share is not replaced. ``captured``: the model. ``numbers``: assigns
+    equal integers to nodes that compute the same value.
     """
 
     def __init__(self, captured: Captured, head: fx.Node, loop: ExpertLoop, numbers: ValueNumbers) -> None:
@@ -100,10 +101,10 @@ class _LoopMerger:
         self.head, self.loop, self.numbers = head, loop, numbers
         self.num_rows = get_node_tensor(loop.chosen).numel()
         self.known: dict[tuple[fx.Node, ...], Any] = {}
-        self.inner: set[fx.Node] = set()  # what is done to rows, and to parameters
+        self.inner: set[fx.Node] = set()  # nodes that compute with rows or parameters of experts
         self.keys: fx.Node | None = None
         covers = get_num_choices(loop.chosen)
-        self.covers = loop.first == 0 and covers == len(loop.outputs)  # whether every row is an expert's
+        self.covers = loop.first == 0 and covers == len(loop.outputs)  # whether every row has an expert of this loop
 
     def merge_loop(self) -> bool:
         """Rewrite the loop over experts, which this object merges, so that one operator computes the rows (tokens) of
@@ -118,7 +119,7 @@ class _LoopMerger:
                 apart = self._is_self_contained() and _has_same_specs(total, self.head)
             except NotMergeable:
                 apart = False
-        if apart:  # in its place, so that an output keeps its name
+        if apart:  # the last operator is changed in place, so that an output keeps its name
             self.head.target, self.head.args, self.head.kwargs = total.target, total.args, total.kwargs
         drop_unused(graph)
         if not apart:
@@ -143,7 +144,7 @@ class _LoopMerger:
         if not isinstance(made, ExpertRows | PlacedRows):
             raise NotMergeable
         where = made.where if isinstance(made, PlacedRows) else _keep_only_dim(made.node, made.dim)
-        if where != self.loop.mask_shape:  # what is chosen in one dim is of the rows in another
+        if where != self.loop.mask_shape:  # the rows lie in other dims than those by which the chain selects
             raise NotMergeable
         if self.covers:
             return made.node
@@ -323,7 +324,7 @@ class _LoopMerger:
         It is out of range for a row (token) that chose none of the loop's experts.
         """
         loop, numbers = self.loop, self.loop.chosen
-        if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
+        if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # only these dtypes can be used as indices
             numbers = self.build(aten.to.dtype, numbers, torch.int64)
         if loop.dims != tuple(range(len(loop.dims))):
             numbers = self.build(aten.permute.default, numbers, list(loop.dims))

@@ -86,7 +86,7 @@ def find_expert_regions(block: Block, expert_axes: Collection[str] = ()) -> list
 
     Args:
         expert_axes: mesh axes whose ranks will have different experts. An operator that communicates over such an axis
-        ends a region.
+            ends a region.
     """
     found = []
     products: dict[fx.Node, list[fx.Node]] = {}
@@ -252,7 +252,8 @@ class _RegionFinder:
             elif any(rows in factors or experts in factors for factors in dims):
                 place = _find_row_dims(rows, experts, dims)
                 by = [d for d, held in enumerate(dims) if experts in held]
-                if not any(rows in held for held in dims) and self._is_table(operand, by[0]):  # a bias of each expert
+                # a parameter of each expert, such as a bias
+                if not any(rows in held for held in dims) and self._is_table(operand, by[0]):
                     self._add_table(operand, by[0])
                     continue
                 if place is None:

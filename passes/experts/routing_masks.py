@@ -27,7 +27,7 @@ ALIKE = (
     aten.detach.default,
 )  # operators that keep numbers and masks as they are
 CASTS = (*ALIKE, *MARKS)
-_RANKED: dict[Any, int] = {  # operator -> the result that has distinct positions along a dim
+_RANKED: dict[Any, int] = {  # operator -> index of its result that has distinct positions along a dim
     aten.topk.default: 1,
     aten.sort.default: 1,
     aten.sort.stable: 1,
@@ -104,7 +104,7 @@ def match_any_equality(node: Any) -> tuple[fx.Node, int] | None:
         found, along = match_equality(node.args[0]), list_reduced_dims(node)
     elif isinstance(node, fx.Node) and node.target is aten.select.int:
         whole: Any = node.args[0]
-        while whole.target in CASTS:  # casts keep the counts, which are 0 or 1 if this is the pattern
+        while whole.target in CASTS:  # casts do not change the counts, which are 0 or 1 here
             whole = whole.args[0]
         classes = match_class_masks(whole.args[0]) if whole.target in _REDUCTIONS else None
         if (

@@ -140,7 +140,7 @@ class _Unsorter:
         graph."""
         if any(dim is not None for dim in unsorted.dims):
             self.unsorted_values[node] = unsorted
-        elif unsorted.node.op == "call_function":  # in its place, so that an output keeps its name
+        elif unsorted.node.op == "call_function":  # ``node`` is changed in place, so that an output keeps its name
             node.target, node.args, node.kwargs = unsorted.node.target, unsorted.node.args, unsorted.node.kwargs
         else:
             node.replace_all_uses_with(unsorted.node)
@@ -179,9 +179,8 @@ class _Unsorter:
         return False
 
     def _match_unsorted_rows(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the value that can take the place of ``node``, if ``node`` brings rows that the sort ``self.sort`` has
-        moved (such as one row for each token, sorted by expert) back into their original order by an index operator;
-        ``None`` if it does anything else.
+        """Return the value that can take the place of ``node`` if ``node`` is an index operator that brings rows
+        (tokens) back from the order of the sort ``self.sort`` to their original order; ``None`` for any other node.
 
         The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
         that this value does not depend on the order of the sort.
@@ -193,9 +192,8 @@ class _Unsorter:
         return _UnsortedValue(unsorted.node, (None,)) if unsorted.dims == (0,) else None
 
     def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
-        """Return the value that can take the place of ``node``, if ``node`` writes all rows that the sort ``self.sort``
-        has moved (such as one row for each token, sorted by expert) to their original positions in a tensor of the same
-        shape; ``None`` if it does anything else.
+        """Return the value that can take the place of ``node`` if ``node`` writes all rows (tokens), which the sort
+        ``self.sort`` has moved, to their original positions in a tensor of the same shape; ``None`` for any other node.
 
         The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
         that this value does not depend on the order of the sort.
@@ -447,7 +445,8 @@ def _find_factor_dim(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None
     return held[0] if len(held) == 1 and dims[held[0]] == (name,) else -1
 
 
-MADE_BY = "made_by"  # in a node's meta: the node of the block that it is kept, or made once more, with
+# key of a node's meta: name of the node of the block that was inserted for; if that one is recomputed, so is this node
+MADE_BY = "made_by"
 
 _PRODUCT = ops.expert_mm.default
 

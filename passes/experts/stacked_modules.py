@@ -103,8 +103,9 @@ def _merge_state_names(names: Sequence[str]) -> str:
     return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=False))
 
 
-_PRODUCTS = {aten.linear.default: True, aten.mm.default: False}  # whether the weight is [n, k]
-_ON_DIM = {aten.split_with_sizes.default: 2, aten.slice.Tensor: 1, aten.softmax.int: 1}  # the place of their dim
+_PRODUCTS = {aten.linear.default: True, aten.mm.default: False}  # product -> whether its weight is [n, k]
+# operator -> position of its argument ``dim``
+_ON_DIM = {aten.split_with_sizes.default: 2, aten.slice.Tensor: 1, aten.softmax.int: 1}
 
 
 def stack_experts(captured: Captured) -> Captured:
@@ -405,7 +406,7 @@ def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
     made = build(experts.ops.expert_mm.default, rows, stack, expert)
     whole = build(aten.unsqueeze.default, made, dim)
     if whole.meta["val"].dtype == node.meta["val"].dtype and list_node_sizes(whole) == list_node_sizes(node):
-        for user in list(node.users):  # a squeeze that undoes the unsqueeze
+        for user in list(node.users):  # remove a squeeze that undoes the unsqueeze
             if user.target == aten.squeeze.dim and user.args[1] in (dim, dim - 3):
                 user.replace_all_uses_with(made)
         node.replace_all_uses_with(whole)

@@ -18,6 +18,6 @@ for _name in ("hits", "hit"):
     torch.library.register_fake(f"partition::{_name}", lambda x, *_: torch.empty_like(x), lib=_library)
 HITS = torch.ops.partition.hits.default  # marks a stack of masks, one per expert along ``dim``
 # Marks the mask of the expert ``number`` or, with ``numbers``, the chosen numbers that contain it; ``listing``: the
-# number of the listing of its rows that a branch may depend on.
+# number of the place in the trace that lists the expert's rows, on which a branch may depend.
 HIT = torch.ops.partition.hit.default
 MARKS = (HITS, HIT)

@@ -48,7 +48,7 @@ _SAME = (*CASTS, *SHAPED)
 _COUNTS = (aten.any.default, aten.sum.default, aten.count_nonzero.default)
 SOME = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
 _NONE = (aten.eq.Scalar, aten.le.Scalar, aten.less_equal.Scalar)
-_MAX_ROWS = 1 << 20  # rows
+_MAX_ROWS = 1 << 20  # a number of rows that stands for any large one
 
 
 @dataclass
@@ -65,9 +65,10 @@ class TracedBranches:
     leaves_out: int | None = None
     num_branches: int = 0
     changed: bool = False  # whether a marked mask was written in place afterwards
-    marked: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # pairs of a marked node and its mark
-    counted: dict[Any, tuple[SymInt, int, int]] = field(default_factory=dict)  # symbol -> (rows, listing, expert)
-    decided: set[int] = field(default_factory=set)  # listings that some branch depended on
+    marked: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # (marked node, its marker)
+    # symbol of a number of rows -> (the number, its listing, its expert)
+    counted: dict[Any, tuple[SymInt, int, int]] = field(default_factory=dict)
+    decided: set[int] = field(default_factory=set)  # listings on which a branch depended
     num_listings: int = 0
 
     def listing(self) -> int:
@@ -357,5 +358,5 @@ def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Coll
             pair = _find_mask_choice(node)
             if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in query:
                 tell.add(node)
-                first |= {node} if node.args[0] not in tell else set()  # else it derives from a mask found before
+                first |= {node} if node.args[0] not in tell else set()  # otherwise it derives from a mask found before
     return frozenset(first)

@@ -53,9 +53,10 @@ class TracedLoops:
     leaves_out: int | None = None
     num_loops: int = 0
     left_early: bool = False
-    changed: bool = False  # masks, since it was asked which of them are true anywhere
-    iterations: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
-    branches: TracedBranches | None = None  # where decisions are traced as well
+    changed: bool = False  # whether a mask was changed after it decided about iterations
+    # id of a loop index -> (the tensor, its expert number)
+    iterations: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    branches: TracedBranches | None = None  # None if branches are not traced
 
     @property
     def found(self) -> bool:
@@ -135,7 +136,7 @@ def _iterate_marked_experts(
     assert mode is not None
     tracker = mode.tracer.tensor_tracker
     slots = {tensor: tracker[tensor] for tensor in masks}
-    for mask in masks:  # from here on the trace reads it by way of a mark
+    for mask in masks:  # from here on, the trace reads the mask through a marker
         tracker[mask] = get_proxy_slot(HITS(mask, dim), mode.tracer)
     marks = [tracker[mask] for mask in masks]
     loops.num_loops += 1
@@ -185,7 +186,7 @@ class _LoopIndexMode(TorchFunctionMode):
         made = func(*args, **kwargs or {})
         if func in LISTING and self.hits.iterations and len(args) == 1 and _is_iteration_mask(args[0]):
             rows = (made[0] if isinstance(made, tuple) else made).shape[0]
-            torch._check(rows != 0)  # the turn is of an expert that some row has chosen
+            torch._check(rows != 0)  # the iteration is for an expert that some row has chosen
         return made
 
     def _find_expert_number(self, value: Any) -> int | None:
@@ -269,7 +270,8 @@ _KEEP_TRUE = {*RESHAPES, *_CASTS}
 _KEEP_FALSE = {*_KEEP_TRUE, aten.ne.Scalar, aten.gt.Scalar, aten.any.default, aten.any.dim, aten.any.dims,
                aten.sum.default, aten.sum.dim_IntList}  # fmt: skip
 _KEEP_ZERO = (LINEAR | _CASTS) - {aten.mul.Tensor}
-_ADDING = {aten.index_add.default: 3, aten.scatter_add.default: 3, aten.index_put.default: 2}  # where what is added is
+# operator -> position of the addends
+_ADDING = {aten.index_add.default: 3, aten.scatter_add.default: 3, aten.index_put.default: 2}
 
 
 def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:

@@ -142,10 +142,13 @@ def create_scored_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return empty gradients of queries, keys, values and slopes of an attention with changed scores, for shape
-    inference of its backward. The gradient of the slopes has no elements unless the last argument of ``options`` says
-    that they are trained. ``q``, ``k``, ``v``, ``slopes``: those of one rank. The operator's other arguments are not
-    read."""
+    """Return empty gradients of queries, keys, values and ALiBi slopes of an attention with changed scores, for shape
+    inference of its backward. The gradient of the slopes has no elements unless the last of ``options`` is true, which
+    says that the slopes are trained.
+
+    ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` of one rank. ``slopes`` ``[h]``: the slope of each
+    head; ``None`` for none. The operator's other arguments are not read.
+    """
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     like = q.new_empty(0, dtype=sums) if slopes is None else slopes
     return *_create_attention_gradients(grad, q, k, v), like.new_empty(q.shape[1] if options[-1] is True else 0)
@@ -183,9 +186,11 @@ def _make_route_results(experts: Tensor, num_experts: int, axis: str, size: int)
 def _make_gathered_products(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], dim: int, axis: str, size: int, pieces: int
 ) -> list[Tensor]:
-    """Return empty results of ``gather_products`` for shape inference: the gathered tensor, and the products of its
-    rows with ``weights``. ``x``, ``dim``, ``size``: one rank's shard, the dim along which the shards are joined, and
-    the number of ranks. The other arguments are not read."""
+    """Return empty results of ``gather_products`` for shape inference: the tensor that an all-gather joins from the
+    ranks' shards, and one product ``[rows, out]`` of its rows with each of ``weights`` ``[in, out]``. ``x``: one rank's
+    shard. ``dim``: the dim along which shards are joined. ``size``: the number of ranks. The other arguments are not
+    read.
+    """
     whole = _make_scaled_result(x, dim, size, 1)
     return [whole, *(whole.new_empty((whole.numel() // whole.shape[-1], w.shape[1])) for w in weights)]
 
@@ -219,7 +224,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-# Without a tensor among its arguments there is no device to dispatch on.
+# The operator has no tensor among its arguments, so there is no device to dispatch on.
 _library.impl("axis_index", lambda axis, size: torch.empty((), dtype=torch.int64, device="meta"), "BackendSelect")
 
 
@@ -364,7 +369,7 @@ torch.library.register_autograd(
     f"{NAMESPACE}::context_scored_attention", _scored_backward, setup_context=_save_scored_context, lib=_library
 )
 
-ROUTED = frozenset({"route", "dispatch", "combine"})  # in numbers of rows that only the data tells
+ROUTED = frozenset({"route", "dispatch", "combine"})  # they communicate numbers of rows that depend on the data
 
 CONTEXT = frozenset(
     {

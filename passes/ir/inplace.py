@@ -19,7 +19,8 @@ aten = torch.ops.aten
 
 _ITEM = operator.getitem
 
-# A view, and what puts a value into its place: both take the same arguments after the first.
+# View -> operator that returns its operand with a new value at the view's place. Both take the same arguments after the
+# first.
 _FUNCTIONAL_OPERATORS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
@@ -44,15 +45,15 @@ def remove_inplace(graph: fx.Graph) -> bool:
 
 
 def _refresh_without_gradients(graph: fx.Graph) -> None:
-    """Compute the fake results of all operators of ``graph`` again with gradients off, and store them in
-    ``node.meta["val"]``.
+    """Run all operators of ``graph`` again on fake tensors (which have no values) with gradients off, and store the
+    results in ``node.meta["val"]``.
 
-    Their strides depend on which attention kernel torch selects, and gradients change this selection.
+    The strides of the results depend on which attention kernel torch selects, and gradients change this selection.
     """
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             if any(isinstance(size, SymInt) for v in _iterate_tensors(node.meta.get("val")) for size in v.shape):
-                continue  # rows that the data select: slow to find anew, and of no fixed strides
+                continue  # a data-dependent number of rows: slow to infer again, and without fixed strides
             values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
             mode = next((v.fake_mode for v in _iterate_tensors(values) if isinstance(v, FakeTensor)), None)
             if mode is not None:
@@ -155,7 +156,7 @@ def find_functional_operator(target: Any) -> Any:
     (_, wanted), *others = [(a.name, str(a.type)) for a in target._schema.arguments]
     return (
         functional if (first, same) == (wanted, others) else None
-    )  # the first has a name of its own: ``input``, ``self``
+    )  # the name of the first argument may differ: ``input``, ``self``
 
 
 def is_view(node: fx.Node) -> bool:
@@ -164,7 +165,7 @@ def is_view(node: fx.Node) -> bool:
         return node.op == "call_function"
     if any(r.alias_info is not None for r in node.target._schema.returns):
         return True
-    # what is composed of other operators may end in a view without saying so, as dropout in eval does
+    # a composite operator may end in a view although its schema does not say so, as dropout does in evaluation
     return node.target._can_decompose() and node.target not in _ALLOCATING_OPERATORS
 
 

@@ -20,7 +20,7 @@ from partitioner.passes.ir.model import FoldedModel
 
 META = torch.device("meta")
 
-# What operators make of which operands: layers repeat, and so do the candidates of a search.
+# Cache: (operator, arguments) -> result. Layers repeat, and so do the candidates of a search.
 _known: dict[Any, Any] = {}
 _MAX_CACHED_RESULTS = 1 << 14
 
@@ -31,13 +31,13 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
     ``args``, ``kwargs``: its arguments, with meta tensors. The result is cached and may be shared: do not change it.
     """
     if target is operator.getitem and isinstance(args[0], tuple | list):
-        return args[0][args[1]]  # without a look at all the others, of which there may be hundreds
+        return args[0][args[1]]  # builds no key of the other items, which may be hundreds
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        return _run_on_meta(target, args, kwargs)  # a mode may change what operators make
+        return _run_on_meta(target, args, kwargs)  # an active mode may change the result
     try:
         key = (target, torch.get_default_dtype(), _build_argument_key(args), _build_argument_key(tuple(kwargs.items())))
         known = _known.get(key, _known)
-    except TypeError:  # an argument that cannot be told from others
+    except TypeError:  # an argument without a key
         return _run_on_meta(target, args, kwargs)
     if known is _known:
         if len(_known) >= _MAX_CACHED_RESULTS:
@@ -65,7 +65,8 @@ def _build_argument_key(argument: Any) -> Any:
     return type(argument), repr(argument) if isinstance(argument, float) else argument
 
 
-# Operators that torch has no meta kernel of, and that the normal form replaces: as their first operand, broadcast.
+# Operators without a meta kernel in torch, which the normal form replaces. Their result has the spec of the first
+# operand, broadcast.
 _SAME_SPEC_AS_FIRST = frozenset(
     {
         torch.ops.aten._sample_dirichlet.default,

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["S", "R", "P", "R'"]
-TOTALS, REST = ".totals", ".rest"  # name endings of the two blocks into which sums over the batch split a block
+# name endings of the block that computes sums over the batch, and of the one that reads them
+TOTALS, REST = ".totals", ".rest"
 
 
 @hashed_once
@@ -156,7 +157,7 @@ def shard_slices(layout: Layout, size: int, num_ranks: int, index: int) -> list[
 def take_shard(tensor: Tensor, layout: Layout, num_ranks: int, index: int) -> Tensor:
     """Return the part of the whole ``tensor`` that rank ``index`` of ``num_ranks`` holds under ``layout``; the tensor
     itself if it is not sharded."""
-    import torch  # where tensors are: what only reads a program does without
+    import torch  # imported here, because code that only reads a plan does without torch
 
     if not layout.is_shard or num_ranks == 1:
         return tensor
@@ -178,9 +179,9 @@ class Shard(NamedTuple):
 
 
 def take_shards(tensor: Tensor, shards: Sequence[Shard]) -> Tensor:
-    """Take a part of a part: of the whole ``tensor`` the part that the first of ``shards`` describes, of the result the
-    part that the second describes, and so on, with one shard for each mesh axis over which the tensor is distributed.
-    Return the last result, the part of one rank.
+    """Return one rank's part of the whole ``tensor``, which is distributed over several mesh axes. ``shards`` has one
+    entry for each axis: the first one is taken from the whole tensor, and each further one from the part that the entry
+    before it gives.
     """
     for layout, num_ranks, rank in shards:
         tensor = take_shard(tensor, layout, num_ranks, rank)

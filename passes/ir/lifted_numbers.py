@@ -91,7 +91,7 @@ class LiftScope:
     find_line: Callable[[], str]
     flipped: Sequence[Expression] = ()
     guards: list[Guard] = field(default_factory=list)
-    problem: str = ""  # the first use that cannot be followed, and where it is
+    problem: str = ""  # the first use that a tensor cannot represent, with its line
 
     def start(self) -> None:
         """Clear this record of how forward uses its numbers. It is called when forward begins, so that uses in earlier
@@ -183,7 +183,8 @@ OPERATORS: dict[str, NumberOperator] = {
         for name, symbol in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items()
     },
 }  # fmt: skip
-# Operators that Python refuses for some numbers, where a tensor has infinity or nan: the operand and what it must be.
+# Operators for which Python raises an error where a tensor has infinity or NaN -> (position of an operand, the
+# comparison and the number that it must satisfy).
 _DOMAINS: dict[str, tuple[int, str, Number]] = {
     **dict.fromkeys(("truediv", "floordiv", "mod"), (1, "ne", 0)),
     **dict.fromkeys(("log", "log2", "log10"), (0, "gt", 0)),
@@ -362,7 +363,7 @@ class LiftedNumber:
         return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Apply the operator that equals the NumPy function ``ufunc`` to this number and the other ``inputs``, and
+        """Apply the operator that equals the NumPy function ``ufunc`` to ``inputs``, one of which is this number, and
         return the result. Raise :class:`NotLiftable` for a NumPy function without such an operator, a ``method`` other
         than ``"__call__"``, or keyword arguments. ``method``: how NumPy calls the function.
         """
@@ -388,9 +389,10 @@ def _make_binary_method(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
     """
 
     def method(self: Any, other: Any) -> Any:
-        """Return the result of the operator, for which this method is made, with the operands ``self`` and ``other``: a
-        tensor for a tensor, a lifted number (a Python number that is traced as a tensor) for a number, and
-        ``NotImplemented`` for anything else."""
+        """Apply one binary operator, such as ``+``, to this lifted number (a Python number that is traced as a tensor)
+        and ``other``. The result is a tensor if ``other`` is a tensor, a lifted number if it is a number, and
+        ``NotImplemented`` if it is anything else.
+        """
         if isinstance(other, Tensor):
             mine = _match_number_dtype(self, [other])
             function = OPERATORS[name].on_tensors
@@ -450,7 +452,7 @@ def apply_number_operator(name: str, *operands: Any) -> Any:
     except ValueError as error:
         raise scope.refuse(str(error)) from error
     if name == "pow" and not isinstance(value, float) and is_lifted(operands[1]):
-        raise scope.refuse("a whole power of a whole number")  # of which Python makes a float below zero
+        raise scope.refuse("a whole power of a whole number")  # Python returns a float if the exponent is negative
     assert used.on_tensors is not None
     real = used.real or any(isinstance(_get_number(o), float) for o in operands)
     tensors = [_make_tensor(o, real) for o in operands]
@@ -468,7 +470,8 @@ def _make_tensor(value: Any, real: bool) -> Tensor:
 
 
 # --- numbers among tensors --------------------------------------------------------------------------------------------
-_OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands that torch does not promote
+# functions that do not promote the dtypes of their operands
+_OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})
 
 
 def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], same_dtype: bool = False) -> Tensor:
@@ -502,8 +505,8 @@ def _promote_tensor_dtypes(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
-    """Return ``tree`` (default: ``args``) with lifted numbers (Python numbers that are traced) replaced by their
-    0-dimensional tensors.
+    """Return the pytree ``tree`` (``args`` if it is ``None``) with lifted numbers (Python numbers that are traced as
+    tensors) replaced by their 0-dimensional tensors.
 
     The tensors are cast so that ``func``, a torch function with the arguments ``args``, promotes dtypes as for Python
     numbers.

@@ -119,12 +119,12 @@ def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node
 
 
 def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
-    """Return how the result of the operator ``node`` in a function's graph depends on those inputs in which the
-    function should be affine (linear plus a constant): whether it depends on them, and whether it is zero if they are
-    all zero.
+    """Return whether the result of the operator ``node`` depends on some chosen inputs of its graph, and whether it is
+    zero if these inputs are all zero. The graph's results should be affine (linear plus a constant) in the chosen
+    inputs.
 
-    Raise :class:`NotAffine` if it is not linear in operands that depend on these inputs. ``found``: earlier node -> how
-    its result depends on them.
+    Raise :class:`NotAffine` if the operator is not linear in operands that depend on the chosen inputs. ``found``:
+    earlier node -> the same two facts about its value.
     """
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]
@@ -142,21 +142,20 @@ def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> Aff
 
 
 def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether all operands at ``positions`` are known to be zero if those inputs of a function's graph are zero
-    in which the function should be affine (linear plus a constant).
+    """Return whether all operands at ``positions`` are known to be zero if some chosen inputs of the graph are zero.
 
     Args:
         operands: the operands of one operator of the graph.
         positions: indices in ``operands``, from 0.
-        found: node -> how its value depends on these inputs.
+        found: node -> whether its value depends on the chosen inputs, and whether it is zero if they are.
     """
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
 
 def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
-    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if those inputs of
-    a function's graph are zero in which the function should be affine (linear plus a constant). ``None`` counts as
-    zero. ``found``: node -> how its value depends on these inputs.
+    """Return whether ``operand`` (a node, a number, ``None``, or a list of them) is known to be zero if some chosen
+    inputs of the graph are zero. ``None`` counts as zero. ``found``: node -> whether its value depends on the chosen
+    inputs, and whether it is zero if they are.
     """
     if isinstance(operand, fx.Node):
         return found[operand].zero
@@ -228,7 +227,7 @@ def _is_floating_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
-# What reads nothing of its first operand but shape and type.
+# Operators that read only the shape and dtype of their first operand.
 _SHAPE_ALONE = frozenset(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided zero fill copy"
     .split()
@@ -265,14 +264,14 @@ _LINEAR = _build_position_table(
     ("where", ((1, 2),)),
     ("constant_pad_nd masked_fill masked_scatter index_put _unsafe_index_put put", ((0, 2),)),
     ("scatter scatter_add scatter_reduce index_add index_copy index_fill", ((0, 3),)),
-    # products: in one factor, while the other is held
+    # products are linear in one factor while the other is fixed
     ("mul mm bmm mv dot vdot", ((0,), (1,))),
     ("addmm baddbmm addbmm addmv addr addcmul", ((0, 1), (0, 2))),
     ("convolution", ((0, 2), (1, 2))),
     ("_trilinear", ((0,), (1,), (2,))),
 )
 
-# Operators of which some forms alone are linear.
+# Operators that are linear only in some forms -> whether a call is.
 _LINEAR_IF: dict[str, Callable[[fx.Node], bool]] = {
     "view": lambda node: node.target is not aten.view.dtype,
     "div": lambda node: node.kwargs.get("rounding_mode") is None,

@@ -30,7 +30,7 @@ StateKind = Literal["parameter", "buffer", "constant"]
 @hashed_once
 @dataclass(frozen=True)
 class TensorSpec:
-    """The shape and dtype of a tensor."""
+    """The shape (``shape``) and dtype (``dtype``) of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -85,7 +85,7 @@ class ModelInput:
     number: Literal["int", "float"] | None = None
 
 
-Plain = bool | int | float | str | None  # values of arguments that are no tensors
+Plain = bool | int | float | str | None  # values of arguments that are not tensors
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class FoldedModel:
     values: dict[str, TensorSpec]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     tree: str | None = None  # the result's pytree, as torch.utils._pytree.treespec_dumps writes it
-    notes: tuple[str, ...] = ()  # what the user should know: operators left alone, caches dropped
-    updates: dict[str, str] = field(default_factory=dict)  # buffer -> the value that it takes at the end of a step
+    notes: tuple[str, ...] = ()  # messages for the user, such as that caches were dropped
+    updates: dict[str, str] = field(default_factory=dict)  # buffer -> name of the value that it has after a step
     # buffer -> the factor of its old value, for updates that are summed over microbatches and data-parallel ranks
     keeps: dict[str, float] = field(default_factory=dict)
     initial: dict[str, Any] = field(default_factory=dict)  # buffer -> its initial value: a number, or nested lists
@@ -250,10 +250,10 @@ class Captured:
     tree: str | None = None
     notes: tuple[str, ...] = ()
     classes: dict[str, str] = field(default_factory=dict)  # module path -> class name
-    updates: dict[str, str] = field(default_factory=dict)  # state -> node: what forward leaves in it
-    keeps: dict[str, float] = field(default_factory=dict)  # see FoldedModel
+    updates: dict[str, str] = field(default_factory=dict)  # state -> name of the node with its value after forward
+    keeps: dict[str, float] = field(default_factory=dict)  # as in FoldedModel
     signature: CallSignature = field(default_factory=CallSignature)
-    turns: tuple[Captured, ...] = ()  # with turns of loops empty, and without: see passes/experts/traced_loops.py
+    turns: tuple[Captured, ...] = ()  # pairs of further captures, which passes/experts/traced_loops.py compares
 
     def with_(self, **changes: Any) -> Captured:
         return replace(self, **changes)
@@ -261,15 +261,18 @@ class Captured:
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
     """Return (path, leaf) for each leaf of the pytree ``tree``, in the order of ``pytree.tree_leaves``. A path is a
-    text such as ``logits``, ``0`` or ``past.0.key``.
+    text such as ``logits``, ``0`` or ``past.0.key``: the keys and indices that lead to the leaf, joined by dots.
 
-    Values of a container whose class is registered without names have those of a mapping's keys, otherwise numbers.
+    If a container's class is registered with pytree without names for its entries, the entries of a mapping are named
+    by its keys, and those of any other container by their index.
     """
     return list(_walk_leaves((), tree))
 
 
 def _walk_leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for each leaf of ``tree``, which is at ``path`` of another tree."""
+    """Yield (path, leaf) for each leaf of the pytree ``tree``. ``path``: the keys and indices that lead to ``tree`` in
+    the pytree that contains it. A yielded path is a text that begins with them, such as ``past.0.key``.
+    """
     if pytree.tree_is_leaf(tree):
         yield ".".join(map(str, path)), tree
         return
@@ -285,7 +288,9 @@ def _walk_leaves(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _get_path_key(key: Any) -> Any:
-    """Return the key, index or name of an entry of a container. ``key``: torch's record of it."""
+    """Return the key, index or attribute name of an entry of a pytree container. ``key``: torch's key object for the
+    entry, such as a ``SequenceKey``.
+    """
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)

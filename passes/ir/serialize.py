@@ -28,7 +28,7 @@ _CALLABLES = {"getitem": operator.getitem}
 
 
 class GraphFormatError(PartitionError):
-    """Raised if data is not a graph in the format that this version writes."""
+    """Raised if data of a plan file is not a graph in the format that this version writes."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -34,7 +34,7 @@ class ValueNumbers:
         """Return an integer that is equal for nodes that compute the same value as ``node``: by the same operators,
         from the same inputs."""
         waiting = [node]
-        while waiting:  # not by recursion: there may be hundreds of layers before
+        while waiting:  # no recursion: the graph may be hundreds of layers deep
             last = waiting[-1]
             missing = [n for n in last.all_input_nodes if n not in self._known]
             if missing:

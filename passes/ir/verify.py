@@ -229,11 +229,11 @@ def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> No
 
 
 def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:
-    """Raise :class:`GraphError` unless ``spec``, the shape and dtype of a value in the model, equals the shape and
-    dtype of ``node``. The node is the input or output of a block (a graph) that a call of this block connects with the
-    value.
+    """Raise :class:`GraphError` unless ``spec`` equals the shape and dtype of ``node``.
 
-    ``where``: words for the call, for the message. ``value``: the value's name.
+    ``spec``: the shape and dtype that the model states for a value that a call of a block (the graph of a piece of the
+    model) reads or returns. ``node``: the placeholder or output of the block's graph for this value. ``where``: words
+    for the call, for the message. ``value``: the value's name.
     """
     if spec != TensorSpec.from_tensor(node.meta["val"]):
         have = format_meta_value(spec.meta())
@@ -249,9 +249,9 @@ _EQUALIZING_COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_reduce_max
 _DISTRIBUTING_COLLECTIVES = (
     frozenset({"reduce_scatter", "shard_slice", "shard_narrow", "shard_pad", "all_to_all", "axis_index"}) | CONTEXT
 )
-# What joins the ranks' parts makes no sense of copies of one value, what takes a whole value none of the ranks' parts.
+# Collectives that combine different tensors of the ranks: an operand that every rank has whole is a fault.
 _COLLECTIVES_OF_PARTS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
-# What may make nothing new to look at where the ranks share the new elements, one each.
+# Operators whose result may stand for one rank's shard although its elements are copies of those of the operand.
 _EXPANDS = ("aten.expand.", "aten.repeat.", "aten.repeat_interleave.")
 _COLLECTIVES_OF_EQUAL_TENSORS = frozenset({"copy", "shard_slice", "shard_narrow"})
 
@@ -362,7 +362,8 @@ def _has_rank_dependent_rows(node: fx.Node, known: Mapping[str, Sameness]) -> bo
     while stack:
         node = stack.pop()
         same = isinstance(node.meta["val"], tuple) or node.meta["val"].shape[:1] == rows
-        if node in seen or not node.meta.get("open", same):  # only a traced graph knows which rows are open
+        # only a traced graph marks nodes with a data-dependent number of rows
+        if node in seen or not node.meta.get("open", same):
             continue
         seen.add(node)
         if collective_name(node.target) == "combine":

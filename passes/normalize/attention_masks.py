@@ -208,7 +208,7 @@ def _classify_terms(terms: Sequence[Comparison], queries: int, keys: int) -> Ban
 
 def _term_to_band(strict: bool, by_key: Tensor, by_query: Tensor) -> Band | None:
     """Return the range of key positions, relative to its own, that a query sees if query ``i`` sees key ``j`` where
-    ``by_key[j] <= over_queries[i]`` (``<`` if ``strict``).
+    ``by_key[j] <= by_query[i]`` (``<`` if ``strict``).
 
     ``by_key`` ``[keys]``, ``by_query`` ``[queries]``: one number for each key and for each query. Return
     ``None`` unless both vectors count up by ones, or both count down by ones.
@@ -218,7 +218,8 @@ def _term_to_band(strict: bool, by_key: Tensor, by_query: Tensor) -> Band | None
     step = int(by_key[1] - by_key[0])
     if step not in (1, -1) or any(bool((x.diff() != step).any()) for x in (by_key, by_query)):
         return None
-    between = float(by_query[0] - by_key[0])  # step * (key - query) is at most, or less than, this
+    # a query sees a key if step * (key - query) is at most, or less than, this
+    between = float(by_query[0] - by_key[0])
     limit = math.ceil(between) - 1 if strict else math.floor(between)
     return Band(None, limit) if step == 1 else Band(limit, None)
 
@@ -311,8 +312,8 @@ def _select_comparison(strict: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _sees_every_key(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
-    """Return whether every query sees every key. Query ``i`` sees key ``j`` if ``by_key[j] <= over_queries[i]``, or
-    if ``by_key[j] < over_queries[i]`` where ``strict`` is true.
+    """Return whether every query sees every key. Query ``i`` sees key ``j`` if ``by_key[j] <= by_query[i]``, or
+    if ``by_key[j] < by_query[i]`` where ``strict`` is true.
     """
     return bool(_select_comparison(strict)(by_key.max(), by_query.min()))
 
@@ -320,7 +321,7 @@ def _sees_every_key(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
 def _sees_earlier_keys(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
     """Return whether every query sees all keys up to its own position.
 
-    Query ``i`` sees key ``j`` if ``by_key[j] <= over_queries[i]``, or if ``by_key[j] < over_queries[i]`` where
+    Query ``i`` sees key ``j`` if ``by_key[j] <= by_query[i]``, or if ``by_key[j] < by_query[i]`` where
     ``strict`` is true.
     """
     return bool(_select_comparison(strict)(by_key.cummax(0).values, by_query).all())
@@ -329,7 +330,7 @@ def _sees_earlier_keys(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
 def _hides_later_keys(strict: bool, by_key: Tensor, by_query: Tensor) -> bool:
     """Return whether no query sees a key after its own position.
 
-    Query ``i`` sees key ``j`` if ``by_key[j] <= over_queries[i]``, or if ``by_key[j] < over_queries[i]`` where
+    Query ``i`` sees key ``j`` if ``by_key[j] <= by_query[i]``, or if ``by_key[j] < by_query[i]`` where
     ``strict`` is true.
     """
     smallest_after = by_key.flip(0).cummin(0).values.flip(0)[1:]
@@ -352,7 +353,7 @@ def trace_flex_attention() -> Iterator[None]:
         "flex_attention_hop": _attend_flexibly,
     }
     with ExitStack() as stack:
-        if all(hasattr(flex_attention, name) for name in replaced):  # otherwise another torch
+        if all(hasattr(flex_attention, name) for name in replaced):  # other versions of torch lack these functions
             for name, value in replaced.items():
                 stack.enter_context(mock.patch.object(flex_attention, name, value))
         yield

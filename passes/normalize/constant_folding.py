@@ -63,9 +63,10 @@ class GatheredValue:
     offset: int = 0
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> GatheredValue:
-        """Return this description of an integer tensor, which says that its elements are certain elements of another
-        tensor, after a rearrangement of the dims of the described tensor. ``move``: the function that rearranges the
-        dims of a tensor, such as a transpose; it is applied to the index tensors."""
+        """Return the description of ``move(x)``, where ``x`` is the integer tensor that this object describes by
+        elements of another tensor. ``move``: a function that rearranges the dims of a tensor, such as a transpose; it
+        is applied to the index tensors.
+        """
         return GatheredValue(self.source, tuple(move(p) for p in self.places), self.offset)
 
 
@@ -86,13 +87,14 @@ class DataComparison:
         return DataComparison(_OPPOSITE[self.compare], self.a, self.b)
 
     def map_tensors(self, move: Callable[[Tensor], Tensor]) -> DataComparison:
-        """Return this comparison of elements of a tensor after a rearrangement of the dims of its boolean result.
-        ``move``: the function that rearranges, such as a transpose; it is applied to the index tensors that say which
-        elements are compared."""
+        """Return the description of ``move(x)``, where ``x`` is the boolean result of this comparison. ``move``: a
+        function that rearranges the dims of a tensor, such as a transpose; it is applied to the index tensors that say
+        which elements are compared.
+        """
         return DataComparison(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
 
 
-# A boolean tensor that must hold is a condition, too.
+# A condition may also be a boolean tensor, all of whose elements count.
 Condition = Comparison | DataComparison | Tensor
 
 
@@ -108,7 +110,8 @@ class ConditionalValue:
     hidden: Tensor
 
 
-# A tensor with size 1 in constant dims; or conditions that must all hold; or a choice between two numbers; or data.
+# What is known of a tensor: its elements, with size 1 in constant dims; conditions that must all hold; a choice between
+# two numbers by conditions; or from which elements of a data-dependent tensor its elements are copied.
 Value = Tensor | tuple[Condition, ...] | ConditionalValue | GatheredValue
 
 MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
@@ -190,7 +193,7 @@ class ConstantEvaluator:
 
 
 _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
-_MOST_DIMS = 4  # of a tensor of data that masks are made of
+_MOST_DIMS = 4  # most dims of a data-dependent tensor that is followed
 
 
 class MaskEvaluator(ConstantEvaluator):

@@ -265,7 +265,7 @@ def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.
 
 
 # --- typical lengths, for the cost model ------------------------------------------------------------------------------
-_MOST_DOCUMENTS = 256  # whose lengths are kept; a plan stores them with each attention
+_MOST_DOCUMENTS = 256  # most lengths that are stored; a plan has them with each attention
 
 
 def list_document_attentions(graph: fx.Graph) -> list[fx.Node]:

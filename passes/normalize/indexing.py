@@ -1,7 +1,7 @@
-"""Rewrite rules for reads and writes by index: ``rewrite_embedding_bag``, ``gather``, ``scatter``, ``index``,
+"""Rewrite rules for reads and writes by index: ``embedding_bag``, ``gather``, ``scatter``, ``index``,
 ``index_put``.
 
-* ``rewrite_embedding_bag`` becomes an embedding and a sum, mean or maximum over the ids of each bag. All bags must have
+* ``embedding_bag`` becomes an embedding and a sum, mean or maximum over the ids of each bag. All bags must have
   the same size, as they have if ``nn.EmbeddingBag`` gets ids ``[bags, size]``. The bags are then a dim that can be
   sharded.
 * If the index is one vector that is expanded over all other dims, ``gather`` becomes ``index_select``, ``scatter_add``
@@ -24,7 +24,7 @@ from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
 from partitioner.passes.normalize.shapes import to_dtype
 
-_SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
+_SUM, _MEAN, _MAX = range(3)  # torch's codes of the modes
 
 
 class BagReduction(NamedTuple):
@@ -46,7 +46,7 @@ class BagReduction(NamedTuple):
 
 
 def rewrite_embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Node, *reduction: Any) -> Any:
-    """Rewrite ``rewrite_embedding_bag`` as an embedding and a reduction over each bag, a group of ids. Return the node
+    """Rewrite ``embedding_bag`` as an embedding and a reduction over each bag, a group of ids. Return the node
     of the result ``[bags, width]`` and three ``None`` for results that nothing reads.
 
     ``build``: appends operators to the graph. ``weight``: the table ``[rows, width]``. ``ids``: a vector of indices of

@@ -3,7 +3,7 @@
 The count depends on targets alone, so it can be computed over the whole global batch before anything else runs.
 
 :func:`undo_target_shift` rewrites next-token losses. The last position has no target, so models drop it:
-``rewrite_cross_entropy(logits[:, :-1], tokens[:, 1:])``. The remaining length is one less than the sequence and does
+``cross_entropy(logits[:, :-1], tokens[:, 1:])``. The remaining length is one less than the sequence and does
 not divide evenly over ranks, so the logits, the largest values of the model, would have to be gathered. The rewrite
 keeps the last position, with an ignored target, which adds nothing to the sum, the count or a gradient.
 
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 CASTS = (aten._to_copy.default, aten.to.dtype)
 
 KEEPS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
-_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # arguments of a slice
+_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # default arguments of a slice
 SWAPS = (aten.transpose.int, aten.permute.default)
 _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
@@ -319,7 +319,7 @@ REDUCTION_AT = {
     aten.multi_margin_loss.default: 5,
 }
 
-# Operators with several results, which have no rule here.
+# Operators with two results, which have no rule here.
 _OF_TWO = {aten.multilabel_margin_loss_forward.default}
 
 LOSSES: dict[Any, Rule] = {
@@ -337,8 +337,8 @@ _LOGS = (aten.log_softmax.int, aten._log_softmax.default)
 
 
 def fuse_gathered_log_softmax(graph: fx.Graph) -> None:
-    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by the negative of ``rewrite_cross_entropy(x, index)``, in
-    place. The result of ``log_softmax``, which is as large as ``x``, is then not stored.
+    """Replace ``gather(log_softmax(x), index)`` in ``graph`` by the negative of the cross entropy of ``x`` with the
+    target classes ``index``, in place. The result of ``log_softmax``, which is as large as ``x``, is then not stored.
 
     A ``gather`` is replaced only if nothing else reads the ``log_softmax`` and it takes one element of each row.
     """

@@ -160,9 +160,9 @@ def _normalize_graph(captured: Captured) -> Captured:
 
 
 def _unflatten_captured(captured: Captured) -> Captured:
-    """Return ``captured``, a model as one graph, with flattened dims, such as ``batch * positions``, as separate dims
-    again, and with reads and writes by index replaced by operators that can be sharded (such as ``where`` and
-    ``gather``), if a rewrite rule covers them.
+    """Return ``captured``, a model as one graph, with two rewrites wherever a rule covers them: dims that are flattened
+    into one, such as ``batch * positions``, become separate dims again, and reads and writes by index become operators
+    that can be sharded, such as ``where`` and ``gather``.
 
     Call it after the rewrites of mixtures of experts, which recognise the original reads and writes by index.
     """

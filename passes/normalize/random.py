@@ -71,9 +71,11 @@ def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
 
 
 def _create_sampler(build: Builder, given: Mapping[str, Any], result: Tensor) -> Sampler:
-    """Return the object through which a function that imitates one of torch's random operators works on a graph: it
-    appends operators and draws of random numbers. ``build``: appends operators to this graph. ``given``: the arguments
-    of torch's random operator by name. ``result``: a meta tensor with the shape and dtype of its result."""
+    """Return a :class:`Sampler` for a function that imitates one of torch's random operators on a graph. The function
+    calls the sampler to append operators and draws of random numbers, and to read the operator's arguments. ``build``:
+    appends operators to the graph. ``given``: the arguments of torch's operator by name. ``result``: a meta tensor with
+    the shape and dtype of its result.
+    """
 
     def numbers(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: fx.Node) -> fx.Node:
         return _draw_random_numbers(build, list(sizes), distribution, *parameters)

@@ -64,9 +64,10 @@ class ElementSource:
     places: tuple[Tensor, ...]
 
     def map_tensors(self, move: _Move) -> ElementSource:
-        """Return this description of a tensor, which says of which other tensor its elements are copies, after a
-        rearrangement of the dims of the described tensor. ``move``: the function that rearranges the dims of a tensor,
-        such as a transpose; it is applied to the index tensors."""
+        """Return the description of ``move(x)``, where ``x`` is the tensor that this object describes by elements of
+        another tensor. ``move``: a function that rearranges the dims of a tensor, such as a transpose; it is applied to
+        the index tensors.
+        """
         return ElementSource(self.source, tuple(move(p) for p in self.places))
 
 
@@ -80,8 +81,9 @@ class FlaggedCondition:
     flags: ElementSource
 
     def map_tensors(self, move: _Move) -> FlaggedCondition:
-        """Return this condition of an attention mask after a rearrangement of the mask's dims. ``move``: the function
-        that rearranges the dims of a tensor, such as a transpose."""
+        """Return this condition of an attention mask for ``move(mask)``. ``move``: a function that rearranges the dims
+        of a tensor, such as a transpose.
+        """
         terms = tuple(folding.map_condition(t, move) for t in self.terms)
         return FlaggedCondition(terms, self.flags.map_tensors(move))
 
@@ -97,9 +99,10 @@ class VectorSum:
     parts: tuple[Tensor, ...]
 
     def map_tensors(self, move: _Move) -> VectorSum:
-        """Return this description of a constant tensor as a sum, with ``move(part)`` in place of each part. ``move``: a
-        function for which this gives ``move`` of the sum: a rearrangement of dims, a cast, or a product with a
-        number."""
+        """Return the description of ``move(x)``, where ``x`` is the constant tensor that this object describes as a sum
+        of parts. ``move``: a function that may be applied to each part instead of the sum: a rearrangement of dims, a
+        cast, or a product with a number.
+        """
         return VectorSum(tuple(move(p) for p in self.parts))
 
 
@@ -114,8 +117,9 @@ class HeadBias:
     factor: float = 1.0
 
     def map_tensors(self, move: _Move) -> HeadBias:
-        """Return this bias of attention scores after a rearrangement of its dims. ``move``: the function that
-        rearranges the dims of a tensor, such as a transpose."""
+        """Return the description of ``move(bias)``, where ``bias`` is the bias of attention scores that this object
+        describes. ``move``: a function that rearranges the dims of a tensor, such as a transpose.
+        """
         return HeadBias(self.slopes.map_tensors(move), tuple(move(p) for p in self.parts), self.factor)
 
     def scale(self, number: float) -> HeadBias:
@@ -132,8 +136,9 @@ class BiasedMask:
     mask: ConditionalValue
 
     def map_tensors(self, move: _Move) -> BiasedMask:
-        """Return this additive attention mask with a bias after a rearrangement of its dims. ``move``: the function
-        that rearranges the dims of a tensor, such as a transpose."""
+        """Return the description of ``move(mask)``, where ``mask`` is the additive attention mask with a bias that this
+        object describes. ``move``: a function that rearranges the dims of a tensor, such as a transpose.
+        """
         terms = tuple(folding.map_condition(t, move) for t in self.mask.terms)
         return BiasedMask(self.bias.map_tensors(move), replace(self.mask, terms=terms))
 
@@ -150,9 +155,11 @@ class ScoreEvaluator(MaskEvaluator):
     bias (:class:`BiasedMask`)."""
 
     def compute_value(self, node: fx.Node) -> Any:
-        """Return the value of ``node``, from the values of its operands; ``None`` if nothing is known. The value has
-        one of the forms of :meth:`MaskEvaluator.find_value`, such as a tensor or a tuple of conditions, or it is an
-        :class:`ElementSource`, a :class:`VectorSum`, a :class:`HeadBias` or a :class:`BiasedMask`."""
+        """Return what is known of the elements of ``node`` without the model's data, found from what is known of its
+        operands; ``None`` if nothing is known. The result has one of the forms of :meth:`MaskEvaluator.find_value`,
+        such as a tensor or a tuple of conditions, or it is an :class:`ElementSource`, a :class:`VectorSum`, a
+        :class:`HeadBias` or a :class:`BiasedMask`.
+        """
         operands = [self.values[n] for n in node.all_input_nodes]
         value: Any = None
         rule = _SCORE_RULES.get(node.target)
@@ -183,8 +190,10 @@ def _describe_elements(node: fx.Node) -> ElementSource | None:
 
 
 def _align(node: fx.Node, value: Any) -> Any:
-    """Return ``value``, the value of an operand of ``node``, with dims of size 1 added in front, so that it has as many
-    dims as the result of ``node``."""
+    """Return ``value``, a tensor or a description of the elements of one, for an operand of ``node``, with dims of size
+    1 added in front, so that it has as many dims as the result of ``node``. A number and ``None`` are returned
+    unchanged.
+    """
     rank = get_node_tensor(node).dim()
 
     def move(x: Tensor) -> Tensor:
@@ -199,16 +208,18 @@ def _list_wide_dims(x: Tensor) -> set[int]:
 
 
 def _list_parts(value: Any) -> tuple[Tensor, ...]:
-    """Return constant tensors whose sum is ``value``, the symbolic value of an operand: the parts of a
-    :class:`VectorSum`, or ``value`` itself if it is a tensor. Return an empty tuple for any other value."""
+    """Return constant tensors whose sum is the tensor that ``value`` describes: the parts of a :class:`VectorSum`, or
+    ``value`` itself if it is a tensor. Return an empty tuple for any other description.
+    """
     return value.parts if isinstance(value, VectorSum) else (value,) if isinstance(value, Tensor) else ()
 
 
 def _evaluate_product(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return the symbolic value of the product ``node`` of two operands. ``a``, ``b``: their symbolic values. If one
-    operand has a number for each head, and the other is a constant that does not vary along heads, the result is a
-    :class:`HeadBias`. If one operand is a :class:`HeadBias` or a :class:`VectorSum`, and the other is a number, the
-    result is the same description, multiplied by the number. Otherwise return ``None``."""
+    """Return a description of the elements of the product ``node``, from descriptions ``a`` and ``b`` of its two
+    operands, or ``None`` if there is none. If one operand has a number for each head, and the other is a constant that
+    does not vary along heads, the result is a :class:`HeadBias`. If one operand is described by a :class:`HeadBias` or
+    a :class:`VectorSum`, and the other is a number, the result is this description, multiplied by the number.
+    """
     for one, other in ((a, b), (b, a)):
         number = _get_number(other)
         if number is not None and isinstance(one, VectorSum):
@@ -235,8 +246,9 @@ def _evaluate_product(node: fx.Node, a: Any, b: Any) -> Any:
 def _find_slopes(node: fx.Node, operand: Any, value: Any) -> ElementSource | None:
     """Return an :class:`ElementSource` that says of which tensor of the graph the elements of ``operand``, an operand
     of the product ``node``, are copies. It has as many dims as the result of ``node``. Return ``None`` if ``operand``
-    is not a floating-point tensor, or is neither constant nor such a copy. ``value``: the symbolic value of
-    ``operand``."""
+    is not a floating-point tensor, or is neither constant nor such a copy. ``value``: what is known of the elements of
+    ``operand``: a tensor, an :class:`ElementSource`, or another description.
+    """
     if not isinstance(operand, fx.Node) or not get_node_tensor(operand).is_floating_point():
         return None
     found = (
@@ -277,10 +289,11 @@ def _evaluate_cast(node: fx.Node, x: Any, dtype: torch.dtype, *_: Any) -> Any:
 
 
 def _evaluate_sum(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
-    """Return the symbolic value of ``node``, the sum of two operands. ``a``, ``b``: their symbolic values. The
-    result is a :class:`VectorSum` if both are constants and their sum is too large to create. It is a
+    """Return a description of the elements of ``node``, the sum of two operands, from descriptions ``a`` and ``b`` of
+    the operands. It is a :class:`VectorSum` if both are constants and their sum is too large to create. It is a
     :class:`BiasedMask` if one operand is a bias and the other is an additive mask. Otherwise return ``None``, also if
-    ``alpha``, the factor of the second operand, is not 1."""
+    ``alpha``, the factor of the second operand, is not 1.
+    """
     if alpha != 1:
         return None
     for one, other in ((a, b), (b, a)):
@@ -303,10 +316,11 @@ def _evaluate_difference(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return the symbolic value of the comparison ``node`` of two constants, at least one of which is a
-    :class:`VectorSum` (a sum too large to create). ``a``, ``b``: their symbolic values. The result is a tuple with one
-    :class:`Comparison`, in which everything that varies along the last dim only is on the left side, and the rest on
-    the right side. Return ``None`` for other operands."""
+    """Return a description of the elements of the comparison ``node`` of two constants, at least one of which is a
+    :class:`VectorSum` (a sum too large to create). ``a``, ``b``: descriptions of the two. The result is a tuple with
+    one :class:`Comparison`, in which everything that varies along the last dim only is on the left side, and the rest
+    on the right side. Return ``None`` for other operands.
+    """
     if not isinstance(a, VectorSum) and not isinstance(b, VectorSum):
         return None
     given = [_list_parts(torch.as_tensor(x) if isinstance(x, int | float) else x) for x in (a, b)]
@@ -323,10 +337,11 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _evaluate_or(node: fx.Node, a: Any, b: Any) -> Any:
-    """Return the symbolic value of ``node``, the logical ``or`` of two operands. ``a``, ``b``: their symbolic values.
-    The result is a tuple with a :class:`FlaggedCondition` if one operand consists of conditions, or is a constant that
-    varies along two or more dims, and the other is a vector of flags, such as one for each key. If one operand is false
-    everywhere, the result is that of the other. Otherwise return ``None``."""
+    """Return a description of the elements of ``node``, the logical ``or`` of two operands, from descriptions ``a`` and
+    ``b`` of the operands. It is a tuple with a :class:`FlaggedCondition` if one operand consists of conditions, or is a
+    constant that varies along two or more dims, and the other is a vector of flags, such as one for each key. If one
+    operand is false everywhere, it is the description of the other. Otherwise return ``None``.
+    """
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and not one and isinstance(other, tuple | ElementSource):
             return _align(node, other)
@@ -352,10 +367,11 @@ def _evaluate_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
 
 
 def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
-    """Return the symbolic value of ``node``, which has ``a`` where ``condition`` is true and ``b`` elsewhere. The
-    result is a :class:`BiasedMask` if one of ``a`` and ``b`` is a bias of scores, or a mask with a bias, and the other
-    is a large negative number, which hides a score. Otherwise return ``None``. ``condition``, ``a``, ``b``: the
-    symbolic value of the three operands."""
+    """Return a description of the elements of ``node``, which has ``a`` where ``condition`` is true and ``b``
+    elsewhere; the three are descriptions of its operands. It is a :class:`BiasedMask` if one of ``a`` and ``b`` is a
+    bias of scores, or a mask with a bias, and the other is a large negative number, which hides a score. Otherwise
+    return ``None``.
+    """
     for place, (one, other) in enumerate(((a, b), (b, a))):
         number = _get_number(other)
         if number is None or number > MASKED or not isinstance(one, HeadBias | BiasedMask):
@@ -370,9 +386,10 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
 
 
 def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
-    """Return the symbolic value of ``node``, an operator that rearranges dims, if ``x``, the symbolic value of its
-    operand, is a description such as a :class:`HeadBias` rather than a tensor; otherwise return ``None``. ``args``: the
-    further arguments of the operator."""
+    """Return a description of the elements of ``node``, an operator that rearranges dims, if ``x`` describes its
+    operand by another object than a tensor, such as a :class:`HeadBias`; otherwise return ``None``. ``args``: the
+    further arguments of the operator.
+    """
     if not isinstance(x, _DESCRIBED):
         return None
     if node.target in (aten.squeeze.dim, aten.squeeze.dims):
@@ -420,18 +437,21 @@ class ScoreForm(NamedTuple):
     slopes: tuple[fx.Node, float] | None
 
     def list_reach(self) -> list[list[int]]:
-        """Return the last argument of ``partition::scored_attention`` in a list: within which positions a query sees
-        the keys of the prefix. The list is empty without a prefix, or if there are no such limits."""
+        """Return ``[[before, after]]``: how many positions before and after its own a query sees keys of the prefix
+        (-1: no limit). The caller appends the elements of this list to the arguments of
+        ``partition::scored_attention``. It is empty without a prefix, or if a query sees keys of the prefix at all
+        positions.
+        """
         return [] if self.prefix is None or self.prefix.band.is_full else [list(get_band_limits(self.prefix.band))]
 
 
 def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm | None:
     """Return how the masks and biases that are added to the scores of an attention change the scores, and which keys a
-    query sees. Return ``None`` if ``ScoreForm`` cannot express this.
+    query sees. Return ``None`` if :class:`ScoreForm` cannot express this.
 
-    ``values``: the symbolic value of each mask or bias, with four dims: a boolean tensor, an additive mask, a tuple of
-    conditions, a :class:`HeadBias` or a :class:`BiasedMask`. ``heads``: the number of heads of the queries. ``length``:
-    the number of queries, and of keys.
+    ``values``: each mask or bias, with four dims, as a boolean tensor, an additive mask, a tuple of conditions, a
+    :class:`HeadBias` or a :class:`BiasedMask`. ``heads``: the number of heads of the queries. ``length``: the number of
+    queries, and of keys.
     """
     terms: tuple[Any, ...] = ()
     biases = []
@@ -524,9 +544,10 @@ class _EagerAttention:
     a softmax, and a product with the values.
 
     ``query``, ``key``, ``value``: the nodes of its operands; ``key`` is ``[batch, heads, width, positions]``.
-    ``masks``: the symbolic value of each mask or bias that is added to the scores. A ``tanh`` may cap the scores:
-    ``factor`` is the product of the numbers by which they are multiplied after the ``tanh``, or of all such numbers if
-    there is none. ``inner``: the product of the numbers before the ``tanh``; ``None`` if there is none.
+    ``masks``: for each mask or bias that is added to the scores, a tensor or a description of its elements, such as a
+    :class:`HeadBias`. A ``tanh`` may cap the scores: ``factor`` is the product of the numbers by which they are
+    multiplied after the ``tanh``, or of all such numbers if there is none. ``inner``: the product of the numbers before
+    the ``tanh``; ``None`` if there is none.
     """
 
     query: fx.Node | None = None
@@ -549,7 +570,8 @@ _MATMULS = (aten.matmul.default, aten.bmm.default)
 def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAttention, fx.Node] | None:
     """Return an attention that the model writes as elementary operators, and the node of its result. ``softmax``: the
     node of the softmax of this attention. Return ``None`` if the operators around it are not those of an attention.
-    ``evaluator``: finds the symbolic value of masks."""
+    ``evaluator``: finds what is known of the elements of masks.
+    """
     dims = list_node_sizes(softmax)
     if softmax.target is not aten.softmax.int or len(dims) != 4 or softmax.args[1] not in (-1, 3):
         return None
@@ -572,7 +594,8 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
     """Store in ``found`` what the model does to the scores of an attention, by following the operators from ``node``,
     the input of the softmax, back to the product of queries and keys. Return whether the operators were recognised:
     after the product, first factors and a cap by ``tanh``, then masks and biases, which may be followed by factors if
-    there is no cap. ``evaluator``: finds the symbolic value of masks."""
+    there is no cap. ``evaluator``: finds what is known of the elements of masks.
+    """
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         target, args = node.target, node.args
         if target is aten.matmul.default:
@@ -603,9 +626,11 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
 
 
 def _scale_mask(value: Any, factor: float) -> Any:
-    """Return the symbolic value of a mask or bias of attention scores, times ``factor``, by which the model multiplies
-    their sum. ``value``: the symbolic value of the mask or bias. ``None`` if ``factor`` is not positive, or if the
-    product has no symbolic value."""
+    """Return a mask or bias of attention scores times ``factor``, by which the model multiplies the sum of scores and
+    mask. ``value``: the mask or bias as a tensor or a description of its elements, such as a :class:`HeadBias`; the
+    result has the same form. Return ``None`` if ``factor`` is not positive, or if ``value`` is boolean or a tuple of
+    conditions.
+    """
     if factor == 1.0:
         return value
     if factor <= 0.0 or isinstance(value, tuple) or (isinstance(value, Tensor) and value.dtype is torch.bool):
@@ -618,9 +643,11 @@ def _scale_mask(value: Any, factor: float) -> Any:
 
 
 def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> fx.Node | None:
-    """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, append the symbolic value of the
-    mask or bias to ``found.masks``, and return the node of the scores before it. Return ``None`` if ``node`` is another
-    operator or the mask is unknown. ``evaluator``: finds the symbolic value of a mask."""
+    """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, append the mask or bias to
+    ``found.masks``, as a tensor or a description of its elements, and return the node of the scores before it. Return
+    ``None`` if ``node`` is another operator or nothing is known of the mask. ``evaluator``: finds what is known of the
+    elements of a mask.
+    """
     args = node.args
     if node.target is aten.add.Tensor and not node.kwargs:
         for scores, mask in (args, args[::-1]):
@@ -656,10 +683,10 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
 
 # --- the rewrite ------------------------------------------------------------------------------------------------------
 def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace attention in ``graph``, in place, by ``partition::scored_attention``, if its scores are capped by
-    ``tanh``, if they have an ALiBi bias, or if its mask has a prefix (keys that all queries of their document see,
-    although the mask is causal otherwise). If a mask only shows a range of positions, or the keys of the query's
-    document, it is removed, as :func:`drop_constant_masks` does. Any other attention stays as it is.
+    """Replace certain attentions in ``graph``, in place, by ``partition::scored_attention``: those whose scores are
+    capped by ``tanh``, that have an ALiBi bias, or whose mask has a prefix (keys that all queries of their document
+    see, although the mask is causal otherwise). A mask that only shows a range of positions, or the keys of the query's
+    document, is removed, as :func:`drop_constant_masks` does. Any other attention stays as it is.
 
     ``constants``: placeholder name -> value, of the constants that the graph reads.
     """
@@ -680,7 +707,8 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::scored_attention`` if
     its mask has an ALiBi bias or a prefix (keys that all queries of their document see). If its mask only shows
     documents or a range of positions, remove the mask instead. Return whether anything was done. ``evaluator``: finds
-    the symbolic value of the mask. ``writer``: inserts further operands, such as document ids."""
+    what is known of the mask's elements. ``writer``: inserts further operands, such as document ids.
+    """
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if not isinstance(mask, fx.Node) or dropout or not is_plain_attention(node):
@@ -692,7 +720,7 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     form = classify_scores([_pad_to_four_dims(value)], query[1], query[-2])
     if form is None:
         return False
-    if form.prefix is None and form.slopes is None:  # which drop_constant_masks finds where constants are small
+    if form.prefix is None and form.slopes is None:  # drop_constant_masks finds such masks if constants are small
         return replace_mask(graph, node, form.documents or form.band, writer.ids)
     further = writer.write_operands(form, query[0], query[1])
     how = (node.kwargs.get("scale"), None, *form.list_reach())
@@ -702,8 +730,9 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
 
 
 def _pad_to_four_dims(value: Any) -> Any:
-    """Return ``value``, the symbolic value of a mask of at most four dims, with dims of size 1 added in front, so that
-    it has four."""
+    """Return ``value``, a mask of at most four dims given as a tensor or a description of its elements, with dims of
+    size 1 added in front, so that it has four.
+    """
 
     def move(x: Tensor) -> Tensor:
         return x.reshape([1] * (4 - x.dim()) + list(x.shape))
@@ -715,8 +744,9 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
     """Replace an attention that the model writes as elementary operators, in place: by ``partition::scored_attention``
     if it caps its scores, has an ALiBi bias, or has a prefix (keys that all queries of their document see); otherwise
     by ``partition::document_attention`` if a query sees keys of its own document only. Return whether it was done.
-    ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds
-    the symbolic values of masks. ``writer``: inserts further operands, such as document ids."""
+    ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds what is known of the
+    elements of masks. ``writer``: inserts further operands, such as document ids.
+    """
     matched = _match_eager(softmax, evaluator)
     if matched is None:
         return False

@@ -1,7 +1,7 @@
 """Rewrite rules for copies, casts, views, slices, creation operators and access by strides.
 
 Copies and views that change nothing are removed, and the many spellings of a cast, view or creation operator become
-one. Reads and writes by strides (``rewrite_as_strided``) become reads and writes by index, because the memory layout on
+one. Reads and writes by strides (``as_strided``) become reads and writes by index, because the memory layout on
 a rank differs from that of the whole tensor. A write to a diagonal becomes a ``where``. ``SHAPES`` and ``STRIDES`` map
 each operator to its rule."""
 
@@ -32,7 +32,7 @@ def rewrite_cast(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Rewrite ``x.to(...)`` in any of its forms as a cast to a dtype, and return its node; return ``x`` if it has this
     dtype already. ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of ``to`` after ``x``:
     a dtype, or a tensor whose dtype is taken; devices among them are ignored."""
-    if not isinstance(x, fx.Node):  # a plain number, which nested vmaps pass
+    if not isinstance(x, fx.Node):  # a plain number, as nested vmaps pass it
         return _create_full_tensor(build, x)
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.dtype):
@@ -252,7 +252,7 @@ SHAPES: dict[Any, Rule] = {
 def rewrite_as_strided(
     build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None
 ) -> fx.Node:
-    """Rewrite ``rewrite_as_strided`` of ``x`` as an index into the flattened tensor, because the memory layout of a
+    """Rewrite ``as_strided`` of ``x`` as an index into the flattened tensor, because the memory layout of a
     rank's shard differs, and return its node.
 
     ``build``: appends operators to the graph. ``sizes``: the shape of the result. ``strides``: for each dim of the
@@ -285,7 +285,7 @@ def flatten_in_memory_order(build: Builder, x: fx.Node, reach: int = 0) -> tuple
 
 def append_strided_positions(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
     """Return an int64 node of the shape ``sizes``: the memory position, in elements, of each element that
-    ``rewrite_as_strided`` accesses.
+    ``as_strided`` accesses.
 
     ``build``: appends operators to the graph. ``strides``: the distance in memory between neighbours along each dim, in
     elements. ``offset``: the position of the first element; ``None`` means 0.
@@ -303,7 +303,7 @@ def append_strided_positions(build: Builder, sizes: list[int], strides: list[int
 def rewrite_diagonal_scatter(
     build: Builder, x: fx.Node, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> fx.Node:
-    """Rewrite ``rewrite_diagonal_scatter`` as a ``where``: ``source`` on a diagonal, ``x`` elsewhere. Return the node
+    """Rewrite ``diagonal_scatter`` as a ``where``: ``source`` on a diagonal, ``x`` elsewhere. Return the node
     of the result.
 
     ``build``: appends operators to the graph. ``source``: the new elements of the diagonal, along its last dim.
@@ -332,7 +332,7 @@ def rewrite_diagonal_scatter(
 def rewrite_as_strided_scatter(
     build: Builder, x: fx.Node, source: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None
 ) -> fx.Node:
-    """Rewrite ``rewrite_as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one, and return
+    """Rewrite ``as_strided_scatter`` as a write by index, or as a write to a diagonal if it is one, and return
     the node of the result. The operator itself has a wrong gradient in torch 2.13: zero for the elements that are not
     overwritten.
 

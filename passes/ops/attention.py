@@ -236,8 +236,8 @@ def list_tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRan
     for q in queries:
         for k in keys:
             offset = q.place - k.place
-            before = min(q.length, max(0, -offset))  # these queries are before all keys
-            last = min(q.length, k.length - 1 - offset)  # those from here on are after the last key, or at it
+            before = min(q.length, max(0, -offset))  # number of queries that are before all keys
+            last = min(q.length, k.length - 1 - offset)  # from this query on, no key is later than the query
             if before > 0:
                 found.append(Tile((q.start, q.start + before), (k.start, k.start + k.length), "all", offset))
             for start in range(before, last, _ROWS):
@@ -265,7 +265,8 @@ def cut_tile(tile: Tile, band: Band, size: int) -> Iterator[Tile]:
     without those in which no query sees a key. A query of a part may see no key of this part. ``band``: the positions
     around its own at which a query sees keys, in a tile of the kind "band" without limits of its own."""
     limits = {"all": Band(), "diagonal": Band(None, 0), "band": tile.limits or band}[tile.kind]
-    shift = 0 if tile.kind == "diagonal" else tile.offset  # of query 0 from key 0, as the limits count it
+    # position of query 0 minus that of key 0, as the limits count
+    shift = 0 if tile.kind == "diagonal" else tile.offset
     before, after = limits
     for i in range(0, tile.rows[1] - tile.rows[0], size):
         for j in range(0, tile.keys[1] - tile.keys[0], size):

@@ -46,7 +46,9 @@ def is_onednn_faster() -> bool:
 
 
 def should_use_onednn(a: Tensor, b: Tensor) -> bool:
-    """Return whether :func:`multiply` is faster than ``torch.mm`` for ``a`` ``[m, k]`` and ``b`` ``[k, n]``."""
+    """Return whether :func:`multiply` (by oneDNN) is faster than ``torch.mm`` for the matrices ``a`` ``[m, k]`` and
+    ``b`` ``[k, n]``; false unless both are float32.
+    """
     return (
         a.dtype == torch.float32 == b.dtype
         and is_onednn_faster()
@@ -76,7 +78,9 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def multiply_into(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     """Add the product of the matrices ``a`` ``[m, k]`` and ``b`` ``[k, n]`` to ``total`` ``[m, n]``, in place: by
-    oneDNN if this is faster (only on a CPU), otherwise by torch. ``fresh``: overwrite ``total`` instead."""
+    oneDNN if this is faster (only on a CPU), otherwise by torch. ``fresh``: overwrite ``total`` instead of adding to
+    it.
+    """
     if total.is_cpu and should_use_onednn(a, b):
         made = multiply(a, b)
         if fresh:
@@ -90,8 +94,8 @@ def multiply_into(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 
 def choose_product(target: Any, operands: tuple[Any, ...]) -> Any:
-    """Return the function that computes the ATen operator ``target`` faster than torch does on a CPU; ``None`` if there
-    is none.
+    """Return the function that computes the ATen operator ``target`` on ``operands`` faster than torch does on a CPU;
+    ``None`` if there is none.
 
     ``operands``: the operator's tensors: ``(a, b)`` for ``mm``, ``(bias, a, b)`` for ``addmm``, ``(x, weight)`` or
     ``(x, weight, bias)`` for ``linear``. Only their shapes and dtypes are read.

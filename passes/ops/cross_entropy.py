@@ -55,7 +55,7 @@ def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tenso
     for scores, most, of_most in _yield_matching_pieces(rows, largest, of_largest):
         most.copy_(scores.amax(-1, keepdim=True))
         of_most.copy_(torch.log_softmax(scores, -1, dtype=dtype).amax(-1, keepdim=True))
-    # the sum of exponentials of a row of -inf is 0
+    # a row of -inf has the logsumexp -inf
     logsumexp = torch.where(largest.isinf(), largest, largest - of_largest)
     return logits.gather(dim, index).to(dtype), logsumexp.movedim(-1, dim).contiguous()
 

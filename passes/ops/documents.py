@@ -142,8 +142,8 @@ def group_rows(ids: Tensor) -> list[slice]:
 
 @dataclass
 class DocumentAttention:
-    """Accumulates the attention within documents of the queries ``q`` ``[b, heads, queries, d]`` over tiles (rectangles
-    of queries and keys), row by row.
+    """Accumulates an attention in which a query sees keys of its own document only, for the queries ``q`` ``[b, heads,
+    queries, d]``, over tiles (rectangles of queries and keys), row by row.
 
     ``groups``: slices of the batch dim with the rows that are computed together, because their documents are equal.
     ``band``: the positions around its own that a query sees. ``scale``: the factor of the scores; ``None`` means ``1 /
@@ -300,12 +300,13 @@ def document_attention(
     after: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention within documents: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b, kv, s, d]``.
+    """Compute attention in which a query sees keys of its own document only: ``q`` ``[b, h, s, d]``, ``k`` and ``v``
+    ``[b, kv, s, d]``.
 
-    Return the result and the logsumexp ``[b, h, s]``. ``ids`` ``[b, s]``: the document of each position. ``lengths``:
-    typical lengths of documents, for the cost model only; they do not change the result. ``before`` and ``after``: how
-    many positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the scores;
-    ``None`` means ``1 / sqrt(d)``.
+    Return the result and the logsumexp ``[b, h, s]`` of the scores. ``ids`` ``[b, s]``: the document of each position.
+    ``lengths``: typical lengths of documents, for the cost model only; they do not change the result. ``before`` and
+    ``after``: how many positions a query sees before and after its own; -1 means no limit. ``scale``: the factor of the
+    scores; ``None`` means ``1 / sqrt(d)``.
     """
     band = make_band(before, after)
     runs = find_runs(ids, (PositionRange(0, q.shape[-2], 0),))

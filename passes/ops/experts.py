@@ -189,7 +189,7 @@ def _save_grouped_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str],
 def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, weight, ends = ctx.saved_tensors
     of_rows = ops.grouped_mm(grad, weight.transpose(1, 2), ends, ctx.scaling) if ctx.needs_input_grad[0] else None
-    of_weight = ops.grouped_mm_weight(rows, grad, ends) if ctx.needs_input_grad[1] else None  # in 16 bits
+    of_weight = ops.grouped_mm_weight(rows, grad, ends) if ctx.needs_input_grad[1] else None  # not in 8 bits
     return of_rows, of_weight, None, None
 
 

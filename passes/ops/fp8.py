@@ -79,7 +79,7 @@ def linear_fp8(
     in]`` rounded to 8 bits. ``bias``: ``[out]``.
 
     ``transposed``: ``weight`` is ``[in, out]``, and the product is ``x @ weight``. ``scaling``: which numbers share a
-    scale.
+    scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"`` of 32.
     """
     rows, kinds = weight.t() if transposed else weight, (_NUMBERS, _NUMBERS)
     product = _multiply_in_fp8(_flatten_to_rows(x), rows, kinds, exact=False, bias=bias, scaling=scaling)
@@ -90,7 +90,8 @@ def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False, sca
     """Return the gradient of ``x`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
     ``grad`` ``[..., out]``: the gradient of the layer's result. ``weight``: ``[out, in]``, or ``[in, out]`` if
-    ``transposed``. ``scaling``: which numbers share a scale.
+    ``transposed``. ``scaling``: which numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"`` of
+    32.
     """
     rows = weight if transposed else weight.t()
     kinds = _GRADIENTS, _NUMBERS
@@ -102,7 +103,8 @@ def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False, scaling
     """Return the gradient of ``weight`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
     ``grad`` ``[..., out]``: the gradient of the layer's result. ``x`` ``[..., in]``: its input. ``transposed``:
-    ``weight``, and so the result, is ``[in, out]`` instead of ``[out, in]``. ``scaling``: which numbers share a scale.
+    ``weight``, and so the result, is ``[in, out]`` instead of ``[out, in]``. ``scaling``: which numbers share a scale:
+    those of a ``"tensor"``, a ``"row"`` or a ``"block"`` of 32.
     """
     left, right = _flatten_to_rows(grad).t(), _flatten_to_rows(x).t()
     if transposed:
@@ -198,7 +200,7 @@ def match_weight_product(node: fx.Node, states: Collection[str]) -> WeightProduc
     ``states``: the names of the placeholders that are parameters or buffers. Types and divisibility of the sizes are
     not checked here.
     """
-    if node.target not in _PLACES or node.kwargs:  # addmm's alpha and beta
+    if node.target not in _PLACES or node.kwargs:  # addmm may have alpha and beta
         return None
     *places, transposed = _PLACES[node.target]
     x, weight, bias = (node.args[place] if place < len(node.args) else None for place in places)
@@ -235,8 +237,10 @@ def can_multiply_in_fp8(product: WeightProduct, scaling: str = "tensor") -> bool
 
 
 def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node, WeightProduct]:
-    """Return the matrix products in the graph of ``block`` that can be computed in 8 bits: a dict from the product's
-    node to its operands. ``scaling``: which numbers share a scale."""
+    """Return the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits: a
+    dict from the product's node to its operands. ``scaling``: which numbers share a scale: those of a ``"tensor"``, a
+    ``"row"`` or a ``"block"`` of 32.
+    """
     states = frozenset(block.states)
     known = {node: match_weight_product(node, states) for node in block.graph.nodes}
     return {
@@ -247,9 +251,11 @@ def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node,
 
 
 def find_expert_products(block: Block, scaling: str) -> set[fx.Node]:
-    """Return the products of rows with the matrices of their experts in the graph of ``block`` that can be computed in
-    8 bits, except for the gradients of these matrices: with one scale per row, in bfloat16, and with both dims of a
-    matrix multiples of 16. ``scaling``: which numbers share a scale.
+    """Return the nodes in the graph of ``block`` (a piece of the model) that multiply rows by the matrices of their
+    experts and can be computed in 8 bits. These must be bfloat16 products with both dims of a matrix multiples of 16.
+    The gradients of the matrices are not computed in 8 bits.
+
+    ``scaling``: which numbers share a scale; the result is empty unless it is ``"row"``, one scale for each row.
     """
     states, found = frozenset(block.states), set[fx.Node]()
     for node in block.graph.nodes if scaling == "row" else ():
@@ -263,9 +269,12 @@ def find_expert_products(block: Block, scaling: str) -> set[fx.Node]:
 
 
 def convert_products_to_fp8(block: Block, scaling: str = "tensor") -> int:
-    """Replace the matrix products in the graph of ``block`` that can be computed in 8 bits by ``linear_fp8``, in place.
+    """Change the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits, in
+    place: products with parameters become ``linear_fp8``, and products of rows with the matrices of their experts get
+    the argument ``scaling``.
 
-    Return the number of replaced products. ``scaling``: which numbers share a scale.
+    Return the number of changed products. ``scaling``: which numbers share a scale: those of a ``"tensor"``, a
+    ``"row"`` or a ``"block"`` of 32.
     """
     found = find_weight_products(block, scaling)
     for node, product in found.items():
@@ -280,8 +289,8 @@ def convert_products_to_fp8(block: Block, scaling: str = "tensor") -> int:
 
 
 def restore_products(block: Block) -> None:
-    """Replace the ``linear_fp8`` operators (products in 8 bits), and products of experts in 8 bits, in the graph of
-    ``block`` by ordinary products, in place.
+    """Replace all products in 8 bits in the graph of ``block`` (a piece of the model) by ordinary products, in place:
+    the operators ``linear_fp8``, and products of rows with the matrices of their experts.
     """
     for node in block.graph.nodes:
         if node.target is ops.expert_mm.default:

@@ -652,7 +652,7 @@ def list_drawing_operators() -> list[torch._ops.OpOverload]:
 
 
 # --- while a model is traced ------------------------------------------------------------------------------------------
-_COMPILER = "/torch/_dynamo/"  # in the paths of the files of torch's compiler, which traces functions of torch.cond
+_COMPILER = "/torch/_dynamo/"  # part of the paths of torch's compiler, which traces the functions of torch.cond
 
 
 @contextlib.contextmanager
@@ -669,7 +669,8 @@ def trace_random_draws(line_now: Callable[[], str]) -> Iterator[None]:
         plain = getattr(module, name)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            if _COMPILER in sys._getframe(1).f_code.co_filename:  # it restores the state, which forward did not set
+            # the compiler restores the state, which forward did not set
+            if _COMPILER in sys._getframe(1).f_code.co_filename:
                 return plain(*args, **kwargs)
             raise UnsupportedError(
                 f"forward sets the state of torch's random generator (torch.{name}){line_now()}; expected a forward "

@@ -74,10 +74,12 @@ def recurrent_layer(
 def _run_layer(
     kind: str, reverse: bool, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """Run one layer by torch's own function and return what it returns: the output, and the last states.
+    """Run one layer of a recurrent network by torch's own function and return what it returns: the output ``[steps,
+    batch, features]``, and the last states.
 
-    ``kind``: the name of torch's function. ``states``: the initial states. ``weights``: weights and biases in torch's
-    order, with ``None`` for those that the layer does not have. ``x``, ``reverse``: as in :func:`lstm_layer`.
+    ``kind``: the name of torch's function, such as ``"lstm"``. ``reverse``: whether the layer reads ``x``, the input
+    ``[steps, batch, features]``, from the last step to the first. ``states``: the initial states. ``weights``: weights
+    and biases in torch's order, with ``None`` for those that the layer does not have.
     """
     given = [w for w in weights if w is not None]
     initial = list(states) if kind == LSTM else states[0]
@@ -91,8 +93,8 @@ def lstm_layer_backward(grad: Tensor | None, grad_cell: Tensor | None, *operands
     """Return the gradients of the eight tensor operands of :func:`lstm_layer`; an empty tensor for each that the layer
     does not have.
 
-    ``grad``, ``grad_cell``: the gradients of its output and of its last cell state; ``None`` for zeros. ``operands``:
-    its arguments.
+    ``grad``, ``grad_cell``: the gradients of the layer's output and of its last cell state; ``None`` for zeros.
+    ``operands``: the arguments of :func:`lstm_layer`, in order.
     """
     *tensors, reverse = operands
     return _differentiate(lambda *own: lstm_layer(*own, reverse), tensors, [grad, grad_cell])
@@ -102,7 +104,7 @@ def recurrent_layer_backward(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]
     """Return the gradients of the six tensor operands of :func:`recurrent_layer`; an empty tensor for each that the
     layer does not have.
 
-    ``grad``: the gradient of its output. ``operands``: its arguments.
+    ``grad``: the gradient of the layer's output. ``operands``: the arguments of :func:`recurrent_layer`, in order.
     """
     *tensors, kind, reverse = operands
     layer: Callable[..., Tensor] = recurrent_layer
@@ -112,7 +114,8 @@ def recurrent_layer_backward(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]
 def _differentiate(
     run: Callable[..., tuple[Tensor, ...]], operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    """Run a layer and return the gradients of its operands, an empty tensor for each that is ``None``.
+    """Run one layer of a recurrent network and return the gradients of its operands, with an empty tensor for each
+    operand that is ``None``.
 
     ``run``: computes the results of the layer from the operands. ``grads``: the gradients of the results, ``None`` for
     zeros.
@@ -181,8 +184,10 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _compute_gradients(ctx: Any, backward: Callable[..., tuple[Tensor, ...]], *grads: Tensor | None) -> tuple[Any, ...]:
-    """Return the gradients of all arguments of a layer, ``None`` for those that need none. ``backward``: the operator
-    that computes them. ``grads``: the gradients of the results."""
+    """Return the gradients of all arguments of one layer of a recurrent network, ``None`` for those that need none.
+    ``ctx``: the autograd context in which forward saved the arguments. ``backward``: the operator that computes the
+    gradients. ``grads``: the gradients of the layer's results.
+    """
     saved = iter(ctx.saved_tensors)
     operands = [next(saved) if given else kept for given, kept in zip(ctx.given, ctx.kept, strict=True)]
     found = () if all(grad is None for grad in grads) else backward(*grads, *operands)
@@ -283,11 +288,14 @@ def _name_weights(weights: Sequence[Any], biased: bool) -> tuple[Any, ...]:
 def _call_layer(
     call: Callable[..., Any], kind: str, x: Any, states: list[Any], weights: tuple[Any, ...], reverse: bool
 ) -> list[Any]:
-    """Call the operator of one direction of a recurrent layer. Return its output, and for an LSTM its last cell state.
+    """Call the operator of one direction of a recurrent layer. Return a list of its output, and for an LSTM also of its
+    last cell state.
 
-    ``call``, ``kind``: as in :func:`call_recurrent_layers`. ``x``: the input ``[steps, batch, features]``. ``states``:
-    the initial states. ``weights``: as :func:`_name_weights` returns them. ``reverse``: whether the layer reads its
-    input from the last step to the first.
+    ``call``: calls an operator, its first argument, with the other arguments; it returns tensors, or appends the
+    operator to a graph and returns nodes. ``kind``: the name of torch's function, such as ``"lstm"``. ``x``: the input
+    ``[steps, batch, features]``. ``states``: the initial states. ``weights``: weights of the input and of the state,
+    their biases, and the projection of an LSTM's output; ``None`` for missing ones. ``reverse``: whether the layer
+    reads its input from the last step to the first.
     """
     if kind == LSTM:
         made = call(recurrent_ops.lstm_layer.default, x, *states, *weights, reverse)
@@ -320,7 +328,9 @@ def trace_recurrent_networks(line_now: Callable[[], str] = lambda: "") -> Iterat
 
 
 def _make_traced_function(kind: str) -> Callable[..., Any]:
-    """Return the function that replaces torch's function ``kind``, such as ``"lstm"``, in a trace."""
+    """Return a function that replaces torch's recurrent function ``kind``, such as ``"lstm"``, in a trace, and calls
+    one operator for each layer and direction.
+    """
 
     def run(x: Tensor, *given: Any, **named: Any) -> Any:
         autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))

@@ -21,7 +21,7 @@ BLOCK = 32  # numbers with one scale
 
 _TYPE = torch.float8_e4m3fn
 _MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that zeros have a scale
-_MIN_EXPONENT, _MAX_EXPONENT = -127, 127  # of float8_e8m0fnu
+_MIN_EXPONENT, _MAX_EXPONENT = -127, 127  # smallest and largest exponent of float8_e8m0fnu
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = _TYPE) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,8 @@ def _multiply_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """Return the scales ``[m, n]`` of blocks in the order in which the GPU's kernel reads them, as a vector.
+    """Return ``scale`` ``[m, n]``, the scales of an 8-bit matrix's blocks, as a vector in the order in which the GPU's
+    kernel reads them.
 
     They are padded to multiples of 128 rows and 4 columns, and cut into tiles of this size. In a tile, row ``r`` is at
     ``16 * (r % 32) + 4 * (r // 32)`` (cuBLAS documentation, layout of 1D block scaling factors).

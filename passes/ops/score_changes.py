@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ON_CPU = 256  # queries, and keys, of a block on a CPU, whose caches hold the scores
-_ELSEWHERE = 1024  # on other devices, where each block costs launches
-_MOST_SCORES = 1 << 24  # of a block in all heads and samples
+_ON_CPU = 256  # most queries, and keys, of a block on a CPU, so that its caches hold the scores
+_ELSEWHERE = 1024  # most queries, and keys, on other devices, where each block costs launches
+_MOST_SCORES = 1 << 24  # most scores of a block in all heads and samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class ScoreChange:
 
     @property
     def is_none(self) -> bool:
-        """Return whether the scores stay unchanged."""
+        """Return whether the attention scores stay unchanged, because there is neither a cap nor slopes."""
         return self.cap is None and self.slopes is None
 
 
@@ -60,8 +60,10 @@ class BlockScoring(NamedTuple):
 
 
 def choose_block_size(heads: int, on_cpu: bool) -> int:
-    """Return the most queries, and the most keys, of a block. ``heads``: number of heads of all samples, whose scores
-    exist at the same time. ``on_cpu``: whether the scores are computed on a CPU."""
+    """Return the most queries, and the most keys, that a block of attention scores may have (one number for both).
+    ``heads``: number of heads of all samples, whose scores exist at the same time. ``on_cpu``: whether the scores are
+    computed on a CPU.
+    """
     size = _ON_CPU if on_cpu else _ELSEWHERE
     while size > _ON_CPU and heads * size**2 > _MOST_SCORES:
         size //= 2
@@ -126,7 +128,8 @@ def _compute_scores(
     ``q`` ``[..., heads, queries, d]``, ``k`` ``[..., kv heads, keys, d]``. ``scoring``: how scores are computed.
     """
     hidden, offset, factor, change = scoring
-    scaled = q * (factor if change.cap is None else factor / change.cap)  # smaller than the scores
+    # the queries are scaled, because they are fewer numbers than the scores
+    scaled = q * (factor if change.cap is None else factor / change.cap)
     scores = _multiply_by_key_heads(scaled, k.transpose(-2, -1)).to(wide_dtype)
     bent = None
     if change.cap is not None:
@@ -140,8 +143,10 @@ def _compute_scores(
 
 
 def _list_distances(q: Tensor, k: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-    """Return by how many positions each key is after each query, ``[queries, keys]``. ``q``, ``k``: the queries ``[...,
-    queries, d]`` and keys of a block. ``offset``: the position of the first query minus that of the first key."""
+    """Return by how many positions each key is after each query, ``[queries, keys]`` in ``dtype``. ``q``, ``k``: the
+    queries ``[..., queries, d]`` and keys of a block. ``offset``: the position of the first query minus that of the
+    first key.
+    """
     places = [torch.arange(x.shape[-2], device=q.device, dtype=dtype) for x in (q, k)]
     return places[1] - places[0].unsqueeze(1) - offset
 

@@ -52,7 +52,8 @@ class RowMarks(NamedTuple):
 
     def group_rows(self) -> list[slice]:
         """Return the rows of the batch that are computed together, as slices of the batch dim: one slice if all rows
-        are equal, otherwise one for each row."""
+        have equal document ids and prefixes, otherwise one for each row.
+        """
         return group_rows(self.ids if self.prefix is None else torch.cat([self.ids, self.prefix.to(self.ids)], 1))
 
 
@@ -77,10 +78,10 @@ def list_marked_tiles(
     compute.
 
     ``queries``, ``keys``: documents and prefixes (keys that all queries of their document see) of the local positions
-    of the queries and of the keys. ``query_ranges``, ``key_ranges``: where these positions are in the whole sequence:
-    ranges of positions for the queries (``query_ranges``) and for the keys (``key_ranges``). ``band``: the positions
-    around its own that a query sees. ``prefix_band``: those within which it sees keys of a prefix; they include those
-    in ``band``."""
+    of the queries and of the keys. ``query_ranges``, ``key_ranges``: the ranges of the whole sequence in which these
+    positions are. ``band``: the positions around its own that a query sees. ``prefix_band``: those within which it sees
+    keys of a prefix; they include those in ``band``.
+    """
     shown = None if keys.prefix is None else find_prefix_runs(keys.ids, keys.prefix, key_ranges)
     return list_document_tiles(
         find_runs(queries.ids, query_ranges),
@@ -93,16 +94,19 @@ def list_marked_tiles(
 
 
 def get_prefix_band(limits: Sequence[int] = ()) -> Band:
-    """Return the positions around its own within which a query sees keys of a prefix, from the operator's argument
-    ``limits``: how many there are before and after its own (-1: no limit); empty: no limits."""
+    """Return the range of positions around its own within which a query sees keys of its document's prefix. ``limits``:
+    how many positions before and after its own (-1: no limit), as the operator's argument ``reach`` has them; empty: no
+    limits.
+    """
     return make_band(*limits) if limits else EVERYWHERE
 
 
 def scored_attention(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, prefix: Tensor | None, slopes: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention within documents with changed scores or prefixes: ``q`` ``[b, h, s, d]``, ``k`` and ``v`` ``[b,
-    kv, s, d]``. Return the result and the logsumexp of the changed scores ``[b, h, s]``.
+    """Compute attention in which a query sees keys of its own document only, with changed scores or prefixes: ``q``
+    ``[b, h, s, d]``, ``k`` and ``v`` ``[b, kv, s, d]``. Return the result and the logsumexp of the changed scores ``[b,
+    h, s]``.
 
     ``ids`` ``[b, s]``: the document of each position, ``None`` for one document per row. ``prefix`` ``[b, s]``: true at
     the keys that all queries of their document see; ``None`` for none. ``slopes`` ``[h]``: added to a score for each
@@ -110,7 +114,8 @@ def scored_attention(
     in order. Two are for the cost model alone: typical lengths of documents, and the mean number per row of pairs of a
     query and a later key that it sees because of the prefix. Then: how many positions a query sees before and after its
     own (-1: no limit); the factor of the scores (``None``: ``1 / sqrt(d)``); their cap (``None`` for none); and the
-    numbers of positions before and after its own within which a query sees keys of a prefix (absent: no limit)."""
+    numbers of positions before and after its own within which a query sees keys of a prefix (absent: no limit).
+    """
     _, _, before, after, scale, cap, *prefix_band = options
     band, marks, parts = make_band(before, after), mark_rows(q, ids, prefix), (PositionRange(0, q.shape[-2], 0),)
     attention = DocumentAttention(q, marks.group_rows(), band, scale, v.shape[-1], ScoreChange(cap, slopes))
@@ -124,11 +129,12 @@ def scored_attention_backward(
     """Return the gradients of queries, keys and values of an attention with changed scores or prefixes, in the shapes
     of ``q``, ``k`` and ``v``, and that of the slopes ``[h]``, which has no elements unless they are trained.
 
-    ``grad``: the gradient of its result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values ``[b, kv, s,
-    d]``. ``options``: the further arguments of the operator: document ids, prefixes and slopes as in
-    :func:`scored_attention`; the result and the logsumexp of the scores; how many positions a query sees before and
-    after its own (-1: no limit); the factor and the cap of the scores; within which positions it sees keys of a prefix,
-    as there; and whether the slopes are trained (absent: they are not).
+    ``grad``: the gradient of the attention's result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values
+    ``[b, kv, s, d]``. ``options``: the further arguments of the operator, in order: the document of each position ``[b,
+    s]``, a mask of the prefix's keys ``[b, s]`` and the slopes ``[h]``, each of which may be ``None``; the result and
+    the logsumexp of the scores; how many positions a query sees before and after its own (-1: no limit); the factor and
+    the cap of the scores; how many positions before and after its own a query sees keys of the prefix (absent: no
+    limit); and whether the slopes are trained (absent: they are not).
     """
     ids, prefix, slopes, out, lse, before, after, scale, cap, *rest = options
     prefix_band, trained = rest[0] if rest else (), len(rest) > 1 and rest[1]
@@ -141,7 +147,9 @@ def scored_attention_backward(
 
 
 def round_slopes(gradient: Tensor, slopes: Tensor | None) -> Tensor:
-    """Return the gradient of slopes in their type. ``slopes``: ``None`` if the attention has none."""
+    """Return ``gradient``, the gradient of an attention's ALiBi slopes, in the dtype of ``slopes``; unchanged if the
+    attention has none (``None``).
+    """
     return gradient if slopes is None else gradient.to(slopes.dtype)
 
 

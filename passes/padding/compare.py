@@ -17,7 +17,7 @@ _SIZED = frozenset(
     "view _unsafe_view reshape expand expand_copy arange full zeros ones empty new_full new_zeros new_ones new_empty "
     "slice slice_copy narrow split_with_sizes split repeat slice_scatter unflatten".split()
 )
-_END = {"slice": 3, "slice_copy": 3, "slice_scatter": 4}  # the position of an argument that may be a size
+_END = {"slice": 3, "slice_copy": 3, "slice_scatter": 4}  # position of the argument for the end, which may be a size
 
 
 def get_operator_name(node: fx.Node) -> str:

@@ -33,8 +33,8 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def apply_to_numbers(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
-    """Return the number that the pointwise operator ``node`` computes from one number of each operand, such as the
-    number in their padded elements; ``None`` if it is not known.
+    """Return the number that the pointwise operator ``node`` computes from one number for each operand, such as the
+    number that all padded elements of the operand have; ``None`` if it is not known.
 
     ``numbers``: one number for each operand of ``node``, in order; ``None`` for one that is not known.
     """
@@ -68,8 +68,9 @@ def _resolve_number(argument: Any, known: dict[fx.Node, float | None]) -> float 
 
 
 def _evaluate_operator(node: fx.Node, numbers: Sequence[float | None]) -> float | None:
-    """Return the number that the pointwise operator ``node`` computes from one number of each operand; ``None`` if
-    it cannot be computed. ``numbers``: one number for each operand, in order."""
+    """Run the pointwise operator ``node`` on one number for each operand, and return the resulting number; ``None`` if
+    it cannot be computed. ``numbers``: the number for each operand, in order, none of which is ``None``.
+    """
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     tensors: list[Any] = [
         torch.tensor(number, dtype=get_meta_tensor(operand).dtype)

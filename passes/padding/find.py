@@ -37,8 +37,10 @@ Fills = Mapping[str, float | None]  # path of an input -> the number in its new 
 
 
 class KeyHiding(NamedTuple):
-    """How an input of the model hides keys of an attention. ``number``: hides the position at which the input has it.
-    ``unseen``: which positions have to be hidden so that a query sees no key (:func:`classify_unseen`).
+    """How a value of a model input hides keys from the queries of an attention, as a mask of padded positions does.
+    ``number``: an element of the input with this number hides the key at its position. ``unseen``: at which hidden
+    positions a query sees no key at all: if ``all`` positions of its sample are hidden; if the ``first`` ones are, as
+    under a causal mask; or if those in a ``gap`` between visible ones are, too.
     """
 
     number: float
@@ -50,10 +52,11 @@ class AxisPadding:
     """How the inputs of a model can be padded along one axis of the batch (samples or positions) so that results do not
     change.
 
-    ``fills``: path of an input, such as ``input_ids`` -> the number in its new elements (``None``: a copy of the
-    last element). ``outputs``: path of an output -> (the dim that grows with the batch, by how many elements its
-    size exceeds that of the batch). ``fault``: the reason why no padding leaves the results unchanged; empty if one
-    does.
+    ``fills``: path of an input, such as ``input_ids`` -> the number in its new elements (``None``: a copy of the last
+    element). ``outputs``: path of an output -> (the dim that grows with the batch, by how many elements its size
+    exceeds that of the batch). ``fault``: the reason why no padding leaves the results unchanged; empty if one does.
+    ``hiding``: path of an input that hides keys of an attention in which a query that sees no key would read padded
+    ones -> how it hides them.
     """
 
     fills: dict[str, float | None] = field(default_factory=dict)
@@ -63,9 +66,9 @@ class AxisPadding:
 
 
 def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], sizes: Sizes) -> AxisPadding:
-    """Return how the inputs of a model can be padded along one axis of the batch (samples or positions) so that the
-    loss, every update of a buffer, and the elements of every output that belong to the original batch are those without
-    padding.
+    """Return how the inputs of a model can be padded along one axis of the batch (samples or positions) without
+    changing the model's results: the loss, every update of a buffer, and the elements of every output that belong to
+    the original batch.
 
     ``main``, ``other``: the model captured for two batch sizes along this axis, each rewritten by ``normalize``.
     ``dims``: path of an input -> the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along
@@ -87,7 +90,7 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
             fault = _explain_hiding(main, hiding)
             return AxisPadding(dict(fills), _find_output_dims(main, values), fault, hiding)
         faults.append(fault)
-    return AxisPadding(fault=faults[-1])  # that of the most numbers that are left out
+    return AxisPadding(fault=faults[-1])  # that of the last attempt, which leaves out the most numbers
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,8 @@ class _PaddingAxis:
 def _propagate_through_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis
 ) -> dict[fx.Node, Values]:
-    """Return a dict: each node of the graph of ``main`` -> a tuple with one description for each of its results, of
-    what padding the model's inputs does to it: which dims grow with the batch, and which numbers padded elements have.
+    """Return a dict from each node of the graph of ``main`` to a tuple that says for each of its results what is known
+    of it if the model's inputs are padded: which dims grow with the batch, and which numbers padded elements have.
 
     ``main``, ``other``: the model captured for two batch sizes. ``pairs``: node of ``main`` -> the same node of
     ``other``. ``axis``: the padding of the inputs.
@@ -131,12 +134,12 @@ def _propagate_through_graph(
 def _find_hiding(
     main: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis, values: Mapping[fx.Node, Values]
 ) -> dict[str, KeyHiding]:
-    """Return a dict: path of an input of ``main`` -> how it hides keys of an attention in which a query that sees no
-    key reads padded ones. Inputs that hide no keys of such an attention are left out.
+    """Return a dict from the path of each input of ``main`` that hides keys of certain attentions to how it hides them.
+    In these attentions, a query from which all keys are hidden gives weight to padded keys.
 
     An input hides keys by a number if padded keys are hidden from all queries once its new elements have this number.
-    ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: an exact padding of the
-    inputs. ``values``: node -> descriptions of its results under this padding.
+    ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: a padding of the inputs
+    that changes no result. ``values``: node -> for each of its results, what is known of it under this padding.
     """
     called = [node for node in pairs if node.op == "call_function" and get_operator_name(node) != "getitem"]
     read = [find_unmasked_scores(node, [values[o][0] for o in operands_of(node)]) for node in called]
@@ -161,14 +164,17 @@ def _find_hiding(
 
 
 def _list_hiding_numbers(source: fx.Node) -> set[float]:
-    """Return the numbers by which an input may hide keys: 0 and 1, and those with which the graph compares it.
-    ``source``: the input's placeholder."""
+    """Return the numbers by which a model input may hide keys of an attention: 0 and 1, as in masks, and the numbers
+    with which the graph compares the input. ``source``: the input's placeholder.
+    """
     return {0.0, 1.0, *(each.number for each in _find_compared_numbers(source))}
 
 
 def _explain_hiding(main: Captured, hiding: Mapping[str, KeyHiding]) -> str:
-    """Return, as text, why it cannot be found out from a batch whether an input of ``main`` hides all keys from a
-    query: several numbers hide keys, as in ``places < 0``. Empty if it can. ``hiding``: how inputs hide keys."""
+    """Return, as text, why a batch does not show whether an input of ``main`` hides all keys from a query: several
+    numbers hide keys, as in ``places < 0``. Return an empty text if each input in ``hiding`` has a single such number.
+    ``hiding``: path of an input -> how it hides keys of an attention.
+    """
     for node in main.graph.nodes:
         path = next((i.path for i in main.inputs if i.value == main.placeholders.get(node.name)), None)
         if path in hiding and any(not each.single for each in _find_compared_numbers(node)):
@@ -177,11 +183,11 @@ def _explain_hiding(main: Captured, hiding: Mapping[str, KeyHiding]) -> str:
 
 
 def _propagate_through_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.Node, Values], sizes: Sizes) -> Values:
-    """Return a tuple with one description for each result of the operator ``node``, of what padding the model's inputs
-    does to it: which dims grow with the batch, and which numbers padded elements have.
+    """Return, for each result of the operator ``node``, what is known of it if the model's inputs are padded: which
+    dims grow with the batch, and which numbers padded elements have.
 
-    ``partner``: the same operator in the graph for another batch size. ``values``: the descriptions of the results
-    of earlier nodes. ``sizes``: the batch sizes of the two graphs, in elements along the padded axis.
+    ``partner``: the same operator in the graph for another batch size. ``values``: for each earlier node, what is known
+    of its results. ``sizes``: the batch sizes of the two graphs, in elements along the padded axis.
     """
     if get_operator_name(node) == "getitem":
         source, index = node.args
@@ -200,9 +206,10 @@ def _propagate_through_node(node: fx.Node, partner: fx.Node, values: Mapping[fx.
 
 
 def _describe_input(node: fx.Node, path: str, axis: _PaddingAxis) -> PaddedValue:
-    """Return a description of a model input under padding: which dims grow with the batch, and which number the new
+    """Return what is known of a model input under padding: which dims grow with the batch, and which number the new
     elements have. ``node``: the input's placeholder. ``path``: the input's path in the arguments of the model.
-    ``axis``: how the inputs are padded."""
+    ``axis``: how the inputs are padded.
+    """
     value = make_fixed_value(list_result_shapes(node)[0])
     if path not in axis.dims:
         return value
@@ -210,8 +217,8 @@ def _describe_input(node: fx.Node, path: str, axis: _PaddingAxis) -> PaddedValue
 
 
 def _describe_state(main: Captured, other: Captured, name: str, axis: _PaddingAxis) -> PaddedValue:
-    """Return a description of the parameter, buffer or constant ``name`` under padding: which dims grow with the batch
-    size, and its fault, if it has one.
+    """Return what is known of the parameter, buffer or constant ``name`` if the model's inputs are padded: which dims
+    grow with the batch size, and its fault, if it has one.
 
     It has a fault (a reason why padding may change results) if its shape or its values depend on the batch size. There
     is one exception: a constant whose dims grow with the batch, and whose elements are equal for both batch sizes at
@@ -230,11 +237,12 @@ def _describe_state(main: Captured, other: Captured, name: str, axis: _PaddingAx
 
 
 def _iterate_preserved_values(main: Captured, values: Mapping[fx.Node, Values]) -> Iterator[PaddedValue]:
-    """Yield descriptions, under padding, of the values of ``main`` that padding must not change: the loss, new values
-    of buffers, and outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
+    """Yield what is known of each value of ``main`` that padding must not change: the loss, new values of buffers, and
+    outputs. The padding is wrong if one of them has a ``fault``, a reason why padding may change it.
 
-    ``main``: the captured model. ``values``: node -> descriptions of its results under padding. If the loss has a
-    dim that grows with the batch, it is yielded a second time, with a fault, because padding would add terms to it.
+    ``main``: the captured model. ``values``: node -> what is known of each of its results if the batch is padded. If
+    the loss has a dim that grows with the batch, it is yielded a second time, with a fault, because padding would add
+    terms to it.
     """
     by_name = {node.name: found[0] for node, found in values.items()}
     names = [main.loss, *main.updates.values(), *(o.value for o in main.outputs)]
@@ -246,8 +254,9 @@ def _iterate_preserved_values(main: Captured, values: Mapping[fx.Node, Values]) 
 
 def _find_output_dims(main: Captured, values: Mapping[fx.Node, Values]) -> dict[str, tuple[int, int]]:
     """Return a dict: path of an output of the model ``main`` -> (the dim that grows with the batch, by how many
-    elements its size exceeds that of the batch). Outputs that do not grow are left out. ``values``: node ->
-    descriptions of its results under padding."""
+    elements its size exceeds that of the batch). Outputs that do not grow are left out. ``values``: node -> what is
+    known of each of its results if the batch is padded.
+    """
     by_name = {node.name: found[0] for node, found in values.items()}
     found: dict[str, tuple[int, int]] = {}
     for output in main.outputs:
@@ -291,8 +300,9 @@ _PASSED = VIEWS | {"slice", "constant_pad_nd", "to", "_to_copy"}
 
 
 class ComparedNumber(NamedTuple):
-    """A number with which the graph compares an integer input. ``ignored``: elements with it are left out, such as
-    -100 for targets (``!=``). ``single``: no other number gives the same result (``==`` and ``!=``).
+    """A number (``number``) with which the graph compares an integer input. ``ignored``: whether elements with this
+    number are left out, such as targets of -100 (``!=``). ``single``: whether no other number gives the same result
+    (``==`` and ``!=``).
     """
 
     number: float

@@ -17,8 +17,9 @@ _GATHERED = ("gather", "index_select")
 
 
 def find_lowest(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
-    """Return a number that no element of the result of the pointwise operator ``node`` is below; ``None`` if none is
-    known. ``operands``: the descriptions of its operands."""
+    """Return a lower bound of the elements of the result of the pointwise operator ``node``; ``None`` if none is known.
+    ``operands``: for each operand, what is known of it if the batch is padded.
+    """
     if get_meta_tensor(node).dtype == torch.bool:
         return 0.0
     lowest = [o.lowest for o in operands]
@@ -28,11 +29,13 @@ def find_lowest(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
 
 
 def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``argmax`` node ``node``, as a description; ``None`` (it
-    then follows from the operator's sharding rule) unless real places are found whatever is padded.
+    """Return what is known of the result of the ``argmax`` node ``node`` if the batch is padded. Return ``None`` unless
+    the ``argmax`` always finds an element of the original batch, never a padded one; the caller then follows the
+    operator's sharding rule.
 
-    They are if padded elements have a number that no element is below: of several largest elements the first one is
-    found, and padded ones come last.
+    It always does if padded elements have a number that is a lower bound of all elements: padded elements come last,
+    and of several largest elements the first one is found. ``operands``: what is known of the operand, as a sequence of
+    one.
     """
     (x,) = operands
     if not isinstance(given := get_node_argument(node, "dim", None), int):
@@ -48,8 +51,10 @@ def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVa
 
 
 def fix_read_dims(node: fx.Node, operands: Sequence[PaddedValue]) -> Sequence[PaddedValue]:
-    """Return ``operands``, the descriptions of the operands of ``node``. If it reads elements of a tensor at indices of
-    real places, the dim in which it reads them counts as one that does not grow: padded elements are not read."""
+    """Return ``operands``, which say for each operand of ``node`` what is known of it if the batch is padded, with one
+    change: if ``node`` reads elements of its first operand at indices that are known to belong to the original batch,
+    the dims that are read in this way count as fixed, because no padded element is read.
+    """
     name, read = get_operator_name(node), operands_of(node)
     if name not in (*_INDEXED, *_GATHERED) or not any(o.real_places for o in operands):
         return operands

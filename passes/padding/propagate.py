@@ -33,25 +33,25 @@ from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.attention import find_attention_band
 from partitioner.passes.rules.factors import OpFactors, get_node_argument, normalize_dim, normalize_dims, operands_of
 
-Values = tuple[PaddedValue, ...]  # the results of a node
-Sizes = tuple[int, int]  # of the batch: as it is planned, and in the other graph
+Values = tuple[PaddedValue, ...]  # what is known of each result of a node
+Sizes = tuple[int, int]  # batch sizes: that of the plan, and that of the other graph
 Rule = Callable[[fx.Node, Sequence[PaddedValue]], "PaddedValue | None"]
 
 _READS_DOCUMENT_IDS = (
     "partition::document_attention",
     "partition::scored_attention",
-)  # read data of rows instead of a mask
+)  # these read document ids and prefixes instead of a mask
 _ATTENTIONS = ("partition::band_attention", *_READS_DOCUMENT_IDS)
 
 
 def propagate_padding(
     node: fx.Node, operands: Sequence[PaddedValue], other_shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return a tuple with one description for each result of the operator ``node``, of what padding the batch along one
-    axis (samples or positions) does to it: which dims grow with the batch, and which numbers padded elements have.
+    """Return, for each result of the operator ``node``, what is known of it if the batch is padded along one axis
+    (samples or positions): which dims grow with the batch, and which numbers padded elements have.
 
-    ``operands``: the descriptions of the operands. ``other_shapes``: the shapes of the results in the model's graph
-    for another batch size. ``sizes``: the batch sizes of the two graphs, in elements along the axis.
+    ``operands``: what is known of each operand if the batch is padded. ``other_shapes``: the shapes of the results in
+    the model's graph for another batch size. ``sizes``: the batch sizes of the two graphs, in elements along the axis.
     """
     shapes = list_result_shapes(node)
     if not any(o.grows or o.fault or o.real_places for o in operands) and list(shapes) == list(other_shapes):
@@ -78,9 +78,10 @@ def _format_reason(node: fx.Node, problem: str) -> str:
 
 
 def _describe_plain(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return a description of the first result of the operator ``node`` for the case that none of its operands and
-    results depends on the batch size: no dim grows, and all elements have one number if that follows from the operands.
-    ``operands``: such descriptions of the operands."""
+    """Return what is known of the first result of the operator ``node`` if none of its operands and results depends on
+    the batch size: no dim grows, and all elements have one number if that follows from the operands. ``operands``: what
+    is known of each operand if the batch is padded.
+    """
     value = make_fixed_value(list_result_shapes(node)[0])
     return replace(value, uniform=_find_uniform(node, operands))
 
@@ -102,8 +103,8 @@ def _has_sizes(value: PaddedValue, shape: Sequence[int], other: Sequence[int], s
 
 def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
     """Return the number that all elements of the result of the operator ``node`` have, padded or not; ``None`` if the
-    elements may differ or the number is not known. ``operands``: descriptions of the operands; each says which number
-    all elements of the operand have, if there is one.
+    elements may differ or the number is not known. ``operands``: what is known of each operand, including the number
+    that all its elements have, if there is one.
     """
     name = get_operator_name(node)
     if name in ("full", "new_full", "full_like"):
@@ -129,14 +130,13 @@ def _find_uniform(node: fx.Node, operands: Sequence[PaddedValue]) -> float | Non
 def _describe_results_by_factors(
     node: fx.Node, operands: Sequence[PaddedValue], others: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> Values:
-    """Return a tuple with one description for each result of the operator ``node``, of what padding the batch does to
-    it: which dims grow with the batch, and which numbers padded elements have. It follows from the operator's sharding
-    rule, which names its loop dimensions (factors) and says over which of them each dim of its tensors runs. A result
-    gets a fault (a reason why elements of the original batch may change) if the operator mixes padded elements with
-    others.
+    """Return, for each result of the operator ``node``, what is known of it if the batch is padded: which dims grow
+    with the batch, and which numbers padded elements have. It follows from the operator's sharding rule, which names
+    its loop dimensions (factors) and says over which of them each dim of its tensors runs. A result gets a fault (a
+    reason why elements of the original batch may change) if the operator mixes padded elements with others.
 
-    ``operands``: the descriptions of the operands. ``others``: the shapes of the results in the graph for another
-    batch size. ``sizes``: the two batch sizes, in elements along the padded axis.
+    ``operands``: what is known of each operand if the batch is padded. ``others``: the shapes of the results in the
+    graph for another batch size. ``sizes``: the two batch sizes, in elements along the padded axis.
     """
     shapes, fault = list_result_shapes(node), next((o.fault for o in operands if o.fault), "")
     rule = factors_of(node)
@@ -168,8 +168,8 @@ def _map_factors(
     that make it up, each with a size, and whether it grows with the batch. Return ``None`` if the parts of a dim, in
     order, do not give the sizes of its factors, or if a growing part would be divided between two factors.
 
-    ``value``: the description of the operand under padding, with the parts of each dim. ``dims``: for each dim of the
-    operand, the names of its factors. ``sizes``: name of a factor -> its size.
+    ``value``: what is known of the operand if the batch is padded, with the parts of each dim. ``dims``: for each dim
+    of the operand, the names of its factors. ``sizes``: name of a factor -> its size.
     """
     found: dict[str, Parts] = {}
     for parts, factors in zip(value.dims, dims, strict=True):
@@ -184,11 +184,12 @@ def _map_factors(
 
 
 def _has_no_later_keys(value: PaddedValue, rule: OpFactors, operand: int, factor: str) -> bool:
-    """Return whether an operand, such as attention weights under a causal mask, is zero wherever the key index
-    exceeds the query index. An operator that sums over keys then adds nothing from padded keys to a query of the
-    original batch. ``value``: the description of the operand under padding. ``rule``: the operator's sharding rule,
-    which says over which loop dimensions dims run. ``operand``: the index of the operand, from 0. ``factor``: the
-    name of the loop dimension over keys, which is summed over."""
+    """Return whether an operand, such as attention weights under a causal mask, is zero wherever the key index exceeds
+    the query index. An operator that sums over keys then adds nothing from padded keys to a query of the original
+    batch. ``value``: what is known of the operand if the batch is padded. ``rule``: the operator's sharding rule, which
+    says over which loop dimensions dims run. ``operand``: the index of the operand, from 0. ``factor``: the name of the
+    loop dimension over keys, which is summed over.
+    """
     if value.causal is None or value.causal[2] != 0:
         return False
     (query, key), dims = value.causal[:2], rule.operands[operand]
@@ -205,8 +206,9 @@ def _check_entrywise(
     zero.
 
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
-    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the
-    descriptions of the operands under padding."""
+    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: what is known
+    of each operand if the batch is padded.
+    """
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
     for factor in {f for of in operand_parts for f, parts in of.items() if any(p.grows for p in parts)}:
@@ -229,13 +231,14 @@ def _build_result(
     other: Sequence[int],
     sizes: Sizes,
 ) -> PaddedValue:
-    """Return the description, under padding, of one result of the operator ``node``: which dims grow with the batch,
-    and which numbers padded elements have. ``index``: the index of the result, from 0.
+    """Return what is known of one result of the operator ``node`` if the batch is padded: which dims grow with the
+    batch, and which numbers padded elements have. ``index``: the index of the result, from 0.
 
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
-    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: the
-    descriptions of the operands. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the
-    two batch sizes, in elements along the padded axis."""
+    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: what is known
+    of each operand. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch
+    sizes, in elements along the padded axis.
+    """
     known: dict[str, Parts] = {}
     for of in operand_parts:
         known |= {f: parts for f, parts in of.items() if f not in known or any(p.grows for p in parts)}
@@ -289,8 +292,9 @@ def _find_fill_value(
     flattened dim has several parts); ``None`` if it is not known or they differ.
 
     ``factor``: the loop dimension of the operator over which the dim runs. ``index``: the index of the part, from 0.
-    ``operand_parts``: for each operand, a dict from factor to the parts of its dims. ``operands``: the descriptions of
-    the operands under padding."""
+    ``operand_parts``: for each operand, a dict from factor to the parts of its dims. ``operands``: what is known of
+    each operand if the batch is padded.
+    """
     name = get_operator_name(node)
     numbers = [
         of[factor][index].fill if index < len(of.get(factor, ())) else value.uniform
@@ -298,7 +302,7 @@ def _find_fill_value(
     ]
     if name in VIEWS:
         return numbers[0]
-    if name in ("cat", "stack", "select", "slice"):  # along another dim
+    if name in ("cat", "stack", "select", "slice"):  # the part is along another dim than the joined or cut one
         return numbers[0] if len({*numbers}) == 1 else None
     return apply_to_numbers(node, numbers) if is_pointwise(node) else None
 
@@ -306,12 +310,12 @@ def _find_fill_value(
 def _add_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """Return ``value`` with added knowledge about elements that follow from their indices. ``value`` describes the
-    result of the operator ``node`` if the batch is padded: which dims grow, and which numbers elements have. For
+    """Return ``value`` with added knowledge about elements that follow from their indices. ``value``: what is known of
+    the result of the operator ``node`` if the batch is padded: which dims grow, and which numbers elements have. For
     example, each element of an ``arange`` is its own index, and a comparison of two such tensors makes a causal mask.
 
     ``rule``: the operator's sharding rule, which says which dims of operands and results run over the same loop.
-    ``operands``: such descriptions of the operands.
+    ``operands``: what is known of each operand.
     """
     name = get_operator_name(node)
     if name == "arange" and get_node_argument(node, "step", 1) == 1 and isinstance(start := _get_start(node), int):
@@ -341,7 +345,8 @@ def _add_coordinates(
         a, b = (_move_dim(o.counts, home) for o, home in zip(operands, homes, strict=True))
         if a is None or b is None or a == b:
             return value
-        # the later dim is that of keys, as everywhere; where the key is behind, the order is known
+        # The later dim is that of keys, as in all attention masks. If the key comes after the query, the comparison is
+        # known.
         query, key = min(a, b), max(a, b)
         return replace(value, causal=(query, key, float(ORDERS[name](1, 0) if a == key else ORDERS[name](0, 1))))
     if not is_pointwise(node):
@@ -358,7 +363,7 @@ def _compare_distance(name: str, sign: float, number: Any) -> float | None:
     """
     if not isinstance(number, int | float):
         return None
-    if sign < 0:  # as of the distance with its sign turned
+    if sign < 0:  # compare the negative distance instead
         name, number = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[name], -number
     if name in ("gt", "le") and number < 1:
         return float(name == "gt")
@@ -374,7 +379,7 @@ def _combine_causal(
     """Return (dim of queries, dim of keys, number) if the result of the pointwise operator ``node`` has the same known
     number at every element whose key index exceeds its query index, as a causal mask has; otherwise return ``None``.
 
-    ``operands``: the descriptions of the operands under padding. ``homes``: for each operand, a dict: dim of the
+    ``operands``: what is known of each operand if the batch is padded. ``homes``: for each operand, a dict: dim of the
     operand -> dim of the result.
     """
     moved = [_move_pair(o.causal, home) for o, home in zip(operands, homes, strict=True)]
@@ -426,11 +431,12 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 
 
 def _propagate_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``slice`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
-    rule) if the sliced dim does not grow. ``operands``: such descriptions of the operands. The result has a fault (a
-    reason why elements of the original batch may change) if the slice has a step or a tensor as bound, or cuts a
-    flattened dim."""
+    """Return what is known of the result of the ``slice`` node ``node`` if the batch is padded: which dims grow with
+    the batch, and which numbers padded elements have. Return ``None`` if the sliced dim does not grow; the caller then
+    follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a fault (a reason
+    why elements of the original batch may change) if the slice has a step or a tensor as bound, or cuts a flattened
+    dim.
+    """
     (x,) = operands[:1]
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part = x.growing_part(dim)
@@ -443,16 +449,16 @@ def _propagate_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVa
     start = start + size if start < 0 else start
     if get_node_argument(node, "step", 1) != 1 or len(operands) > 1:
         return x.with_dim(dim, part).with_fault(_format_reason(node, "picks places of what is padded"))
-    cut = size - start - length  # at the end
-    if length == 1 and start == 0 and size > 1:  # the first place, which is real
+    cut = size - start - length  # number of elements that are cut at the end
+    if length == 1 and start == 0 and size > 1:  # only the first element, which belongs to the original batch
         return x.with_dim(dim, DimPart(1))
     return x.with_dim(dim, DimPart(length, True, part.offset - start - cut, part.fill if cut == 0 else None))
 
 
 def _propagate_pad(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``constant_pad_nd`` node ``node``, as a description
-    (never ``None``): which dims grow with the batch, and which numbers padded elements have. ``operands``: such a
-    description of the operand.
+    """Return what is known of the result of the ``constant_pad_nd`` node ``node`` if the batch is padded (never
+    ``None``): which dims grow with the batch, and which numbers padded elements have. ``operands``: what is known of
+    the operand, as a sequence of one.
 
     The result has a fault (a reason why elements of the original batch may change) in two cases: the node pads a
     flattened dim of which a part grows with the batch; or it adds elements at the end of a dim that grows, and their
@@ -485,10 +491,11 @@ def _propagate_pad(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _propagate_cat(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cat`` node ``node``, as a description: which dims grow
-    with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding rule)
-    if no operand grows along the joined dim. ``operands``: such descriptions of the operands. The result has a fault (a
-    reason why elements of the original batch may change) if another operand than the last grows along this dim."""
+    """Return what is known of the result of the ``cat`` node ``node`` if the batch is padded: which dims grow with the
+    batch, and which numbers padded elements have. Return ``None`` if no operand grows along the joined dim; the caller
+    then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a fault (a
+    reason why elements of the original batch may change) if another operand than the last grows along this dim.
+    """
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
         return None
@@ -506,11 +513,12 @@ def _propagate_cat(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``select`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
-    rule) if the dim of the selected index does not grow. ``operands``: such descriptions of the operands. The result
-    has a fault (a reason why elements of the original batch may change) unless index 0 is selected, because another
-    index may be that of a padded element."""
+    """Return what is known of the result of the ``select`` node ``node`` if the batch is padded: which dims grow with
+    the batch, and which numbers padded elements have. Return ``None`` if the dim of the selected index does not grow;
+    the caller then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a
+    fault (a reason why elements of the original batch may change) unless index 0 is selected, because another index may
+    be that of a padded element.
+    """
     (x,) = operands[:1]
     dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -521,11 +529,11 @@ def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 
 
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``slice_scatter`` node ``node``, as a description: which
-    dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
-    sharding rule) if the written dim does not grow. ``operands``: such descriptions of the operands. The result has a
-    fault (a reason why elements of the original batch may change) unless the written slice reaches the end of the
-    dim."""
+    """Return what is known of the result of the ``slice_scatter`` node ``node`` if the batch is padded: which dims grow
+    with the batch, and which numbers padded elements have. Return ``None`` if the written dim does not grow; the caller
+    then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a fault (a
+    reason why elements of the original batch may change) unless the written slice reaches the end of the dim.
+    """
     x, source = operands
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
     part, given = x.growing_part(dim), source.growing_part(dim)
@@ -541,11 +549,12 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``select_scatter`` node ``node``, as a description: which
-    dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
-    sharding rule) if the written dim does not grow. ``operands``: such descriptions of the operands. The result has a
+    """Return what is known of the result of the ``select_scatter`` node ``node`` if the batch is padded: which dims
+    grow with the batch, and which numbers padded elements have. Return ``None`` if the written dim does not grow; the
+    caller then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a
     fault (a reason why elements of the original batch may change) unless index 0 is written, because another index may
-    be that of a padded element."""
+    be that of a padded element.
+    """
     x, source = operands
     dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
     if not any(p.grows for p in x.dims[dim]):
@@ -557,11 +566,11 @@ def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) ->
 
 
 def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``cumsum`` or ``diff`` node ``node``, as a description:
-    which dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the
-    operator's sharding rule) if the dim along which it works does not grow. ``operands``: such descriptions of the
-    operands. Padded elements come last along this dim, so results for elements of the original batch do not depend on
-    them."""
+    """Return what is known of the result of the ``cumsum`` or ``diff`` node ``node`` if the batch is padded: which dims
+    grow with the batch, and which numbers padded elements have. Return ``None`` if the dim along which it works does
+    not grow; the caller then follows the operator's sharding rule. ``operands``: what is known of each operand. Padded
+    elements come last along this dim, so results for elements of the original batch do not depend on them.
+    """
     x = operands[0]
     dim = normalize_dim(get_node_argument(node, "dim", -1), len(x.dims))
     if not any(p.grows for p in x.dims[dim]):
@@ -575,9 +584,8 @@ def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 
 
 def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``gather`` node ``node``, as a description (never
-    ``None``): which dims grow with the batch, and which numbers padded elements have. ``operands``: such descriptions
-    of source and index.
+    """Return what is known of the result of the ``gather`` node ``node`` if the batch is padded (never ``None``): which
+    dims grow with the batch, and which numbers padded elements have. ``operands``: what is known of source and index.
 
     The result has a fault (a reason why elements of the original batch may change) if the dim along which it reads
     grows, unless each element reads its own position, or if source and index grow differently along another dim.
@@ -598,7 +606,7 @@ def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
         elif own is None and not any(p.grows for p in x.dims[d]):
             dims.append(tuple(replace(p, fill=None) for p in index.dims[d]))
         elif own is not None and asked is not None and own.kind == asked.kind and index.counts == d:
-            dims.append((own,))  # each place reads itself
+            dims.append((own,))  # each element reads its own position
             itself = True
         else:
             return index.with_fault(fault or _format_reason(node, "reads places of what is padded"))
@@ -606,10 +614,11 @@ def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``where`` node ``node``, if its condition is known to be
-    true everywhere or false everywhere: the description of the chosen operand. Otherwise return ``None``; the effect
-    then follows from the operator's sharding rule. ``operands``: such descriptions of the operands: which dims grow
-    with the batch, and which numbers elements have."""
+    """Return what is known of the result of the ``where`` node ``node`` if the batch is padded, provided that its
+    condition is known to be true everywhere or false everywhere: what is known of the operand that it selects.
+    Otherwise return ``None``; the caller then follows the operator's sharding rule. ``operands``: what is known of each
+    operand.
+    """
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]
@@ -619,11 +628,12 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 
 
 def _propagate_softmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``softmax`` node ``node``, as a description: which dims
-    grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's sharding
-    rule) if the dim of the softmax does not grow. ``operands``: such a description of the operand. The result has a
-    fault (a reason why elements of the original batch may change) unless padded elements have scores of -1e30 or less,
-    or are hidden by a causal mask."""
+    """Return what is known of the result of the ``softmax`` node ``node`` if the batch is padded: which dims grow with
+    the batch, and which numbers padded elements have. Return ``None`` if the dim of the softmax does not grow; the
+    caller then follows the operator's sharding rule. ``operands``: what is known of the operand, as a sequence of one.
+    The result has a fault (a reason why elements of the original batch may change) unless padded elements have scores
+    of -1e30 or less, or are hidden by a causal mask.
+    """
     (x,) = operands[:1]
     (dim,) = normalize_dims(get_node_argument(node, "dim"), len(x.dims))
     part = x.growing_part(dim)
@@ -639,11 +649,12 @@ def _propagate_softmax(node: fx.Node, operands: Sequence[PaddedValue]) -> Padded
 
 
 def _propagate_attention(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
-    """Return what padding the batch does to the result of the attention ``node``, as a description: which dims grow
-    with the batch, and which numbers padded elements have. ``operands``: such descriptions of queries, keys, values
-    and, if there are any, mask, document ids, prefix and slopes. The result has a fault (a reason why elements of the
-    original batch may change) unless padded keys get no weight: the mask hides them, or it is causal and they come
-    after every query of the original batch."""
+    """Return what is known of the result of the attention ``node`` if the batch is padded: which dims grow with the
+    batch, and which numbers padded elements have. ``operands``: what is known of queries, keys, values and, if there
+    are any, mask, document ids, prefix and slopes. The result has a fault (a reason why elements of the original batch
+    may change) unless padded keys get no weight: the mask hides them, or it is causal and they come after every query
+    of the original batch.
+    """
     query, key, value, *masks = operands
     rank = len(query.dims)
     fault = next((o.fault for o in operands if o.fault), "")
@@ -679,16 +690,18 @@ def _propagate_attention(node: fx.Node, operands: Sequence[PaddedValue]) -> Padd
 
 
 def _fits_rows(ids: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether document ids ``[batch, positions]`` grow with the batch like the queries and keys of the
-    attention that reads them: dim 0 like the batch dim of the queries, dim 1 like the positions of the keys.
-    ``ids``, ``query``, ``key``: descriptions of these tensors under padding."""
+    """Return whether document ids ``[batch, positions]`` grow with the batch like the queries and keys of the attention
+    that reads them: dim 0 like the batch dim of the queries, dim 1 like the positions of the keys. ``ids``, ``query``,
+    ``key``: what is known of these tensors if the batch is padded.
+    """
     pairs = zip(ids.dims, (query.dims[0], key.dims[-2]), strict=True)
     return all([p.kind for p in own if p.grows] == [p.kind for p in of if p.grows] for own, of in pairs)
 
 
 def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> bool:
-    """Return whether the dims of an attention mask grow with the batch exactly where the dims of the attention
-    scores do. ``mask``, ``query``, ``key``: descriptions of these tensors under padding."""
+    """Return whether the dims of an attention mask grow with the batch exactly where the dims of the attention scores
+    do. ``mask``, ``query``, ``key``: what is known of these tensors if the batch is padded.
+    """
     scores = (*query.dims[:-1], key.dims[-2])
     for own, of in zip(reversed(mask.dims), reversed(scores), strict=False):
         grown = [tuple(p.kind for p in parts if p.grows) for parts in (own, of)]
@@ -699,8 +712,9 @@ def _fits_scores(mask: PaddedValue, query: PaddedValue, key: PaddedValue) -> boo
 
 def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
     """Return, for each dim of an attention's result except the last two (such as batch and heads), the tuple of the
-    parts that make it up: sizes, and whether they grow with the batch. Return ``None`` if the dim grows differently
-    in queries, keys and values. ``operands``: descriptions of these three under padding."""
+    parts that make it up: sizes, and whether they grow with the batch. Return ``None`` if the dim grows differently in
+    queries, keys and values. ``operands``: what is known of these three if the batch is padded.
+    """
     dims: list[Parts] = []
     for d, parts in enumerate(operands[0].dims[:-2]):
         kinds = {tuple(p.kind for p in o.dims[d] if p.grows) for o in operands}
@@ -712,8 +726,9 @@ def _find_batch_dims(*operands: PaddedValue) -> list[Parts] | None:
 
 def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
     """Return whether the mask of the attention ``node`` hides padded keys from every query of the original batch.
-    ``mask``: the description of the mask under padding. ``ordered``: whether queries and keys are padded alike, so
-    that a causal mask hides padded keys."""
+    ``mask``: what is known of the mask if the batch is padded. ``ordered``: whether queries and keys are padded alike,
+    so that a causal mask hides padded keys.
+    """
     rank, chooses = len(mask.dims), operands_of(node)[-1].meta["val"].dtype == torch.bool
     part = mask.growing_part(rank - 1)
     if part is None or mask.fault:
@@ -725,11 +740,12 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 
 
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what padding the batch does to the result of the ``any`` or ``all`` node ``node``, as a description: which
-    dims grow with the batch, and which numbers padded elements have; ``None`` (it then follows from the operator's
-    sharding rule) if no reduced dim grows. ``operands``: such a description of the operand. The result has a fault (a
-    reason why elements of the original batch may change) unless padded elements are false (for ``any``) or true (for
-    ``all``)."""
+    """Return what is known of the result of the ``any`` or ``all`` node ``node`` if the batch is padded: which dims
+    grow with the batch, and which numbers padded elements have. Return ``None`` if no reduced dim grows; the caller
+    then follows the operator's sharding rule. ``operands``: what is known of the operand, as a sequence of one. The
+    result has a fault (a reason why elements of the original batch may change) unless padded elements are false (for
+    ``any``) or true (for ``all``).
+    """
     (x,) = operands
     neutral = 0.0 if get_operator_name(node) == "any" else 1.0
     dims = normalize_dims(get_node_argument(node, "dim"), len(x.dims))

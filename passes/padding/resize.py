@@ -23,9 +23,9 @@ from partitioner.passes.normalize.document_masks import list_document_attentions
 from partitioner.passes.padding.compare import align_graphs, is_prefix, list_result_shapes, match_nodes
 from partitioner.passes.shard.differentiate import JointGraph
 
-Line = tuple[int, int, int]  # the two sizes of the batch, and the one in between
+Line = tuple[int, int, int]  # two batch sizes, and the one in between
 Shapes = tuple[tuple[int, ...], ...]
-_ROUNDING = 1e-12  # relative, of numbers that are inverse to the batch size
+_ROUNDING = 1e-12  # relative rounding error of numbers that are inverse to the batch size
 
 
 class _UnevenError(Exception):
@@ -154,8 +154,9 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
 
 def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
     """Return whether the two models ``main`` and ``other`` have the same calls of blocks, states, inputs and outputs,
-    apart from sizes, and no attention within packed documents or with prefixes (keys that all queries of their document
-    see), whose arguments depend on the batch."""
+    apart from sizes. Return false for attention within packed documents or with prefixes (keys that all queries of
+    their document see), because its arguments depend on the batch.
+    """
     if main.calls != other.calls or main.blocks.keys() != other.blocks.keys() or main.outputs != other.outputs:
         return False
     if [i.value for i in main.inputs] != [i.value for i in other.inputs]:
@@ -265,7 +266,7 @@ def _resize_factor(main: float, other: float, line: Line) -> float:
     """
     if not 0.0 < abs(main) < abs(other) or abs(main * line[0] / (other * line[1]) - 1.0) > _ROUNDING:
         raise _UnevenError
-    each = 1.0 / (main * line[0])  # elements of a mean for each element of the batch
+    each = 1.0 / (main * line[0])  # number of elements that a mean has for each element of the batch
     whole = round(each)
     return 1.0 / (whole * line[2]) if abs(each - whole) <= _ROUNDING * abs(each) else main * line[0] / line[2]
 
@@ -284,8 +285,8 @@ def _cut_constant(main: Tensor, other: Tensor, shape: tuple[int, ...]) -> Tensor
     return main[tuple(slice(size) for size in shape)].contiguous()
 
 
-_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+\.?\d*(?:[eE][-+]?\d+)?')  # a text, or a number
-_MOST_SHAPES = 256  # graphs that are kept
+_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+\.?\d*(?:[eE][-+]?\d+)?')  # a quoted text, or a number
+_MOST_SHAPES = 256  # most graphs in the cache
 
 
 class JointShapes:
@@ -371,7 +372,7 @@ def resize_joint(main: JointGraph, other: JointGraph, block: Block, line: Line) 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # few operators of a block recur, so the cache costs more time than it saves
     try:
-        with torch._C.DisableTorchFunction(), fake:  # modes of the caller are no part of the graph
+        with torch._C.DisableTorchFunction(), fake:  # function modes of the caller must not be recorded
             graph = _resize_joint_nodes(pairs, line)
     except (_UnevenError, AssertionError, RuntimeError, ValueError, TypeError):
         return None
@@ -397,7 +398,8 @@ def _resize_joint_nodes(pairs: Mapping[fx.Node, fx.Node], line: Line) -> fx.Grap
             shape = _resize_shape(tuple(value.shape), tuple(partner.meta["val"].shape), line)
             new.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
         elif node.op == "call_function":
-            if "open" in node.meta or "val" not in node.meta:  # of experts, whose numbers of tokens are not known
+            # an operator of experts, whose number of tokens is not known
+            if "open" in node.meta or "val" not in node.meta:
                 raise _UnevenError
             args = tuple(_resize_argument(a, b, line) for a, b in zip(node.args, partner.args, strict=True))
             kwargs = {k: _resize_argument(a, partner.kwargs[k], line) for k, a in node.kwargs.items()}

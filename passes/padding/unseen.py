@@ -20,16 +20,19 @@ from partitioner.passes.padding.values import PaddedValue
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import get_meta_tensor, get_node_argument, normalize_dims, operands_of
 
-Values = Mapping[fx.Node, tuple[PaddedValue, ...]]  # node -> descriptions of its results under padding
-Unseen = Literal["all", "first", "gap"]  # which hidden positions may leave a query without keys (InputPadding.unseen)
+Values = Mapping[fx.Node, tuple[PaddedValue, ...]]  # node -> what is known of each result if the batch is padded
+Unseen = Literal["all", "first", "gap"]  # at which hidden positions a query sees no key
 
 
 @dataclass(frozen=True)
 class UnmaskedScores:
-    """Attention scores, or a mask that is added to them, with a finite number at padded keys.
+    """Attention scores, or a mask that is added to them, that do not exclude padded keys completely: the score of a
+    padded key is very negative (-1e30 or less) but finite. If all keys are hidden from a query, the softmax then gives
+    padded keys the same weight as the others.
 
-    ``node``: the node that computes them. ``key``: the index of the dim of keys. ``queries``: the indices of other
-    dims that grow with the batch. ``causal``: whether keys after a query are known to be hidden from it.
+    ``node``: the node that computes the scores or the mask. ``key``: the index of the dim of keys. ``queries``: the
+    indices of other dims that grow with the batch. ``causal``: whether keys after a query are known to be hidden from
+    it.
     """
 
     node: fx.Node
@@ -38,15 +41,18 @@ class UnmaskedScores:
     causal: bool
 
     def hides_padding(self, values: Values) -> bool:
-        """Return whether padded keys have a score of -1e30 or less for every query. ``values``: the descriptions of
-        the nodes under padding."""
+        """Return whether padded keys have a score of -1e30 or less for every query. ``values``: for each node of the
+        graph, what is known of its results if the batch is padded.
+        """
         part = values[self.node][0].growing_part(self.key)
         return part is not None and part.fill is not None and part.fill <= NEGATIVE
 
 
 def find_unmasked_scores(node: fx.Node, operands: Sequence[PaddedValue]) -> UnmaskedScores | None:
-    """Return the scores that the operator ``node`` reads, if it is a softmax over keys or an attention, and the padded
-    keys have a finite score of -1e30 or less; otherwise ``None``. ``operands``: the descriptions of its operands."""
+    """Return the scores that the operator ``node`` reads, if it is a softmax over keys or an attention with a mask, and
+    padded keys have a finite score of -1e30 or less; otherwise ``None``. ``operands``: for each operand, what is known
+    of it if the batch is padded.
+    """
     name = get_operator_name(node)
     if name in ("softmax", "_softmax"):
         scores = operands_of(node)[0]
@@ -73,8 +79,9 @@ def find_unmasked_scores(node: fx.Node, operands: Sequence[PaddedValue]) -> Unma
 
 
 def list_mask_nodes(main: Captured, scores: Collection[UnmaskedScores]) -> list[fx.Node]:
-    """Return those nodes of the model ``main`` that compute masks of ``scores``, in the order of the graph: the nodes
-    before them that depend on no parameter, and the pointwise operators and views that join a mask with the scores.
+    """Return the nodes of the model ``main`` that compute masks of the attention scores ``scores``, in the order of the
+    graph. These are the nodes on which the scores depend and that depend on no parameter, and the pointwise operators
+    and views that join a mask with the scores.
     """
     trained: set[fx.Node] = set()
     for node in main.graph.nodes:
@@ -93,11 +100,12 @@ def list_mask_nodes(main: Captured, scores: Collection[UnmaskedScores]) -> list[
 
 
 def find_varying_dims(nodes: Sequence[fx.Node], values: Values) -> dict[fx.Node, frozenset[int]]:
-    """Return a dict: node -> the dims along which its elements may differ. A number that depends only on how far key
-    and query are apart does not count, because a query always sees its own key then.
+    """Return a dict from each of ``nodes`` to the dims along which its elements may differ. Numbers that depend only on
+    how far key and query are apart count as equal, because a query always sees its own key under a mask of such
+    numbers.
 
-    ``nodes``: nodes that compute masks, in the order of the graph; other nodes count as constant. ``values``: the
-    descriptions of all nodes under padding.
+    ``nodes``: nodes that compute attention masks, in the order of the graph; operands that are not among them count as
+    constant. ``values``: for each node of the graph, what is known of its results if the batch is padded.
     """
     found: dict[fx.Node, frozenset[int]] = {}
     for node in nodes:
@@ -115,12 +123,13 @@ def find_varying_dims(nodes: Sequence[fx.Node], values: Values) -> dict[fx.Node,
 def classify_unseen(
     scores: Sequence[UnmaskedScores], varying: Mapping[fx.Node, frozenset[int]], values: Values
 ) -> Unseen:
-    """Return which positions have to be hidden so that a query sees no key: ``all`` of its sample; the ``first``, as
-    under a causal mask; or also those of a ``gap`` before a visible one, as under a causal window and other masks of
-    queries and keys.
+    """Return at which hidden positions a query sees no key at all: ``"all"`` if all positions of its sample must be
+    hidden; ``"first"`` if it is enough that the first ones are, as under a causal mask; ``"gap"`` if it may also be
+    enough that those between visible ones are, as under a causal window and other masks of queries and keys.
 
-    ``scores``: the scores whose keys an input hides. ``varying``: each node that computes masks -> the dims along which
-    its elements may differ. ``values``: the descriptions of all nodes under padding.
+    ``scores``: the attention scores whose keys an input hides. ``varying``: each node that computes masks -> the dims
+    along which its elements may differ. ``values``: for each node of the graph, what is known of its results if the
+    batch is padded.
     """
     if not any(each.causal or varying[each.node] & each.queries for each in scores):
         return "all"
@@ -130,13 +139,17 @@ def classify_unseen(
 
 
 def _list_masks(node: fx.Node, values: Values) -> list[fx.Node]:
-    """Return the operands of ``node`` that are not the distances of keys from queries."""
+    """Return the operands of ``node`` that do not consist of the distances between keys and queries. ``values``: for
+    each node of the graph, what is known of its results if the batch is padded.
+    """
     return [o for o in node.all_input_nodes if values[o][0].distance is None]
 
 
 def _compares_order(node: fx.Node, values: Values) -> bool:
-    """Return whether ``node`` compares the index of each key with that of each query, so that a query sees either all
-    keys before it or none. ``values``: the descriptions of all nodes under padding."""
+    """Return whether ``node`` compares the index of each key with that of each query, as a causal mask does, so that a
+    query sees either all keys before it or none. ``values``: for each node of the graph, what is known of its results
+    if the batch is padded.
+    """
     if node.op != "call_function" or values[node][0].causal is None:
         return False
     return len(operands_of(node)) == 2 or node.args[1:2] == (0,)
@@ -144,8 +157,10 @@ def _compares_order(node: fx.Node, values: Values) -> bool:
 
 def _join_varying_dims(node: fx.Node, found: Mapping[fx.Node, frozenset[int]], every: frozenset[int]) -> frozenset[int]:
     """Return the dims along which the elements of the result of ``node``, a pointwise operator or a view, may differ.
-    ``found``: node -> such dims of it; an operand that is left out counts as constant. ``every``: all dims of the
-    result with several elements."""
+    ``found``: node -> the dims along which its own elements may differ; an operand that is left out counts as constant.
+    ``every``: all dims of the result that have several elements; they are returned if the operator's sharding rule does
+    not show more.
+    """
     rule, dims = factors_of(node), set[int]()
     if rule is None:
         return every

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class DimPart:
     """A part of a tensor's dim, which may grow with the batch. A dim that joins several dims, such as ``(batch
-    positions)``, has several parts.
+    positions)``, has several parts; any other dim has one.
 
-    ``size``: number of elements. ``grows``: whether the part grows with the batch; the elements of the original
-    batch then come first, and padded ones follow. ``offset``: by how many elements ``size`` then exceeds the batch
-    size. ``fill``: the number in all padded elements; ``None`` if they differ or it is not known.
+    ``size``: number of elements. ``grows``: whether the part grows with the batch; the elements of the original batch
+    then come first, and padded ones follow. ``offset``: by how many elements ``size`` then exceeds the batch size.
+    ``fill``: the number in all padded elements; ``None`` if they differ or it is not known.
     """
 
     size: int
@@ -39,7 +39,7 @@ class DimPart:
 
 
 Parts = tuple[DimPart, ...]
-Causal = tuple[int, int, float]  # dim of queries, dim of keys, number where the key is behind the query
+Causal = tuple[int, int, float]  # (dim of queries, dim of keys, number where the key comes after the query)
 
 
 @dataclass(frozen=True)

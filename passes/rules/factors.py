@@ -24,7 +24,7 @@ from partitioner.passes.ir.layouts import Layout, local_shape
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of each dim of one tensor
 
-MAX_SECTIONS = 64  # most equal sections by which an inner factor is sharded
+MAX_SECTIONS = 64  # most sections into which a factor is cut
 
 
 @hashed_once

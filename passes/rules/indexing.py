@@ -106,7 +106,7 @@ def shard_gather(node: fx.Node) -> OpFactors | None:
     if node.target == aten.gather.default:
         names = name_matching_dims(operands_of(node), dim)
         lower = {NAMES[dim]: Lowering(_lower_sharded_gather, PARTIAL)}
-    else:  # it broadcasts
+    else:  # take_along_dim, whose operands broadcast
         names, lower = list(NAMES[:rank]), {}
     source, picked = ([n if d != dim else along for d, n in enumerate(names)] for along in (NAMES[dim], "picked"))
     whole = frozenset() if lower else frozenset((NAMES[dim],))

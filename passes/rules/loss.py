@@ -116,8 +116,9 @@ def shard_margin_loss(node: fx.Node) -> OpFactors:
 
 @register_family("cosine_similarity")
 def shard_cosine_similarity(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``shard_cosine_similarity``: the dim along which vectors are
-    compared must not be sharded, other dims may be."""
+    """Return the sharding rule of ``node``, a call of ``cosine_similarity``: the dim along which vectors are compared
+    must not be sharded, other dims may be.
+    """
     rank = max(len(get_meta_shape(o)) for o in operands_of(node))
     dim = normalize_dim(get_node_argument(node, "dim"), rank)
     names = NAMES[:rank]

@@ -204,11 +204,10 @@ for _places in (2, 3):
 
     @register_family(_unpooled)
     def shard_max_unpool(node: fx.Node, n: int = _places) -> OpFactors:
-        """Return the sharding rule of ``node``, a call of ``shard_max_unpool``: samples and channels may be sharded,
-        spatial dims must not be.
+        """Return the sharding rule of ``node``, a call of ``max_unpool2d`` or ``max_unpool3d``: samples and channels
+        may be sharded, spatial dims must not be.
 
-        ``n``: the number of spatial dims. The indices that the operator reads count within one channel of one
-        sample.
+        ``n``: the number of spatial dims. The indices that the operator reads count within one channel of one sample.
         """
         x, _ = operands_of(node)
         names = [*NAMES[: len(get_meta_shape(x)) - n], *[None] * n]
@@ -220,11 +219,11 @@ for _places in (2, 3):
 
     @register_family(_fractional)
     def shard_fractional_max_pool(node: fx.Node, n: int = _places) -> OpFactors:
-        """Return the sharding rule of ``node``, a call of ``shard_fractional_max_pool``: samples and channels may be
-        sharded, spatial dims must not be.
+        """Return the sharding rule of ``node``, a call of ``fractional_max_pool2d`` or ``fractional_max_pool3d``:
+        samples and channels may be sharded, spatial dims must not be.
 
-        ``n``: the number of spatial dims. The operator reads random numbers for each channel of each sample, which
-        are sharded with them.
+        ``n``: the number of spatial dims. The operator reads random numbers for each channel of each sample, which are
+        sharded with them.
         """
         x, _ = operands_of(node)
         names = ["b", "c"] if len(get_meta_shape(x)) == n + 2 else ["c"]
@@ -270,7 +269,7 @@ def _lower_affine_grid(local: LocalBuilder) -> fx.Node:
     return local.copy(size=[local.result_shape()[0], *sizes[1:]])
 
 
-_MATRIX = 2  # dims
+_MATRIX = 2  # number of dims of a matrix
 
 
 @register_family(

@@ -280,8 +280,8 @@ def shard_layer_norm(node: fx.Node) -> OpFactors:
 
 @register_family("group_norm")
 def shard_group_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``shard_group_norm``: samples may be sharded, and channels by
-    whole groups.
+    """Return the sharding rule of ``node``, a call of ``group_norm``: samples may be sharded, and channels by whole
+    groups.
 
     Each group is normalised over its channels and all spatial dims, which must not be sharded.
     """
@@ -305,8 +305,8 @@ def _lower_group_norm(local: LocalBuilder) -> fx.Node:
 
 @register_family("native_group_norm")
 def shard_native_group_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``shard_native_group_norm``, which also returns mean and
-    reciprocal standard deviation of each group of each sample.
+    """Return the sharding rule of ``node``, a call of ``native_group_norm``, which also returns mean and reciprocal
+    standard deviation of each group of each sample.
 
     Samples may be sharded, and channels by whole groups; spatial dims must not be sharded.
     """
@@ -373,8 +373,8 @@ def shard_weight_norm(node: fx.Node) -> OpFactors:
 
 @register_family("instance_norm")
 def shard_instance_norm(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``shard_instance_norm``, which normalises each channel of each
-    sample over its spatial dims.
+    """Return the sharding rule of ``node``, a call of ``instance_norm``, which normalises each channel of each sample
+    over its spatial dims.
 
     Samples and channels may be sharded. Spatial dims may be sharded only if running statistics are used. If running
     statistics are updated, samples must not be sharded.

@@ -323,7 +323,7 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
         got = "both" if texts else "neither"
         raise RuleError(f"rule for {name}: expected one or more texts, or a function; got {got}")
     if not name.startswith(("aten::", "partition::")):
-        allow_operators(name)  # the user knows it, and means it to be in plans
+        allow_operators(name)  # the user has declared it and means to have it in plans
     _rules[name] = function or _make_text_rule(name, texts, tuple(frozenset(s) for s in linear))
     _found.clear()
 

@@ -271,10 +271,10 @@ def _lower_interleave(local: LocalBuilder) -> fx.Node:
 
 @register_family("pixel_shuffle", "pixel_unshuffle")
 def shard_pixel_shuffle(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a ``shard_pixel_shuffle`` or its inverse ``pixel_unshuffle``.
+    """Return the sharding rule of ``node``, a ``pixel_shuffle`` or its inverse ``pixel_unshuffle``.
 
-    ``shard_pixel_shuffle`` turns ``c * r * r`` channels into ``c`` channels of images that are ``r`` times as high and
-    wide. Batch dims, the ``c`` channels and spatial dims may be sharded, the two factors ``r`` must not be.
+    ``pixel_shuffle`` turns ``c * r * r`` channels into ``c`` channels of images that are ``r`` times as high and wide.
+    Batch dims, the ``c`` channels and spatial dims may be sharded, the two factors ``r`` must not be.
     """
     (x,) = operands_of(node)
     shuffles = node.target == aten.pixel_shuffle.default

@@ -108,7 +108,7 @@ def enumerate_strategies(
         found += _list_multi_dim_strategies(factors, nodes, results_of(node), reads, num_ranks)
     for positions in factors.linear:
         if any(i >= len(nodes) for i in positions):
-            continue  # the operand is a number
+            continue  # one of these operands is a number
         if not all(is_differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
             continue  # no partial sums of booleans or integers: a whole value could not be divided over the ranks
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))

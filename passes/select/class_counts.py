@@ -40,7 +40,7 @@ _library.define("one_hot(Tensor x) -> Tensor")
 
 torch.library.impl("partition::one_hot", "CompositeExplicitAutograd", F.one_hot, lib=_library)
 torch.library.register_fake("partition::one_hot", _fake_one_hot, lib=_library)
-ONE_HOT = torch.ops.partition.one_hot.default  # with as many classes as the largest tells
+ONE_HOT = torch.ops.partition.one_hot.default  # one_hot whose number of classes follows from the largest number
 ASSERTS = {aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
 COUNTING = (ONE_HOT, aten.bincount.default)
 
@@ -149,7 +149,7 @@ def _record_class_mask(build: SelectedRows, node: fx.Node, mask: fx.Node) -> fx.
     ``build``: the rewriter. ``node``: the node of counts or of one-hot vectors, with all classes that there can be.
     ``mask``: a boolean node with an element for each of these classes.
     """
-    if node in build.rows:  # rows that a mask selects, of classes of which another tells how many
+    if node in build.rows:  # another mask selects rows of this tensor already
         raise Unselectable
     build.rows[node] = MaskedRows(mask, node.meta["val"].dim() - 1)
     return node
@@ -187,9 +187,9 @@ def _is_only_for_assertions(node: fx.Node) -> bool:
     return node.target in ASSERTS or all(_is_only_for_assertions(user) for user in node.users)
 
 
-# -- what is known of whole numbers ------------------------------------------------------------------------------------
+# -- upper bounds of integers ------------------------------------------------------------------------------------------
 
-# Operators that pass numbers on, all or some of them, in another order or shape.
+# Operators whose result has all or some of the numbers of their operand, in another order or shape.
 _PASSING = (
     aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.contiguous.default, aten.clone.default,
     aten.detach.default, aten.alias.default, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default,

@@ -160,7 +160,7 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
     if key not in build.pairs:
         numbers, number = found
         shape = list(numbers.meta["val"].shape)
-        if choice is None:  # places in the shape of the condition
+        if choice is None:  # the condition tests whether any of a token's choices is the expert: add a dim of choices
             shape = [*condition.meta["val"].shape, shape[-1]]
         mask = build.flatten_condition(build.insert_call(aten.eq.Scalar, numbers, number))
         if shape != list(numbers.meta["val"].shape):
@@ -477,7 +477,8 @@ def _scatter_sum_rows(
     source = source if chosen and not others else build.zero_unselected(source)
     apart = build.insert_call(aten.reshape.default, source, [*sizes[:first], *covered, *sizes[first + 1 :]])
     dtype = source.meta["val"].dtype
-    kept = {} if dtype.is_floating_point or dtype.is_complex else {"dtype": dtype}  # sums of integers widen the type
+    # a sum of integers would have a wider dtype
+    kept = {} if dtype.is_floating_point or dtype.is_complex else {"dtype": dtype}
     total = build.insert_call(aten.sum.dim_IntList, apart, others, **kept) if others else apart
     return _permute_coordinates(build, total, first, along)
 
@@ -500,7 +501,7 @@ def _permute_coordinates(
     order = [*range(first), *(first + i for i in order), *range(first + len(along), value.meta["val"].dim())]
     args: Any = value.args
     if value.target is aten.permute.default and [args[1][i] for i in order] == list(range(len(order))):
-        source: fx.Node = args[0]  # the two permutations cancel, as between the iterations of a loop
+        source: fx.Node = args[0]  # the two permutations cancel, as between two iterations of a loop
         return source
     return build.insert_call(aten.permute.default, value, order)
 
@@ -523,7 +524,7 @@ def _write_without_index(build: SelectedRows, x: fx.Node, indices: list[fx.Node]
     if more is not None:
         added = _scatter_sum_rows(build, x, 0, indices, more)
         return None if added is None else build.insert_call(aten.add.Tensor, x, added)
-    order = sorted(along)  # one order for all writes of a loop
+    order = sorted(along)  # the same order of dims for all writes of a loop
     straight = _permute_coordinates(build, x, 0, along, back=True)
     put = _scatter_sum_rows(build, straight, 0, [indices[along.index(i)] for i in order], values, chosen=True)
     if put is None:

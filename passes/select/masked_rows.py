@@ -266,7 +266,8 @@ _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.count
 _PRESERVES_POSITIONS = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
                  aten.flatten.using_ints, aten.contiguous.default}  # fmt: skip
 _CREATION_OPERATORS = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
-# Operands that not every number may be, by place with one that each may be, and of which operators.
+# Operators that are not defined for all numbers, such as a division: (position of an operand -> a number that is valid
+# there, the operators). Unselected rows get this number.
 _GUARDS: tuple[tuple[dict[int, float], tuple[Any, ...]], ...] = (
     ({2: 0}, (aten.index_select.default, aten.gather.default)),
     ({1: 0}, (aten.embedding.default, aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)),
@@ -283,7 +284,8 @@ _GUARDS: tuple[tuple[dict[int, float], tuple[Any, ...]], ...] = (
     ({0: 2}, (aten.acosh.default,)),
 )  # fmt: skip
 _GUARDED = {target: numbers for numbers, targets in _GUARDS for target in targets}
-_STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # strides are not those of the fewer rows
+# all rows have other strides than selected rows, for which a view may be impossible
+_STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}
 
 
 class SelectedRows:
@@ -300,20 +302,23 @@ class SelectedRows:
         """Start without any masks. ``graph``: the new graph, to which operators are appended. ``nodes``: the nodes
         that will be copied into it; they tell whether some operator depends on the order of selected rows."""
         self.graph = graph
-        self.in_order = any(_reads_in_order(n) for n in nodes)  # whether rows have to be in the condition's order
+        # whether an operator depends on the order of selected rows
+        self.in_order = any(_reads_in_order(n) for n in nodes)
         self.rows: dict[fx.Node, MaskedRows] = {}
-        self.places: dict[fx.Node, MaskCoordinate] = {}  # coordinates of a mask's ones
-        self.pairs: dict[int, list[fx.Node]] = {}  # the same of what chooses the places of a condition, by its key
-        self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}  # rows -> (of what, by which indices)
-        self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
-        self.numbered: dict[fx.Node, fx.Node] = {}  # numbers 0, 1, .. of the rows that a mask selects -> the mask
-        self.flattened: dict[fx.Node, tuple[fx.Node, tuple[int, ...], int]] = {}  # see ``expand_row_mask``
-        self.unordered: set[fx.Node] = set()  # masks of rows that lie in another order than the model's
-        self.all_of: dict[int, fx.Node] = {}  # the mask of all of so many rows
-        self._made: dict[Any, fx.Node] = {}  # what was made for a mask
+        self.places: dict[fx.Node, MaskCoordinate] = {}  # coordinates along one dim -> their mask and dim
+        self.pairs: dict[int, list[fx.Node]] = {}  # key of a condition -> the coordinates that replace its results
+        # rows -> (tensor that they were read from, indices)
+        self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}
+        # mask of a piece -> (tensor that was split, index, number of pieces)
+        self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}
+        self.numbered: dict[fx.Node, fx.Node] = {}  # node that numbers the selected rows 0, 1, .. -> their mask
+        self.flattened: dict[fx.Node, tuple[fx.Node, tuple[int, ...], int]] = {}  # arguments of ``expand_row_mask``
+        self.unordered: set[fx.Node] = set()  # masks of rows in another order than in the original model
+        self.all_of: dict[int, fx.Node] = {}  # number of rows -> a mask that selects all of them
+        self._made: dict[Any, fx.Node] = {}  # cache of ``get_or_make``
         self._masks: dict[Any, fx.Node] = {}
-        self._filled: dict[fx.Node, float] = {}  # rows -> what those have that are not selected
-        self.key = ValueNumbers()  # conditions that are computed alike have the same
+        self._filled: dict[fx.Node, float] = {}  # rows -> the number in the unselected ones
+        self.key = ValueNumbers()  # equal integers for equal computations
         self._where: dict[str, Any] = {}
 
     def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
@@ -364,7 +369,7 @@ class SelectedRows:
         if node.target is aten.sym_numel.default:
             sizes = [self._get_dim_size(args[0], d) for d in range(args[0].meta["val"].dim())]
             return functools.reduce(lambda a, b: compute_number(self, operator.mul, (a, b)), sizes)
-        if node.target in ASSERTS:  # what torch.export asserts of what the model selects
+        if node.target in ASSERTS:  # an assertion of torch.export on selected rows
             return None
         if not isinstance(node.target, torch._ops.OpOverload):
             return compute_number(self, node.target, args)  # type: ignore[arg-type]
@@ -419,7 +424,7 @@ class SelectedRows:
         rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
         return MaskedRowCount(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
 
-    # -- what every operator does by its rule -----------------------------------------------------------------------
+    # -- operators that follow their sharding rule ---------------------------------------------------------------------
 
     def apply_by_sharding_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
         """Append the operator ``target`` to the new graph, on tensors that keep all rows although the original model
@@ -432,7 +437,7 @@ class SelectedRows:
         """
         sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
-            raise Unselectable  # a number that is computed with
+            raise Unselectable  # an argument is a data-dependent number
         flat_args, flat_kwargs = fx.node.map_aggregate((args, kwargs), _replace_row_count)
         flat_args, flat_kwargs = fx.node.map_aggregate((flat_args, flat_kwargs), _to_meta)
         for at, number in _GUARDED.get(target, {}).items():
@@ -440,14 +445,14 @@ class SelectedRows:
                 flat_args = (*flat_args[:at], self.fill_unselected_with(flat_args[at], number), *flat_args[at + 1 :])
         try:
             result = self.insert_call(_STRIDE_FREE.get(target, target), *flat_args, **flat_kwargs)
-        except Exception as error:  # what it makes depends on numbers
+        except Exception as error:  # the result depends on values of tensors
             raise Unselectable from error
         if plain:
             return result
         operands = operands_of(result)
         masks = {self.rows[o].mask for o in operands if o in self.rows} | {s.mask for s in sized}
         if not masks and not _has_dynamic_size(result.meta["val"]):
-            return result  # rows that were put together again
+            return result  # the result has all rows again
         if len(masks) != 1:
             raise Unselectable
         (mask,) = masks
@@ -668,8 +673,9 @@ def _list_row_sizes(condition: fx.Node) -> list[int]:
 
 def _reads_in_order(node: fx.Node) -> bool:
     """Return whether ``node`` is an operator, such as a split into pieces, whose result depends on the order of the
-    rows that it reads, and whether a size of its operands or results depends on the data, as after a selection of rows
-    by a mask. Both must be true."""
+    rows that it reads, and a size of its operands or results depends on the data, as after a selection of rows by a
+    mask.
+    """
     given = [node, *node.all_input_nodes] if node.target in _ORDER_DEPENDENT else []
     return any(_has_dynamic_size(n.meta.get("val")) for n in given)
 

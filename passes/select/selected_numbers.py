@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 ITEMS = {aten.item.default, aten._local_scalar_dense.default}
-_WHOLE, _REAL = torch.int64, torch.float64  # what Python's numbers are
+_WHOLE, _REAL = torch.int64, torch.float64  # dtypes of Python's int and float
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class ComputedSize:
     all_rows: Any = None
 
 
-_OPERATORS: dict[Any, tuple[Any, bool]] = {  # Python's operator -> torch's, and whether its result is real
+_OPERATORS: dict[Any, tuple[Any, bool]] = {  # Python operator -> (torch operator, whether the result is a float)
     operator.add: (aten.add.Tensor, False),
     operator.sub: (aten.sub.Tensor, False),
     operator.mul: (aten.mul.Tensor, False),
@@ -58,7 +58,7 @@ _OPERATORS: dict[Any, tuple[Any, bool]] = {  # Python's operator -> torch's, and
     getattr(torch, "_sym_sqrt", None): (aten.sqrt.default, True),
     getattr(torch, "_sym_log2", None): (aten.log2.default, True),
 }
-# Operators that take a number apart from a tensor -> those that take a tensor in its place.
+# Operator of a tensor and a Python number -> the form in which the number is a tensor.
 _OF_TENSORS: dict[Any, Any] = {
     aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
     aten.pow.Scalar: aten.pow.Tensor_Tensor,
@@ -77,7 +77,7 @@ _SAME_TYPE = {
     aten.masked_fill.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.clamp.default,
     aten.clamp_min.default, aten.clamp_max.default,
 }  # fmt: skip
-# Operators that make a tensor of one number -> the place of the number; before it is the size.
+# Operator that creates a tensor filled with one number -> position of the number; the size comes before it.
 _FILL_VALUE_POSITIONS = {
     aten.scalar_tensor.default: 0,
     aten.full.default: 1,
@@ -165,7 +165,7 @@ def append_with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: A
         return number_selected_rows(build, args[0].mask, value.dtype)
     dtype = value.dtype if value.dtype.is_floating_point else None
     takes = _OF_TENSORS.get(target)
-    if takes is None:  # a number in the place of a tensor
+    if takes is None:  # the operator must accept a tensor in place of the number
         if getattr(target, "_overloadname", "") not in ("Tensor", "Tensor_mode"):
             raise Unselectable
         takes = target

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 _IGNORED = -100
 
 
-# -- sums and what is made of them -------------------------------------------------------------------------------------
+# -- means, variances and deviations -----------------------------------------------------------------------------------
 def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
     """Append the mean over all elements of the selected rows of ``x`` to the new graph, and return its node. ``x``
     keeps all rows, of which the original model selects those for which the mask ``build.rows[x]`` is true.
@@ -108,7 +108,7 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         number of elements less 1. ``correction``: the number to subtract instead; ``None`` for none. ``keepdim``:
         whether the reduced dims stay with size 1.
         """
-        if isinstance(dims, bool):  # the form for all dims
+        if isinstance(dims, bool):  # the overload for all dims: var(x, unbiased)
             dims, unbiased = None, dims
         over = _find_reduced_dims(build, x, dims)
         if over is None:
@@ -145,7 +145,7 @@ def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
     return build.insert_call(aten.masked_fill.Scalar, root, none, 0)
 
 
-# -- what a number that changes nothing takes the place of -------------------------------------------------------------
+# -- reductions in which a neutral number replaces unselected rows -----------------------------------------------------
 def _get_lowest_value(value: Tensor) -> float:
     return -math.inf if value.dtype.is_floating_point else int(torch.iinfo(value.dtype).min)
 
@@ -327,7 +327,7 @@ def _make_loss_rule(target: Any, position: int) -> Callable[..., Any]:
         if reduction == NONE:
             return None
         terms = build.apply_operator(target, *given, **kwargs)
-        if isinstance(terms, tuple):  # a loss, and what its gradient needs
+        if isinstance(terms, tuple):  # the loss, and results that its backward needs
             return _apply_reduction(build, terms[0], reduction), *terms[1:]
         return _apply_reduction(build, terms, reduction)
 
@@ -374,7 +374,7 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
             terms = build.apply_operator(target, x, classes, weight, NONE, ignored, *more)
             return _apply_reduction(build, terms, reduction)
         rows = build.find_common_rows(classes)
-        between = x.meta["val"].dim() > 1 and rows.dim >= 1  # the dim of classes is before that of rows
+        between = x.meta["val"].dim() > 1 and rows.dim >= 1  # scores have a dim of classes before the dim of rows
         if build.rows.get(x) != MaskedRows(rows.mask, rows.dim + between):
             raise Unselectable("" if x in build.rows else ALL_ROWS)
         kept = build.insert_call(aten.masked_fill.Scalar, classes, build.mask_unselected(classes), ignored)
@@ -411,7 +411,7 @@ def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
         raise Unselectable(ALL_ROWS)
     for made, operand in zip(wide, operands, strict=True):
         if operand not in build.rows:
-            build.rows[made] = rows  # the same for every row
+            build.rows[made] = rows  # the operand had no dim of rows; its broadcast form has one
     return tuple(wide)
 
 

@@ -39,7 +39,7 @@ _BY_MASK = frozenset(
     }
 )  # fmt: skip
 _COUNTING = frozenset({torch.bincount, Tensor.bincount, F.one_hot})
-# Where forward goes as it calls a function of torch, the first of the modes, or a module.
+# Functions that forward enters when it calls a function of torch under a function mode, or a module.
 _ENTRIES = frozenset({"__torch_function__", "_wrapped_call_impl"})
 _BY_WHERE = frozenset({Tensor.masked_select, torch.masked_select})
 _ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere, torch.where})
@@ -87,10 +87,11 @@ class _SelectionMode(TorchFunctionMode):
         not torch's or this package's."""
         super().__init__()
         self.is_user_file = is_user_file
-        self.graph: fx.Graph | None = None  # of the trace that runs
+        self.graph: fx.Graph | None = None  # graph of the present trace
         self.key = ValueNumbers()
-        self.counts: dict[int, tuple[Any, fx.Node]] = {}  # how many rows a mask selects, and the mask, by its number
-        self.classes: set[Any] = set()  # symbols of numbers of classes
+        # key of a mask -> (symbolic number of rows that it selects, mask)
+        self.counts: dict[int, tuple[Any, fx.Node]] = {}
+        self.classes: set[Any] = set()  # symbols of data-dependent numbers of classes
 
     def may_assume(self, expr: Any) -> bool:
         """Return whether ``expr``, a symbolic condition on sizes, may be assumed to hold: it says that a
@@ -166,7 +167,7 @@ def _are_unwritten(*nodes: fx.Node) -> bool:
     return not any(written.intersection(map(find_allocating_node, collect_ancestors([node]))) for node in nodes)
 
 
-# -- functions of torch that look at numbers ---------------------------------------------------------------------------
+# -- functions of torch that read values of tensors --------------------------------------------------------------------
 def _call_cross_entropy(
     func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:

@@ -390,9 +390,10 @@ class _BufferSumRewriter:
         return self.blocks[block].outputs[place]
 
     def _find_further_output(self, value: str, further: int) -> str:
-        """The value ``value``, an output of a call of a graph, was split into a sum over microbatches, which the call
-        returns as two further outputs. Return the name of one of them. ``further``: 0 for the addend of one microbatch,
-        1 for the term that is added only once."""
+        """Return the name of one of the two further outputs that a call of a graph returns after its output ``value``
+        was split into a sum over microbatches. ``further``: 0 for the addend of one microbatch, 1 for the term that is
+        added only once.
+        """
         source = self.producer[value]
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]

@@ -246,9 +246,8 @@ class _Folder:
     ``captured``: the model as one graph. ``shared``: groups of operators that become shared calls, which every pipeline
     stage may repeat. ``units``: groups that become the other calls, such as one for each layer. ``calls``: the calls so
     far. ``blocks``: key -> block; equal computations have equal keys. ``keys``: for each of ``calls``, the key of its
-    block. ``get_value_name``: node -> name, for every value that passes between calls; ``specs``: name -> shape and
-    dtype.
-    ``paths``: how often each module path was given to a call.
+    block. ``value_of``: node -> name, for every value that passes between calls. ``specs``: name of such a value ->
+    shape and dtype. ``paths``: how often each module path was given to a call.
     """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[OperatorGroup]) -> None:

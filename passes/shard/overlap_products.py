@@ -35,8 +35,11 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.linear.default)
 
 
 class RowProduct(NamedTuple):
-    """A matrix product of rows ``x`` with ``weight``, which is ``[in, out]``, or ``[out, in]`` if ``turned``. ``node``:
-    its graph node. ``bias``: the vector that is added to each row, or ``None``."""
+    """A matrix product of rows with one matrix, such as ``linear``; a collective before or after it may run in pieces.
+
+    ``node``: its graph node. ``x``: the node of the rows. ``weight``: the node of the matrix ``[in, out]``, or ``[out,
+    in]`` if ``turned``. ``bias``: the node of the vector that is added to each row, or ``None``.
+    """
 
     node: fx.Node
     x: fx.Node
@@ -46,8 +49,9 @@ class RowProduct(NamedTuple):
 
 
 def match_gathered_products(gather: fx.Node) -> list[RowProduct]:
-    """Return the matrix products that read the result of ``gather`` as their rows; empty if there are none, or if
-    ``gather`` is no all-gather of rows over ``tp``. Other operators may read the result, too.
+    """Return the matrix products that read the result of the node ``gather`` as their rows; an empty list if there are
+    none, or if ``gather`` is not an all-gather of rows over the mesh axis ``tp``. Other operators may read the result
+    of ``gather``, too.
     """
     if collective_name(gather.target) != "all_gather" or gather.args[2] != AXIS or _is_dynamic(gather):
         return []
@@ -68,15 +72,17 @@ def match_gathered_products(gather: fx.Node) -> list[RowProduct]:
 
 
 def reads_products_only(gather: fx.Node, products: Sequence[RowProduct]) -> bool:
-    """Return whether nothing but ``products`` reads the result of ``gather``, so that its gradient is a sum of
-    products."""
+    """Return whether nothing but the matrix products ``products`` reads the result of the all-gather ``gather``, so
+    that the gradient of this result is a sum of products.
+    """
     known = {p.node for p in products}
     return all(user in known or (_keeps_columns(user) and known.issuperset(user.users)) for user in gather.users)
 
 
 def match_scattered_products(scatter: fx.Node) -> list[RowProduct]:
-    """Return the matrix products whose sum ``scatter`` reduce-scatters over ``tp``; empty if its operand is anything
-    else than such a sum, or is read elsewhere, too.
+    """Return the matrix products whose sum the reduce-scatter ``scatter`` over the mesh axis ``tp`` reads. Return an
+    empty list if ``scatter`` is no such reduce-scatter, or if its operand is anything else than a sum of products or is
+    read by another operator.
     """
     if collective_name(scatter.target) != "reduce_scatter" or scatter.args[2] != AXIS or _is_dynamic(scatter):
         return []
@@ -89,15 +95,18 @@ def match_scattered_products(scatter: fx.Node) -> list[RowProduct]:
 
 
 def _read_division(collective: fx.Node) -> tuple[int, int]:
-    """Return the dim that ``collective``, an all-gather or a reduce-scatter, joins or cuts, and the number of ranks."""
+    """Return (index of the dim, number of ranks) for ``collective``, an all-gather that joins the ranks' tensors along
+    this dim, or a reduce-scatter that cuts it.
+    """
     dim, ranks = collective.args[1], collective.args[3]
     assert isinstance(dim, int) and isinstance(ranks, int)
     return dim % collective.meta["val"].dim(), ranks
 
 
 def _match_product_sum(node: fx.Node) -> list[RowProduct] | None:
-    """Return the matrix products that ``node`` adds up; ``None`` if it adds anything else, or if another operator reads
-    an intermediate result."""
+    """Return the matrix products whose sum is the value of ``node``; a single product is a sum of one. Return ``None``
+    if ``node`` adds anything else, or if another operator reads an intermediate result.
+    """
     if len(node.users) != 1 or node.op != "call_function":
         return None
     if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
@@ -112,7 +121,9 @@ def _match_product_sum(node: fx.Node) -> list[RowProduct] | None:
 
 
 def match_row_product(node: fx.Node) -> RowProduct | None:
-    """Return the operands of ``node`` if it is a matrix product of rows with one matrix; ``None`` if it is not."""
+    """Return the operands of ``node`` if it is a product of rows ``[..., in]`` with one matrix, such as ``linear``;
+    ``None`` for any other operator.
+    """
     if node.target not in _PRODUCTS or node.kwargs:
         return None
     x, weight, bias = (*node.args, None)[:3]
@@ -126,20 +137,24 @@ def match_row_product(node: fx.Node) -> RowProduct | None:
 
 
 def _keeps_columns(node: fx.Node) -> bool:
-    """Return whether ``node`` is a view that leaves the last dim as it is."""
+    """Return whether ``node`` is a view (reshape) that leaves the last dim of its operand as it is."""
     if node.target not in _VIEWS or node.kwargs:
         return False
     return bool(node.meta["val"].shape[-1:] == node.all_input_nodes[0].meta["val"].shape[-1:])
 
 
 def _is_dynamic(collective: fx.Node) -> bool:
-    """Return whether the number of rows that ``collective`` communicates depends on the data."""
+    """Return whether the number of rows that the collective ``collective`` communicates depends on the data, as that of
+    the rows (tokens) of an expert does.
+    """
     return any(bool(node.meta.get("open")) for node in (collective, *collective.all_input_nodes))
 
 
 def fit_pieces(wanted: int, ranks: int, length: int) -> int:
-    """Return the largest number of pieces, at most ``wanted`` but at least 2, into which a tensor can be cut: a divisor
-    of ``ranks``, or ``ranks`` times a divisor of ``length``, the size of the sharded dim on one rank.
+    """Return into how many pieces a tensor is cut when an all-gather or reduce-scatter over ``ranks`` ranks runs in
+    pieces: the largest number that is possible and at most ``wanted``, or the smallest possible number (2 or more) if
+    none is. Possible are divisors of ``ranks``, and ``ranks`` times a divisor of ``length``, the size of the sharded
+    dim on one rank.
     """
     possible = [n for n in range(2, ranks + 1) if ranks % n == 0]
     possible += [ranks * n for n in range(2, wanted // ranks + 1) if length % n == 0]
@@ -147,8 +162,9 @@ def fit_pieces(wanted: int, ranks: int, length: int) -> int:
 
 
 def overlap_derivatives(derived: BlockDerivatives, pieces: PieceCounts) -> BlockDerivatives:
-    """Return the forward and backward functions ``derived`` of a block (such as a layer) with communication in pieces
-    next to matrix products. ``pieces``: the numbers of pieces; the functions are returned unchanged if all are 0.
+    """Return ``derived``, the forward and backward functions of a block (a piece of the model, such as a layer), with
+    all-gathers before matrix products and reduce-scatters after them cut into pieces that overlap with the products.
+    ``pieces``: the numbers of pieces; ``derived`` is returned unchanged if all are 0.
     """
     if not any(pieces):
         return derived
@@ -167,18 +183,20 @@ def overlap_derivatives(derived: BlockDerivatives, pieces: PieceCounts) -> Block
 
 
 def overlap_block(block: Block, pieces: PieceCounts) -> Block:
-    """Return ``block`` (a piece of the model, such as a layer), as one rank runs it without a backward, with
-    communication in pieces next to matrix products. ``pieces``: the numbers of pieces.
+    """Return ``block``, the graph of a piece of the model that one rank runs without a backward, with all-gathers
+    before matrix products and reduce-scatters after them cut into pieces that overlap with the products. ``pieces``:
+    the numbers of pieces, of which those of forward are used.
     """
     graph = overlap_graph(block.graph, *pieces[:2])
     return block if graph is block.graph else Block(block.name, graph, block.states, block.inputs)
 
 
 def overlap_graph(graph: fx.Graph, gather_pieces: int, scatter_pieces: int) -> fx.Graph:
-    """Return ``graph`` with its all-gathers before products, and its reduce-scatters after products, in pieces.
+    """Return ``graph`` with all-gathers before matrix products, and reduce-scatters after them, cut into pieces, so
+    that one piece is communicated while another one is multiplied.
 
-    ``gather_pieces``, ``scatter_pieces``: the numbers of pieces, or fewer if the sizes do not allow them; 0: not in
-    pieces. ``graph`` itself is returned if nothing changes.
+    ``gather_pieces``, ``scatter_pieces``: the numbers of pieces of all-gathers and of reduce-scatters, or fewer if the
+    sizes do not allow them; 0: not in pieces. ``graph`` itself is returned if nothing changes.
     """
     gathers = {n: found for n in graph.nodes if gather_pieces and (found := match_gathered_products(n))}
     scatters = {n: found for n in graph.nodes if scatter_pieces and (found := match_scattered_products(n))}
@@ -192,15 +210,21 @@ def overlap_graph(graph: fx.Graph, gather_pieces: int, scatter_pieces: int) -> f
 
 @dataclass
 class _Rewriter:
-    """Copies a graph, with communication in pieces. ``gathers``: all-gather -> the products that read it. ``scatters``:
-    reduce-scatter -> the products that it adds up."""
+    """Copies the graph ``graph`` with collectives next to matrix products replaced by operators that communicate in
+    pieces while they multiply.
+
+    ``gathers``: all-gather -> the products that read its result. ``scatters``: reduce-scatter -> the products whose sum
+    it reads.
+    """
 
     graph: fx.Graph
     gathers: dict[fx.Node, list[RowProduct]]
     scatters: dict[fx.Node, list[RowProduct]]
 
     def rewrite(self, gather_pieces: int, scatter_pieces: int) -> fx.Graph:
-        """Return the new graph. ``gather_pieces``, ``scatter_pieces``: the numbers of pieces."""
+        """Return the copy of the graph. ``gather_pieces``, ``scatter_pieces``: into how many pieces all-gathers and
+        reduce-scatters are cut.
+        """
         self.new = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.pieces = gather_pieces, scatter_pieces
@@ -214,8 +238,9 @@ class _Rewriter:
         return self.new
 
     def _copy(self, node: fx.Node) -> None:
-        """Append ``node`` to the new graph, after the nodes that it needs. In place of collectives in pieces, their
-        combined operators are appended."""
+        """Append a copy of ``node`` to the new graph, after copies of the nodes that it reads. A collective that is cut
+        into pieces is replaced by one operator for it and its matrix products.
+        """
         stack = [node]
         while stack:
             here = stack[-1]
@@ -228,7 +253,9 @@ class _Rewriter:
                 stack += missing[::-1]
 
     def _list_needs(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes that must be in the new graph before ``node``."""
+        """Return the nodes of the old graph whose copies must be in the new graph before a copy of ``node`` is
+        appended.
+        """
         if node in self.gathers:
             return [node.all_input_nodes[0], *_list_matrices(self.gathers[node])]
         if node in self.source:
@@ -246,7 +273,9 @@ class _Rewriter:
             self.values[node] = self.new.node_copy(node, self.values.__getitem__)
 
     def _append_gather(self, gather: fx.Node, products: Sequence[RowProduct]) -> None:
-        """Append an all-gather in pieces with its products, which all get their values."""
+        """Append the operator ``gather_products`` in place of the all-gather ``gather`` and the matrix products
+        ``products`` that read its result. Record the nodes that replace them.
+        """
         x = gather.all_input_nodes[0]
         dim, ranks = _read_division(gather)
         pieces = fit_pieces(self.pieces[0], ranks, x.meta["val"].shape[dim])
@@ -265,7 +294,9 @@ class _Rewriter:
             self.values[product.node] = rows if flat else self._create(aten.view.default, (rows, shape), product.node)
 
     def _append_scatter(self, scatter: fx.Node, products: Sequence[RowProduct]) -> None:
-        """Append the products and the reduce-scatter of their sum in pieces."""
+        """Append the operator ``products_scatter`` in place of the matrix products ``products`` and the reduce-scatter
+        ``scatter`` of their sum. Record the node that replaces ``scatter``.
+        """
         value: Tensor = scatter.meta["val"]
         operand = scatter.all_input_nodes[0].meta["val"]
         dim, ranks = _read_division(scatter)
@@ -276,7 +307,9 @@ class _Rewriter:
         self.values[scatter] = self._create(ops.products_scatter.default, args, scatter)
 
     def _append_matrix(self, product: RowProduct) -> fx.Node:
-        """Return the node of the matrix ``[in, out]`` of ``product``; append a transpose if it is ``[out, in]``."""
+        """Return the node in the new graph of the matrix ``[in, out]`` of ``product``; a transpose is appended if the
+        product's matrix is ``[out, in]``.
+        """
         weight = self.values[product.weight]
         if not product.turned:
             return weight
@@ -285,7 +318,9 @@ class _Rewriter:
         return turned
 
     def _create(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-        """Append an operator with the value and the location of the node ``like``, and return it."""
+        """Append a call of the operator ``target`` with the arguments ``args`` to the new graph and return its node,
+        with a copy of the metadata (meta tensor, module path, source line) of the node ``like``.
+        """
         node = self.new.call_function(target, args)
         node.meta.update(like.meta)
         return node
@@ -296,7 +331,7 @@ def _flatten_rows(value: Tensor) -> Tensor:
 
 
 def _list_matrices(products: Sequence[RowProduct]) -> Iterator[fx.Node]:
-    """Yield the weights and biases of ``products``."""
+    """Yield the nodes of the matrices and biases that ``products`` read."""
     for product in products:
         yield product.weight
         if product.bias is not None:

@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 
 class PieceCounts(NamedTuple):
-    """In how many pieces a block (such as a layer) communicates next to products, for four kinds of places: all-gathers
-    before products and reduce-scatters after products, in forward and in backward. 0: not in pieces.
+    """Into how many pieces the collectives of a block (such as a layer) are cut to overlap with matrix products; 0: not
+    cut.
+
+    ``forward_gather``, ``backward_gather``: the number for all-gathers before products, in forward and in backward.
+    ``forward_scatter``, ``backward_scatter``: the number for reduce-scatters after products.
     """
 
     forward_gather: int = 0

@@ -222,9 +222,9 @@ def group_queries(block: Block, tp: int = 1) -> Block:
 
 def read_heads_once(block: Block) -> bool:
     """Change the graph of ``block``, a piece of the model such as a layer, in place, so that attention reads each key
-    and value head once (grouped-query attention), wherever the model repeats heads for torch's scaled dot-product
-    attention, or for ``band_attention``, ``document_attention`` or ``scored_attention`` of this project. Return whether
-    anything changed.
+    and value head once (grouped-query attention) wherever the model repeats heads for it. Return whether anything
+    changed. This is done for torch's scaled dot-product attention, and for ``band_attention``, ``document_attention``
+    and ``scored_attention`` of this project.
     """
     targets = (
         aten.scaled_dot_product_attention.default,

@@ -129,7 +129,8 @@ class OperatorGroup:
 
     ``path``: the path of the module that they belong to. ``nodes``: the operators. ``connects_modules``: whether they
     lie between the modules that become calls of their own, and read no parameter; such operators are later added to a
-    neighbouring unit. ``leaf``: whether they are the call of one module without submodules that have parameters."""
+    neighbouring group. ``leaf``: whether they are the call of one module without submodules that have parameters.
+    """
 
     path: str
     nodes: list[fx.Node]
@@ -176,8 +177,8 @@ class _ModuleCall:
 
 
 def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[OperatorGroup]:
-    """Cut ``nodes`` (operators, in order) into consecutive groups, each of which becomes a call of the model, such as
-    the run of one layer.
+    """Return ``nodes`` (operators, in order) cut into consecutive groups, each of which becomes a call of the model,
+    such as the run of one layer.
 
     Every node is in exactly one group. ``classes``: module path -> class name.
     """
@@ -341,11 +342,12 @@ def _get_innermost_path(node: fx.Node) -> str:
 
 
 def _merge_connecting_operators(units: list[OperatorGroup]) -> list[OperatorGroup]:
-    """Merge the operators between modules (groups with ``glue``) into a neighbouring group, and return the new list of
-    groups. Equal groups, such as equal layers, must stay equal: operators are added to the group before them if that
-    group has no equal, or if the same operators also follow more than half of its equals. Otherwise they are added to
-    the group behind them if that group has no equal. Otherwise they become a group of their own. ``units``: consecutive
-    groups of operators, such as layers."""
+    """Merge the operators between modules (groups with ``connects_modules``) into a neighbouring group, and return the
+    new list of groups. Equal groups, such as equal layers, must stay equal: operators are added to the group before
+    them if that group has no equal, or if the same operators also follow more than half of its equals. Otherwise they
+    are added to the group behind them if that group has no equal. Otherwise they become a group of their own.
+    ``units``: consecutive groups of operators, such as layers.
+    """
     keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.connects_modules)
     repeated = [not u.connects_modules and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]

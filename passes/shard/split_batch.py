@@ -173,7 +173,7 @@ class _CallInliner:
         self.producers = producers
         self.graph = fx.Graph()
         self.copied: dict[tuple[int, fx.Node], fx.Node] = {}
-        self.leaves: dict[str, fx.Node] = {}  # by state name or model input
+        self.leaves: dict[str, fx.Node] = {}  # name of a state or model input -> its placeholder
         self.first: fx.Node | None = None
 
     def copy_value(self, index: int, node: fx.Node) -> fx.Node:

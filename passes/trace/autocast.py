@@ -29,12 +29,13 @@ from partitioner.passes.errors import UnsupportedError
 
 aten = torch.ops.aten
 
-DEVICES = ("cpu", "cuda")  # whose regions are known
-Asked = tuple[str, torch.dtype]  # the device type and the narrow type of a region
-_DECOMPOSE = "apart"  # an operator is to be traced as those that it is made of
-# They move numbers: before a cast or after it is the same.
+DEVICES = ("cpu", "cuda")  # device types whose autocast regions can be traced
+Asked = tuple[str, torch.dtype]  # (device type, dtype) of an autocast region
+_DECOMPOSE = "apart"  # the operator must be traced as the operators into which it decomposes
+# Operators that only move or copy numbers, so that it makes no difference whether they are before or after a cast.
 _COPY_OPERATORS = frozenset({aten._to_copy, aten.clone, aten._unsafe_view, aten._reshape_copy, aten.lift_fresh})
-# GPUs have a kernel for these that takes all operands narrow, which tensors without numbers do not show.
+# GPUs have a kernel for these that takes all operands in the dtype of the region. A run on fake tensors does not show
+# this.
 _WHOLE_ON_GPU = frozenset(
     {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input, aten.gru_cell.default}
 )
@@ -90,7 +91,7 @@ def trace_autocast(device: str | None, line: Callable[[], str]) -> Iterator[None
         mock.patch.object(autocast_mode.autocast, "__exit__", _exit_autocast_region),
         mock.patch.object(proxy_tensor, "proxy_call", call),
     ]
-    if device == "cuda":  # whether or not this machine has one
+    if device == "cuda":  # even if this machine has no GPU
         patches.append(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
         patches.append(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
     with ExitStack() as stack:
@@ -211,7 +212,7 @@ def _format_autocast_refusal(func: Any, region: Asked, line: Callable[[], str], 
 
 
 class _TensorKey(NamedTuple):
-    """The shape, strides and dtype of a tensor."""
+    """The shape, strides (``stride``) and dtype of a tensor, as a hashable key."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -273,7 +274,7 @@ def _observe_operand_cast(func: Any, arguments: list[Any], tree: pytree.TreeSpec
             try:
                 if _log_operator_run(func, arguments, tree, region, to, autocast_on=False) == wanted:
                     return to
-            except Exception:  # it does not take operands of these types
+            except Exception:  # the operator does not take operands of these dtypes
                 continue
     return _DECOMPOSE
 

@@ -98,10 +98,11 @@ def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[Non
 
 
 torch.library.register_autograd("partition::own", _pass_gradient, setup_context=_save_counts, lib=_library)
-# A result of a function that was applied to ``inputs``: where it takes part in the loss, ``terms`` belong to the loss.
+# ``own(result, terms, inputs)`` marks a result of a function that was applied to ``inputs``. If the loss depends on the
+# result, ``terms`` are added to the loss.
 OWN = torch.ops.partition.own.default
 
-_CHECKPOINT_ARGUMENTS = 2  # of CheckpointFunction.apply: the function and whether random states are kept
+_CHECKPOINT_ARGUMENTS = 2  # arguments of CheckpointFunction.apply before those of the function
 
 
 class _Context(FunctionCtx):
@@ -153,7 +154,7 @@ def trace_custom_functions() -> Iterator[None]:
             )
         return custom_function_call(cls, *args, **kwargs)
 
-    # Below Function.apply, which models keep: ``rounded = Rounding.apply``.
+    # Patch what Function.apply calls, because models keep references to it: ``rounded = Rounding.apply``.
     with (
         mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply)),
         mock.patch.object(torch.autograd.function, "custom_function_call", transformed),
@@ -211,7 +212,7 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
     written = {id(copy): a for copy, a in zip(given, args, strict=True) if any(copy is d for d in ctx.dirty_tensors)}
     back = {k: written[id(y)] for k, y in enumerate(outputs) if id(y) in written}
     if which:
-        with without_autocast():  # backward runs outside of any region
+        with without_autocast():  # autograd runs backward outside of autocast regions
             transposed = _transpose_custom_backward(cls, ctx, given, needs, outputs, which)
         added, constants = transposed(changes)
         terms = [_build_gradient_term(constant.detach(), changes[place]) for place, constant in constants.items()]

@@ -39,9 +39,9 @@ _NUMBER_READING_FUNCTIONS = frozenset(
         Tensor.__format__,
     }
 )  # fmt: skip
-_FINITENESS = frozenset(("isfinite", "isinf", "isnan"))  # operators that check values
-_REDUCTIONS = frozenset(("all", "any", "logical_not", "bitwise_not", "clone"))  # operators on their results
-_MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
+_FINITENESS = frozenset(("isfinite", "isinf", "isnan"))  # names of functions that check values
+_REDUCTIONS = frozenset(("all", "any", "logical_not", "bitwise_not", "clone"))  # names of operators on their results
+_MOST_NUMBERS = 1 << 28  # most elements of all tensors that are computed for one number
 
 
 @contextmanager
@@ -58,8 +58,9 @@ def trace_concrete_scalars(
         model: the model.
         buffer_values: buffer name -> tensor with the buffer's real values.
         read_buffers: a set that receives buffer names. A name is added if forward read a number that depends on this
-        buffer. random_operators: a list that receives the names of random operators, if forward tried to read a number
-        that depends on them; ``None`` if the names are not needed.
+            buffer.
+        random_operators: a list that receives the names of random operators, if forward tried to read a number that
+            depends on them; ``None`` if the names are not needed.
     """
     known, forward = (
         _ConcreteScalarMode(buffer_values, read_buffers, [] if random_operators is None else random_operators),
@@ -89,7 +90,7 @@ class _ConcreteScalarMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.held, self.asked, self.drawn = buffer_values, read_buffers, random_operators
-        self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
+        self.placeholders: dict[fx.Node, str] = {}  # placeholder of a buffer in the present trace -> the buffer's name
 
     def enter(self, model: nn.Module) -> None:
         """Find the placeholders of the buffers of ``model`` in the graph of the trace that begins, and store them;
@@ -136,7 +137,7 @@ class _ConcreteScalarMode(TorchFunctionMode):
         try:
             with _suspend_tracing(), torch.no_grad():
                 values = _evaluate_nodes(needed, tracer.root, {n: self.held[name] for n, name in buffers.items()})
-        except Exception:  # it is torch.export's to say what is wrong
+        except Exception:  # torch.export reports the error
             return None
         self.asked.update(buffers[node] for node in needed if node in buffers)
         return [values[node] for node in wanted]
@@ -295,7 +296,7 @@ def trace_module_conversions(model: nn.Module, *, in_float64: bool) -> Iterator[
     Args:
         model: the model.
         in_float64: whether the model was converted to float64 for the trace, so that a conversion to another
-        floating-point dtype is ignored.
+            floating-point dtype is ignored.
     """
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -26,8 +26,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-# ``given``: what the hook is given, and views of it. ``model``: a module and what it holds. ``known``: objects that
-# exist already. ``fresh``: what the hook makes. ``none``: ``None``. ``unknown``: anything.
+# Origin of a value. ``given``: an argument of the hook, or a view of one. ``model``: a module and what it holds.
+# ``known``: an object that exists already. ``fresh``: a value that the hook makes. ``none``: ``None``. ``unknown``:
+# anything.
 Kind = Literal["given", "model", "known", "fresh", "none", "unknown"]
 _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 
@@ -42,7 +43,7 @@ class HookValue:
     """
 
     kind: Kind
-    objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
+    objects: tuple[Any, ...] = ()  # the objects that a ``known`` value may be
 
     def join(self, other: HookValue) -> HookValue:
         """Return the origin of a value in a hook's source that is either this value or ``other``, depending on what
@@ -115,7 +116,7 @@ def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookV
     return called, first, named
 
 
-_IN_CONTEXT = torch.no_grad()(lambda: None).__code__  # of what ``@torch.no_grad()`` makes of a function
+_IN_CONTEXT = torch.no_grad()(lambda: None).__code__  # code of a function decorated with ``@torch.no_grad()``
 
 _PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torch.Size)
 
@@ -131,7 +132,7 @@ def _classify_object(value: Any) -> HookValue:
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
-# Functions that neither write to what they are given nor hand it on.
+# Functions that neither write to their arguments nor pass them on.
 _READING_METHODS = {
     print, len, float, int, str, repr, format, isinstance, issubclass, abs, any, all, bool, round, id, type, hash,
     hasattr, callable, range, divmod, ord, chr, open, complex, bytes, slice,
@@ -143,14 +144,15 @@ _FORWARDING_FUNCTIONS = {
 _OPAQUE_FUNCTIONS = {"globals", "locals", "vars", "exec", "eval", "compile", "exit", "_exit", "abort", "kill", "quit"}
 _CONTAINERS = (list, dict, set, collections.deque)
 _FILLING = {"append", "appendleft", "add", "update", "extend", "insert", "clear", "remove", "discard", "write"}
-# Methods of tensors and functions of torch that give new numbers.
+# Methods of tensors and functions of torch that return new tensors or numbers.
 _MEASURING = {
     "item", "tolist", "norm", "mean", "sum", "std", "var", "clone", "any", "all", "isnan", "isfinite", "isinf", "numel",
     "size", "dim", "square", "sqrt", "histc", "count_nonzero", "argmax", "argmin", "amax", "amin", "median", "quantile",
     "vector_norm", "is_floating_point", "element_size", "nelement", "data_ptr", "get_device", "stack", "cat", "max",
     "min", "linalg_vector_norm", "allclose", "equal", "new_tensor", "tensor", "zeros_like", "ones_like",
 }  # fmt: skip
-# Methods and functions that write to a tensor or an array though their names do not end in "_", and those that train.
+# Methods and functions that write to a tensor or an array although their names do not end in "_", or that take part in
+# training.
 _WRITING = {
     "fill", "sort", "partition", "put", "itemset", "resize", "setfield", "setflags", "byteswap", "copyto", "place",
     "putmask", "fill_diagonal", "share_memory", "__setitem__", "__setattr__", "__iadd__", "__imul__",
@@ -495,7 +497,7 @@ class _HookReader:
                 return found
             case ast.Starred():
                 return _join_value_elements(self.evaluate_node(node.value))
-            case ast.Lambda():  # whoever calls it, with whatever
+            case ast.Lambda():  # anything may call it, with any arguments
                 for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
                     self.store_value(ast.Name(parameter.arg), GIVEN)
                 self.evaluate_node(node.body)
@@ -538,7 +540,7 @@ class _HookReader:
         try:
             if name in cells:
                 return _classify_object(cells[name].cell_contents)
-        except ValueError:  # not set yet
+        except ValueError:  # the closure variable has no value yet
             return UNKNOWN
         for place in (self.function.__globals__, vars(builtins)):
             if name in place:

@@ -53,8 +53,8 @@ def _restrict_to_real(function: Callable[..., Any]) -> Callable[..., Any]:
     return simpler
 
 
-# Derivatives as the simpler operators that they are made of: those have derivatives, and rules to be sharded by. So are
-# norms, whose derivatives read a mean and a deviation that torch takes for constants where they are results of one.
+# Decompositions of backward operators into simpler operators, which have derivatives and sharding rules. Norms are
+# decomposed, too: their backward reads a mean and a deviation, results of the norm that torch would treat as constants.
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm")
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     target: _restrict_to_real(function)
@@ -63,9 +63,9 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     and ("backward" in target._schema.name or target._schema.name.removeprefix("aten::") in _NORMS)
 }
 _DETACHES = {aten.detach.default, aten.detach_.default}
-# Operators whose running statistics are updated by forward; the arguments with these, and the one that asks for it.
+# Operators that update running statistics -> positions of the running mean and variance, and of the flag that says so.
 _UPDATING = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
-_EPS_OF_RMS = 3  # its place among the arguments
+_EPS_OF_RMS = 3  # position of ``eps`` among the arguments of the RMS norm
 _UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
     "the desired behavior."
@@ -202,7 +202,7 @@ class _GradientBody:
     inputs: list[fx.Node | None]
     body: list[fx.Node]
     external_nodes: list[fx.Node]
-    tensors: list[Tensor]  # the outputs themselves
+    tensors: list[Tensor]  # the outputs as tensors
 
     @classmethod
     def extract(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:

@@ -26,13 +26,13 @@ from torch.utils import _pytree as pytree
 from partitioner.passes.ir.model import leaf_paths
 from partitioner.passes.trace.layer_equality import ModuleGroup, build_value_key, find_equal_layers, tensor_spec
 
-_MIN_GROUP_SIZE = 2  # members of a group of which one stands for the others
-# Functions whose result has the numbers of their first operand.
+_MIN_GROUP_SIZE = 2  # fewest equal modules of which only one is run
+# Functions whose result has the values of their first operand.
 _SAME = frozenset({Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach})
 _CONCATENATIONS = frozenset({torch.cat, torch.concat, torch.concatenate})
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"})
-_MOST_NUMBERS = 1 << 22  # of a value that has them
-_MAX_IDENTIFIED_ELEMENTS = 1 << 16  # of a value that is told by them
+_MOST_NUMBERS = 1 << 22  # most elements of a tensor that keeps real values
+_MAX_IDENTIFIED_ELEMENTS = 1 << 16  # most elements of a tensor that is identified by its values
 
 
 def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
@@ -70,7 +70,8 @@ def do_caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[A
             return any(result.get(path) != name for path, name in without.items())
         if isinstance(without, Exception) and isinstance(result, Exception):
             return type(without) is type(result) and last != also
-        # one alone: who reads what another layer keeps does not find it where that one is not run
+        # Only one run failed: perhaps a layer reads what another layer stores, which was not run. Try again with all
+        # layers.
     return isinstance(without, Exception)
 
 
@@ -179,11 +180,11 @@ class _TensorNamingMode(TorchFunctionMode):
         from a key of a computation to the identifier of its result; new ones are added."""
         super().__init__()
         self.mode, self.names = mode, names
-        self.last: Any = None  # what was asked last
+        self.last: Any = None  # key of the last call of a torch function
         self._by_id: dict[int, int] = {}
-        self._held: list[Tensor] = []  # whose identities are not given to others
-        self._written: dict[int, int] = {}  # memory -> the name of what has been written to it
-        self._instead: dict[int, Tensor] = {}  # a tensor that had numbers -> that which stands for it without
+        self._held: list[Tensor] = []  # tensors that are kept alive, so that their ids are not reused
+        self._written: dict[int, int] = {}  # memory -> identifier of what was written to it
+        self._instead: dict[int, Tensor] = {}  # id of a tensor with values -> the fake tensor that replaces it
 
     def assign_id(self, tensor: Tensor, key: Any) -> Tensor:
         """Give ``tensor`` an integer identifier if it has none, and return the tensor. If the tensor is small and has
@@ -223,7 +224,7 @@ class _TensorNamingMode(TorchFunctionMode):
             else:
                 if _is_in_place_function(func) and not isinstance(operands[0], FakeTensor):
                     args = (self._replace_by_fake(operands[0], asked), *args[1:])
-                with self.mode:  # what the function makes on its way is not of use
+                with self.mode:  # intermediate tensors need no identifiers
                     result = func(*args, **kwargs)
             changed = [t for t, version in zip(operands, versions, strict=True) if t._version != version]
             for memory in {_identify_storage(tensor) for tensor in changed}:
@@ -243,7 +244,7 @@ class _TensorNamingMode(TorchFunctionMode):
             given, named = pytree.tree_map_only(Tensor, self._make_fake_tensor, (args, kwargs))
             with self.mode:
                 shape = func(*given, **named)
-        except Exception:  # it asks for numbers
+        except Exception:  # the function reads values of tensors
             return func(*args, **kwargs)
         large = any(isinstance(t, Tensor) and t.numel() > _MOST_NUMBERS for t in pytree.tree_leaves(shape))
         return shape if large else func(*args, **kwargs)
@@ -259,7 +260,8 @@ class _TensorNamingMode(TorchFunctionMode):
         self._held.append(fake)
         self._by_id[id(fake)] = self.get_id(tensor)
         self._instead[id(tensor)] = fake
-        for memory in (_identify_storage(fake), _identify_storage(tensor)):  # views of it have been written to as well
+        # the write also changes views of the memory
+        for memory in (_identify_storage(fake), _identify_storage(tensor)):
             self._written[memory] = self._assign_key_number((self._written.get(memory), asked))
         return fake
 

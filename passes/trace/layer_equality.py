@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SPECIAL_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "forward")  # compared as what they are, not as attributes
+_SPECIAL_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "forward")  # compared separately, not as attributes
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format})
-_EXACT = frozenset({type(None), bool, int, str, bytes})  # that are equal, among those of a type, if their repr is
+_EXACT = frozenset({type(None), bool, int, str, bytes})  # types of whose objects those with equal repr are equal
 
-_Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, numbers and texts
+_Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, its integer and text attributes
 
 
 class NotEquivalent(Exception):
@@ -43,7 +43,7 @@ class UnreadableAttribute:
     attribute's real value."""
 
     def __init__(self, kept: Any) -> None:
-        self.kept = kept  # the value
+        self.kept = kept  # real value of the attribute
 
     def _refuse_attribute_use(self, *args: Any, **kwargs: Any) -> Any:
         """Raise :class:`NotEquivalent`, in place of any use of this placeholder, which stands for an attribute that
@@ -96,7 +96,7 @@ def find_equal_layers(model: nn.Module, minimum: int) -> list[ModuleGroup]:
         if not name.rpartition(".")[2].isdigit() or not _is_layer(module):
             continue
         if any(counts[id(m)] > counts[id(module)] or id(m) == id(model) for m in module.modules()):
-            continue  # a part of it is also a part of another
+            continue  # it shares a submodule with another module
         try:
             described = describe_layer_module(module)
         except NotEquivalent:
@@ -173,7 +173,7 @@ def describe_module_state(module: nn.Module, texts: dict[tuple[str, str], Any] |
     their types are then part of the returned value. With ``None``, their values are part of it.
     """
     parts = list(module.named_modules(remove_duplicate=False))
-    inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
+    inside = {id(m): name for name, m in reversed(parts)}  # a module with several names has the first one
     tensors: dict[int, int] = {}
     frozen = _AttributeKeys(inside)
     rows = []
@@ -245,7 +245,7 @@ class _AttributeKeys:
 
     def __init__(self, inside: dict[int, str]) -> None:
         self._inside = inside
-        self._known: dict[int, tuple[Any, Any]] = {}  # by identity, which the value keeps: all parts have one config
+        self._known: dict[int, tuple[Any, Any]] = {}  # id of a value -> (value, key): submodules share one config
 
     def build_key(self, value: Any) -> Any:
         """Return a hashable key of ``value``, an attribute value of a module, that is equal for equal values.
@@ -253,7 +253,7 @@ class _AttributeKeys:
         kind = type(value)
         if kind in _PLAIN:
             return kind, repr(value)
-        if (kind is dict or kind is OrderedDict) and not value:  # most of what a module holds
+        if (kind is dict or kind is OrderedDict) and not value:  # a quick answer: most dicts of a module are empty
             return kind, ()
         if isinstance(value, nn.Module):
             return ("part", self._inside[id(value)]) if id(value) in self._inside else ("other", id(value))
@@ -281,7 +281,8 @@ class _AttributeKeys:
         """Return a hashable key of the dict ``value``, for comparison with others: its type, and keys of its items in
         order."""
         columns = tuple(value), tuple(value.values())
-        if all(_EXACT.issuperset(map(type, column)) for column in columns):  # labels may be tens of thousands
+        # a quick answer: a dict of labels may have tens of thousands of entries
+        if all(_EXACT.issuperset(map(type, column)) for column in columns):
             return type(value), columns, tuple([tuple(map(type, column)) for column in columns])
         return type(value), tuple([(self.build_key(k), self.build_key(v)) for k, v in value.items()])
 
@@ -354,7 +355,8 @@ class ParkedParameters:
     """
 
     model: nn.Module
-    names: dict[int, tuple[str | None, ...]] = field(default_factory=dict)  # by identity of the module
+    # id of a module -> names of its parameters and buffers
+    names: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     _held: dict[int, list[tuple[nn.Module, nn.Module, Any]]] = field(default_factory=dict)

@@ -80,7 +80,7 @@ def expand_layer_operators(
         if results:
             body = _collect_layer_body(node)
             if changing.intersection(body.nodes):
-                raise NotRepeatable(number)  # each call changes a buffer of its own
+                raise NotRepeatable(number)  # each layer changes a buffer of its own
             if bodies.setdefault(number, body).key != body.key:
                 raise NotRepeatable(number)
             made = body.results

@@ -63,21 +63,23 @@ class Journal(TorchFunctionMode):
     """
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
-        """Start without entries. ``operands``: the tensors that the recorded call of a module reads, in order; they get
-        the positions 0, 1, ..."""
+        """Start a record without entries. ``operands``: the tensors that the recorded call of a module reads, in order;
+        they get the positions 0, 1, ...
+        """
         super().__init__()
         self.entries: list[Any] = []
         self.needs_trace = False
         self._places: dict[int, int] = {}
-        self._held: list[Tensor] = []  # whose identities are not given to others
+        self._held: list[Tensor] = []  # tensors that are kept alive, so that their ids are not reused
         for operand in operands:
             self._assign_tensor_place(operand)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the torch function ``func`` with ``args`` and ``kwargs``, record this in the journal, and return its
-        result. ``types`` is not used."""
+        """Run the torch function ``func`` with ``args`` and ``kwargs``, add an entry for it to this record of a
+        module's call, and return its result. ``types`` is not used.
+        """
         kwargs = kwargs or {}
         asked = self._build_argument_key(args), self._build_argument_key(kwargs)
         self.needs_trace |= get_autocast_region() is not None
@@ -86,13 +88,15 @@ class Journal(TorchFunctionMode):
         return result
 
     def mark(self) -> tuple[int, int]:
-        """Return two counts for the present end of this journal: the number of entries, and the number of tensors that
-        the journal has seen. :meth:`sum_up` replaces the entries after this point."""
+        """Return two counts for the present end of this record of a module's call: the number of recorded torch
+        functions, and the number of tensors seen. :meth:`sum_up` takes the two to replace the entries after this point.
+        """
         return len(self.entries), len(self._held)
 
     def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Replace all entries since ``mark`` by one entry for a call of a module inside of the recorded call. The entry
-        is the same whether this inner call was run in full or was replaced by one operator.
+        """Replace all entries since ``mark``, which record the torch functions of a call of an inner module, by one
+        entry for this inner call. The entry is the same whether the inner call was run in full or was replaced by one
+        operator.
 
         Args:
             mark: what :meth:`mark` returned before the inner call.
@@ -109,8 +113,9 @@ class Journal(TorchFunctionMode):
         self.entries.append((number, asked, self._record_result_places(list(results))))
 
     def _assign_tensor_place(self, tensor: Tensor) -> int:
-        """Return the position (from 0) of ``tensor`` in the order in which the journal sees tensors for the first time;
-        a new tensor gets the next position."""
+        """Return the position (from 0) of ``tensor`` in the order in which this record of a module's call sees tensors
+        for the first time; a new tensor gets the next position.
+        """
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self._held)
             self._held.append(tensor)
@@ -118,8 +123,9 @@ class Journal(TorchFunctionMode):
 
     def _record_result_places(self, result: Any) -> Any:
         """Return, in the structure of ``result`` (of a torch function), the position of each tensor in the order in
-        which the journal sees tensors for the first time; ``None`` for values that are not tensors. New tensors get the
-        next positions."""
+        which this record of a module's call sees tensors for the first time; ``None`` for values that are not tensors.
+        New tensors get the next positions.
+        """
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
                 self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
@@ -136,8 +142,8 @@ class Journal(TorchFunctionMode):
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
         """Return a key of ``tensor``, an argument of a torch function: ("tensor", its position in the order in which
-        the journal sees tensors for the first time), or ("other", its ``id``) if it is neither an operand of the
-        recorded call nor made by it.
+        this record of a module's call sees tensors for the first time), or ("other", its ``id``) if it is neither an
+        operand of the recorded call nor made by it.
         """
         place = self._places.get(id(tensor))
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
@@ -180,16 +186,16 @@ def pause_trace_and_journal() -> Iterator[None]:
         yield
 
 
-_MIN_GROUP_SIZE = 3  # members of a group that are worth it: one is traced, and one is run beside the trace
+_MIN_GROUP_SIZE = 3  # fewest equal modules for which it pays: one is traced, and one is run outside of the trace
 
-_NUM_CALLS_RUN = 2  # calls that show what all do
+_NUM_CALLS_RUN = 2  # calls that are run to show what the others compute
 
 Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
-_made_by: dict[int, list[Spec]] = {}  # by number of the memo: what a call makes
+_made_by: dict[int, list[Spec]] = {}  # number of a group of equal calls -> specs of their result tensors
 _numbers = itertools.count()
 
-_library = torch.library.Library("partition", "FRAGMENT")  # quicker to trace than a custom_op: its calls are many
+_library = torch.library.Library("partition", "FRAGMENT")  # traced faster than a custom_op, and called often
 
 _library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member) -> Tensor[]")
 
@@ -229,8 +235,8 @@ class _CallMemo:
 
     number: int
     num_run: int = 0
-    journal: Journal | None = None  # of the first call
-    must_trace: bool = False  # each call is traced, since the first one could not stand for others
+    journal: Journal | None = None  # record of the first call
+    must_trace: bool = False  # whether every call must be traced
     leaves: tuple[tuple[str, Any], ...] = ()
     tree: pytree.TreeSpec | None = None
 
@@ -250,8 +256,9 @@ class LayerRepeats:
     memos: dict[Any, _CallMemo] = field(default_factory=dict)
     refused: list[ModuleGroup] = field(default_factory=list)
     _called: set[int] = field(default_factory=set)
-    _journals: list[Journal] = field(default_factory=list)  # of the calls that are being shown, the outermost first
-    _beside: bool = False  # whether one of them is not in the graph
+    # journals of the calls that are being recorded, outermost first
+    _journals: list[Journal] = field(default_factory=list)
+    _beside: bool = False  # whether one of these calls runs outside of the trace
 
     @classmethod
     def find(cls, model: nn.Module) -> LayerRepeats:
@@ -268,7 +275,8 @@ class LayerRepeats:
         self.parked = ParkedParameters(model)
         outer = {name for group in self.groups for name in group.names}
         for group in self.groups:
-            # the first call may be of another kind: its input needs no gradient
+            # One more module keeps its parameters: the first call may be of another kind, if its input needs no
+            # gradient.
             for module, name in list(zip(group.members, group.names, strict=True))[_NUM_CALLS_RUN + 1 :]:
                 if not any(name.startswith(other + ".") for other in outer):
                     self.parked.select(module, name, group.members[0])
@@ -331,7 +339,7 @@ class LayerRepeats:
             return self._append_layer_operator(self.parked, index, module, args, kwargs)
         again = id(module) in self._called
         self._called.add(id(module))
-        with torch._C.DisableTorchFunction():  # the tracer's, which sees every look at a tensor
+        with torch._C.DisableTorchFunction():  # the tracer's function mode would record reads of tensor attributes
             call = None if again else _RepeatedCall.describe(module, self.groups[index].own_attributes, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)
@@ -523,7 +531,7 @@ class _RepeatedCall:
         operands = [*states, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         if not all(map(is_simple, plain)) or any(getattr(t, "constant", None) is not None for t in operands):
             return None
-        if any(isinstance(size, SymInt) for t in operands for size in t.shape):  # rows that the data select
+        if any(isinstance(size, SymInt) for t in operands for size in t.shape):  # sizes that depend on data
             return None
         places: dict[int, int] = {}
         stored: dict[int, int] = {}

@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 
 _ANSWERS = {"is_torchdynamo_compiling": True, "is_torchdynamo_exporting": False}
 _SCAN = "associative_scan"
-scans = importlib.import_module(f"torch._higher_order_ops.{_SCAN}")  # torch has a function of the same path
+# not by an import statement: torch has a function of the same path
+scans = importlib.import_module(f"torch._higher_order_ops.{_SCAN}")
 
 
 @contextmanager
@@ -31,7 +32,8 @@ def trace_scans(model: nn.Module) -> Iterator[None]:
     """Return a context in which ``torch.associative_scan`` runs as operators on whole tensors, and in which the modules
     of ``model`` that come from transformers scan in this way instead of by a Python loop over positions."""
     with ExitStack() as stack:
-        if hasattr(scans, _SCAN) and hasattr(scans, "generic_associative_scan"):  # otherwise another torch
+        # other versions of torch lack these functions
+        if hasattr(scans, _SCAN) and hasattr(scans, "generic_associative_scan"):
             stack.enter_context(mock.patch.object(scans, _SCAN, _scan_whole_tensors))
             for file in {type(module).__module__ for module in model.modules()}:
                 source = sys.modules.get(file)
@@ -46,7 +48,7 @@ def _has_scan(source: ModuleType) -> bool:
     """Return whether the Python module ``source`` mentions associative scans."""
     try:
         return _SCAN in inspect.getsource(source)
-    except OSError:  # it has no source
+    except OSError:  # the module has no source
         return False
 
 

@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 Backward = Callable[..., Sequence[Tensor | None]]  # gradients of results -> gradients of inputs; ``None`` is zero
 
-_MOST_RESULTS = 5  # of which each may be None
+_MOST_RESULTS = 5  # most gradients whose combinations with None are all tried
 
 _MATERIALIZE = "leave out ctx.set_materialize_grads(False), and take zeros"
 ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
@@ -90,12 +90,13 @@ def transpose_backward(
 
 @dataclass(frozen=True)
 class _TracedBackward:
-    """The graph, without in-place operators, of a ``backward`` function, which maps gradients of results to gradients
-    of inputs.
+    """The graph (``graph``), without in-place operators, of a ``backward`` function, which maps gradients of results to
+    gradients of inputs.
 
     ``seeds``: the placeholders of the incoming gradients. ``captured_tensors``: placeholder -> tensor, for the other
     tensors that it reads. ``results``: the nodes of the gradients that it returns; ``None`` is zero. ``parts``: for
-    each node, whether its value depends on the incoming gradients, and whether it is zero if they are."""
+    each node, whether its value depends on the incoming gradients, and whether it is zero if they are.
+    """
 
     graph: fx.Graph
     seeds: list[fx.Node]
@@ -118,7 +119,7 @@ class _TracedBackward:
         captured_tensors = dict(zip(read, tensors, strict=True))
         _check_effects(graph, given)
         for node in graph.nodes:
-            if node.target is aten.detach.default:  # a first derivative goes through it
+            if node.target is aten.detach.default:  # gradients of the derivative must pass through it
                 node.replace_all_uses_with(node.args[0])
         replace_shape_reads(graph)
         drop_unused(graph)
@@ -178,7 +179,7 @@ def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Tra
             part = _TracedBackward.trace(is_partly_none, [seeds[k] for k in given])
         except NotAffine:
             raise
-        except Exception:  # the model's own: no step has None there
+        except Exception:  # backward itself fails for this None, so no training step has it
             continue
         names = _ExpressionNumbers()
         zeros = [n for k, n in enumerate(whole.seeds) if k not in given]
@@ -314,7 +315,7 @@ def _trace_functional_graph(
     """Trace ``function``, called with ``arguments``, as a graph without in-place operators. Return the graph and a list
     of the further tensors that it takes as inputs after ``arguments``, because the function reads them. Raise
     :class:`NotAffine` if the function runs other functions as operators, such as ``torch.cond``."""
-    with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+    with sdpa_kernel(SDPBackend.MATH):  # other kernels have no second derivative
         raw = make_fx(function, tracing_mode="real")(*arguments)
     read = {str(n.target): getattr(raw, str(n.target)) for n in raw.graph.nodes if n.op == "get_attr"}
     if not all(isinstance(tensor, Tensor) for tensor in read.values()):
@@ -399,7 +400,7 @@ def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags and not _is_inactive_dropout(node):
             raise NotAffine(f"draws random numbers ({node.target})", "draw them in forward and save them for backward")
-        if node.target._schema.is_mutable:  # functional graphs write back to what they were given, last
+        if node.target._schema.is_mutable:  # a functional graph writes back to its inputs at the end
             if node.args[0] not in seeds:
                 raise NotAffine("changes a tensor in place that it did not create", "change a copy (clone()) of it")
             graph.erase_node(node)
@@ -412,7 +413,7 @@ def _is_inactive_dropout(node: fx.Node) -> bool:
     return bool(given.get("dropout_p", given.get("p")) == 0 or given.get("train", True) is False)
 
 
-# Derivatives that read the shape alone of their second operand.
+# Backward operators that read only the shape of their second operand.
 _SHAPE_ALONE = frozenset(
     f"aten::{name}_backward"
     for name in (

@@ -108,7 +108,8 @@ class ForkedWorker:
     def __init__(self, work: Callable[[], None]) -> None:
         global _is_fork
         with warnings.catch_warnings():
-            # Python warns of locks that other threads hold: the work must need none but numpy's
+            # Python warns of locks that other threads may hold; ``work`` must need no such locks, except those of
+            # numpy.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         self._ended = False
@@ -127,7 +128,7 @@ class ForkedWorker:
         if not self._ended:
             try:
                 self._ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
-            except ChildProcessError:  # whoever ignores SIGCHLD is not told
+            except ChildProcessError:  # the program ignores SIGCHLD, so there is no exit status
                 self._ended = True
         return not self._ended
 
@@ -155,7 +156,7 @@ C = TypeVar("C")
 
 _FREE, _MINE, _BEGUN, _DONE, _FAILED = range(5)
 
-_PATIENCE_S = 10.0  # with a process that is at something: it may hang for reasons that are not ours
+_PATIENCE_S = 10.0  # seconds to wait for a task that the other process has begun, in case it hangs
 _PAUSE_S = 0.002
 
 
@@ -175,9 +176,11 @@ class BackgroundWorker(Generic[K, R]):
         self._places = {key: place for place, key in enumerate(keys)}
         self._keys = keys
         self._marks = allocate_shared_array(len(keys), np.int8)
-        self._wishes = allocate_shared_array(len(keys), np.int64)  # the earlier one is, the farther below zero
+        # the earlier a key was asked for, the farther below zero
+        self._wishes = allocate_shared_array(len(keys), np.int64)
         self._turns = count(-len(keys))
-        self._spans = allocate_shared_array(2 * len(keys), np.int64).reshape(-1, 2)  # of results in the file
+        # start and end of each result in the file
+        self._spans = allocate_shared_array(2 * len(keys), np.int64).reshape(-1, 2)
         self._file: IO[bytes] = io.BytesIO()
         self._helper: ForkedWorker | None = None
         parent = os.getpid()
@@ -194,13 +197,13 @@ class BackgroundWorker(Generic[K, R]):
                     if os.pwrite(self._file.fileno(), found, end) < len(found):
                         raise OSError(errno.ENOSPC, "no room for results")
                 except Exception:
-                    self._marks[place] = _FAILED  # for the same reason the first process will fail, and say so
+                    self._marks[place] = _FAILED  # the first process will fail for the same reason, and report it
                 else:
                     self._spans[place] = end, end + len(found)
                     end += len(found)
                     self._marks[place] = _DONE
 
-        with suppress(OSError):  # no room for results, or for another process
+        with suppress(OSError):  # no space for results, or no further process possible
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
             self._helper = ForkedWorker(go_through)
         self.end = weakref.finalize(self, _end_helper, self._helper, self._file)

@@ -12,7 +12,7 @@ from partitioner.runtime.program.mesh import hybrid_mesh
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.registry import schedule_name
 
-Split = Literal["", "rows", "within"]  # how tp shards the experts' work: as is cheapest, by rows, within each expert
+Split = Literal["", "rows", "within"]  # how tp divides the experts' work: as is cheapest, by rows, within each expert
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
@@ -166,6 +166,5 @@ class MeshCandidate:
         return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
 
 
-in_order = attrgetter(
-    *(f.name for f in fields(MeshCandidate))
-)  # a key, which is built once where a comparison builds two
+# A sort key of candidates. Comparing two candidates directly would build two tuples each time.
+in_order = attrgetter(*(f.name for f in fields(MeshCandidate)))

@@ -59,7 +59,7 @@ class Size:
     """
 
     nodes: int
-    plan: Plan | None = field(default=None, repr=False)  # of which a print would be megabytes
+    plan: Plan | None = field(default=None, repr=False)  # not in ``repr``: megabytes of text
     money: float | None = None
     energy: float | None = None
     reason: str = ""
@@ -67,7 +67,7 @@ class Size:
 
     @property
     def step_time(self) -> float:
-        """Return the seconds of a step; infinite if there is no plan."""
+        """Return the seconds of a step of the plan; infinite if there is no plan."""
         return math.inf if self.plan is None else self.plan.estimate.step_time
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class Sizing:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan for the chosen cluster."""
+        """Return the plan for the cluster size that was chosen as the best."""
         assert self.chosen.plan is not None, self.chosen
         return self.chosen.plan
 
@@ -202,7 +202,7 @@ def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, mor
     Errors in the inputs are raised."""
     try:
         plan = partition(model, topology, **more)
-    except InputsError:  # which no size makes right
+    except InputsError:  # wrong inputs, which no number of nodes makes right
         raise
     except PartitionError as error:
         return Size(nodes, reason=str(error), out_of_time=isinstance(error, TimeLimitError))
@@ -263,8 +263,8 @@ def _explain_no_size(tried: Sequence[Size], step_time: float | None) -> SizeErro
 Of = Literal["microbatch", "sequence"]
 
 _WHAT = {"microbatch": "a microbatch of {:,} samples", "sequence": "a sequence of {:,} tokens"}
-_DIM = 1  # of inputs: the sequence, behind the batch
-_MULTIPLE = 1024  # of tokens, between sizes that are told apart; fewer for short sequences
+_DIM = 1  # index of the dim of the sequence in inputs, behind the batch
+_MULTIPLE = 1024  # tokens: sequence lengths to try are multiples of it, or of fewer tokens for short sequences
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,8 @@ class _SizedModels:
     _has_end: bool = False
 
     def at(self, size: int) -> tuple[PreparedModel, int | None]:
-        """Return the model with inputs of ``size``, whose graphs are known, and the global batch to plan it for. Raises
+        """Return two values: the model with inputs of ``size`` (tokens of a sample, or samples of a microbatch), whose
+        graphs are captured or derived now, and the global batch to plan it for (``None``: that of the inputs). Raise
         the errors of a capture."""
         prepared, batch = self.prepare(size)
         folded = self._captured.get(size) or self._derive(size)
@@ -387,14 +388,15 @@ class _SizedModels:
         return prepared, batch
 
     def _derive(self, size: int) -> FoldedModel | None:
-        """Return the graphs of the model for ``size``, derived from those for the next smaller and the next larger size
-        for which it was captured; ``None`` if that is not possible. The model is captured for the largest size once."""
+        """Return the graphs of the model for inputs of ``size`` (tokens of a sample, or samples of a microbatch),
+        derived from those for the next smaller and the next larger size for which it was captured; ``None`` if that is
+        not possible. The model is captured for the largest size once."""
         smaller = max((known for known in self._captured if known < size), default=None)
         if smaller is None:
             return None
         if not self._has_end and size < self.most:
             self._has_end = True
-            with suppress(PartitionError):  # such as more positions than the model has
+            with suppress(PartitionError):  # such as for a sequence with more positions than the model has
                 prepared, batch = self.prepare(self.most)
                 self._captured[self.most] = prepared.at(batch, None, self.device)[0]
         larger = min((known for known in self._captured if known > size), default=None)
@@ -440,7 +442,8 @@ def _of_sequence(
     others = {name: value for name, value in more.items() if name not in _OWN}
 
     def prepare_length(size: int) -> tuple[PreparedModel, int | None]:
-        """Return the model with sequences of ``size`` tokens, and the global batch that the user gave."""
+        """Return the model with sequences of ``size`` tokens, and the global batch that the user gave (``None``: that
+        of the inputs)."""
         return prepare(model, lengthen_sequences(inputs, size), **own), others.get("global_batch")
 
     models = _SizedModels(prepare_length, torch_device(topology), most)
@@ -477,9 +480,9 @@ def lengthen_sequences(inputs: Any, size: int) -> Any:
 
 _SHORT = 128  # tokens with which the search for the longest sequence starts where a job does not fit
 _LONGEST = 2**20
-_MOST_SAMPLES = 4096  # of one rank at a time
-_MOST_WAITED_S = 3600.0  # for the second process
-_TOLERANCE = 1 / 16  # of the largest sizes: a memory estimate is hardly more exact
+_MOST_SAMPLES = 4096  # samples of the largest microbatch that is tried
+_MOST_WAITED_S = 3600.0  # seconds to wait for the second process
+_TOLERANCE = 1 / 16  # relative accuracy of the largest sizes: a memory estimate is hardly more exact
 
 
 @dataclass(frozen=True)
@@ -514,7 +517,8 @@ class Fit:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Return the tokens per second of the whole cluster; ``None`` if the job does not fit or has no sequences."""
+        """Return the tokens per second that the whole cluster processes by the plan; ``None`` if the job does not fit
+        or has no sequences."""
         if self.plan is None or not self.length or not self.plan.estimate.step_time:
             return None
         return self.plan.global_batch * self.length / self.plan.estimate.step_time
@@ -581,7 +585,8 @@ def check_fit(
     free = (constraints or Constraints()).model_copy(update={"microbatch_size": None})
 
     def find_microbatch() -> Largest | None:
-        """Return the largest microbatch that fits."""
+        """Return the largest microbatch that fits on the cluster, with its plan; ``None`` if not even one sample for
+        each device fits."""
         return _try_largest(model, topology, inputs, of="microbatch", most=_MOST_SAMPLES, constraints=free, **more)
 
     if not length:
@@ -590,9 +595,9 @@ def check_fit(
     starts = (*((most,) if longest else ()), length if plan is not None else min(length, _SHORT))
     found = (
         _try_largest(model, topology, lengthen_sequences(inputs, start), most=most, constraints=constraints, **more)
-        for start in starts  # often the model ends before the memory does
+        for start in starts  # often the longest sequence of the model fits
     )
-    with Future(find_microbatch, most_s=_MOST_WAITED_S) as microbatch:  # meanwhile in a second process
+    with Future(find_microbatch, most_s=_MOST_WAITED_S) as microbatch:  # meanwhile, in a second process
         sequence = next(filter(None, found), None)
         return Fit(plan, reason, length, microbatch.result(), sequence, run)
 

@@ -26,11 +26,11 @@ from partitioner.units import list_divisors
 
 Recompute = Literal["none", "scores", "selective", "alternate", "full"]
 
-# The fields that fix what a point of the search is.
+# Constraints that decide a mesh candidate: mesh sizes, microbatch size, schedule and ZeRO.
 OF_POINT = ("pp", "dp", "cp", "tp", "ep", "etp", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard")
 _NUMBERS = tuple(name for name in OF_POINT if name != "schedule")
-_DECISIVE = 3  # of the four axes whose sizes multiply: the last one follows from the number of devices
-OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
+_DECISIVE = 3  # fixed axes that decide the mesh: the fourth size follows from the number of devices
+OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules that a single stage may have
 
 _WHY_NOT = {
     2: "the rounding error of a whole gradient would have to be kept, but under ZeRO-2 whole gradients are not kept",
@@ -231,7 +231,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     def _no_truth_value(cls, given: Any) -> Any:
         """Return ``given`` if it is not a boolean, which Python would accept as 0 or 1; otherwise raise a pydantic
         error."""
-        if isinstance(given, bool):  # which Python takes for 0 or 1
+        if isinstance(given, bool):  # Python would accept it as 0 or 1
             raise PydanticCustomError("number", "input should be a whole number")
         return given
 

@@ -53,14 +53,14 @@ class InfeasibleError(PartitionError):
     once they are known.
     """
 
-    _least_conflict = 2  # a single one is what the message is about
+    _least_conflict = 2  # constraints of a conflict that is told; the message is about a single one already
 
     def __init__(self, message: str, *, advise: Callable[[], Advice] | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.advise = advise
-        self._advice: Advice | None = None  # once it was looked for
-        self._why_none = ""  # why there is no advice, where looking for it failed
+        self._advice: Advice | None = None  # set by the first search for it
+        self._why_none = ""  # why the search for advice failed
 
     def suggest(self) -> Advice:
         """Return the constraints that conflict, and the nearest changes that make a plan possible, nearest first.
@@ -72,7 +72,7 @@ class InfeasibleError(PartitionError):
             self._advice = Advice()
             try:
                 self._advice = self.advise() if self.advise is not None else Advice()
-            except Exception as error:  # the message stands, whatever looking for a change runs into
+            except Exception as error:  # advice is optional: this error stays the one that is raised
                 self._why_none = f"{type(error).__name__}: {error}".partition("\n")[0]
         return self._advice
 

@@ -195,8 +195,9 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         devices of torch's type ``device``, such as ``cuda``. A profile of another framework says itself what is
         compiled and recorded, and is returned as it is.
 
-        ``compiled``: operators are merged. ``graph``: on GPUs, they are merged, and steps are replayed as CUDA graphs,
-        so that the host issues the operators of experts alone; on CPUs as ``eager``.
+        ``execution``: ``eager``; ``compiled``: a compiler merges operators; ``graph``: on GPUs operators are merged,
+        and steps are replayed as CUDA graphs, so that the host launches only the operators of experts one by one; on
+        CPUs as ``eager``.
 
         ``overlap_tensor``: whether collectives over ``tp`` run in pieces next to products (``tensor_pieces``).
         ``None``: on GPUs, where this is estimated to be faster; never on CPUs, whose cores also communicate.

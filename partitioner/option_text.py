@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from partitioner.errors import ConstraintError
 from partitioner.topology.validate import format_suggestion
 
-_WORDS = {  # pydantic's kind of complaint -> what was expected
+_WORDS = {  # kind of a pydantic error -> what was expected
     "int_type": "a whole number",
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
@@ -180,7 +180,7 @@ def _list_name_stems(name: str) -> list[str]:
     """Return the option name ``name`` and its shorter forms without generic words such as ``num_`` or ``_size``, the
     longest first."""
     stems = [name]
-    for stem in stems:  # grows meanwhile
+    for stem in stems:  # the list grows during the loop
         shorter = [stem.removeprefix(f"{word}_") for word in _BEFORE] + [stem.removesuffix(f"_{w}") for w in _BEHIND]
         stems += [each for each in shorter if each and each not in stems]
     return stems

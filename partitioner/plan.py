@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from partitioner.runtime.prove.prove import Proof
     from partitioner.solve.sharding.sharding import ShardingSolution
 
-NEAR = 0.05  # of a device's memory: a plan may exceed it by less, where nothing else was found
+NEAR = 0.05  # fraction of a device's memory by which a plan may exceed it if no other plan was found
 
-WITHOUT = "Without"  # begins the name of a baseline that leaves devices out
-OPEN = "open"  # among what a certificate leaves out: bounded, and its bound below the plan's cost
-_ROUNDING = 1e-9  # of a step: no difference
+WITHOUT = "Without"  # first word of the name of a baseline that leaves devices out
+OPEN = "open"  # candidates without a row in a certificate whose lower bound is below the plan's step time
+_ROUNDING = 1e-9  # fraction of a step: less is a rounding error
 
 
 class StageEstimate(Data):
@@ -464,8 +464,9 @@ class Plan(Data):
         the unmodified ``model``, which is put into evaluation mode meanwhile if the program is an evaluation.
 
         ``inputs``: one global batch. ``loss``: the function that computes the loss from the output, if one was given to
-        ``partition``. ``program``: name of a further program, such as ``eval`` or ``step 8x512``, whose shape
-        ``inputs`` has; ``None``: the first program. Raise :class:`PlanError` for an unknown name.
+        ``partition``. ``program``: name of one of the plan's further programs, such as ``eval`` (evaluation) or ``step
+        8x512`` (training on batches of another shape, which ``inputs`` has); ``None``: :attr:`program`, the main one.
+        Raise :class:`PlanError` for an unknown name.
         """
         from partitioner.plans.verify import verify
         from partitioner.programs.further import in_evaluation_mode
@@ -476,13 +477,13 @@ class Plan(Data):
             return verify(self.select_program(program), model, inputs, loss)
 
     def select_program(self, name: str | None) -> Plan:
-        """Return a plan whose first and only program is the program ``name`` of this plan; this plan itself for
-        ``None``. Besides its first program, a plan may have further programs on the same weights, for evaluation or for
-        other batch shapes. Step time and peak memory of the result are those of that program; the other figures of the
-        estimate and the certificate are those of this plan.
+        """Return a plan whose only program is the program ``name`` of this plan; this plan itself for ``None``. Besides
+        its main program, a plan may have further programs on the same weights, for evaluation or for other batch
+        shapes. Step time and peak memory of the result are those of that program; the other figures of the estimate and
+        the certificate are those of this plan.
 
-        ``name``: a key of :attr:`further`, or the name that the first program has by its shape, such as ``step
-        8x4096``. Raise :class:`PlanError` for another name.
+        ``name``: a key of :attr:`further`, or the name that the main program has by the shape of its batches, such as
+        ``step 8x4096``. Raise :class:`PlanError` for another name.
         """
         if name is None:
             return self
@@ -517,8 +518,8 @@ class Plan(Data):
         """Draw ``view`` (``graph``, ``timeline``, ``topology`` or ``memory``) to the SVG file ``path`` and return the
         path. Without a path, return the text of the picture. Raise ``DrawError`` for another view.
 
-        ``program``: name of a further program, such as ``eval`` or ``step 8x512``; ``None``: the first program. Raise
-        :class:`PlanError` for an unknown name.
+        ``program``: name of one of the plan's further programs, such as ``eval`` (evaluation) or ``step 8x512``
+        (training on batches of another shape); ``None``: the main one. Raise :class:`PlanError` for an unknown name.
         """
         from partitioner.draw import draw
 
@@ -572,9 +573,9 @@ class Plan(Data):
     @typed_errors("Plan.export_ranks()")
     def export_ranks(self, folder: str | Path, program: str | None = None) -> list[Path]:
         """Write one JSON file per rank to ``folder``, with all that the rank needs to run, and return their paths in
-        the order of the ranks. ``program``: name of a further program, such as ``eval`` or ``step 8x512``; ``None``:
-        the first program. Raise :class:`PlanError` for an unknown name.
-        """
+        the order of the ranks. ``program``: name of one of the plan's further programs, such as ``eval`` (evaluation)
+        or ``step 8x512`` (training on batches of another shape); ``None``: the main one. Raise :class:`PlanError` for
+        an unknown name."""
         from partitioner.plans.files import export_ranks
 
         return export_ranks(self.select_program(program), Path(folder))

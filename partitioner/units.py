@@ -93,7 +93,7 @@ def list_divisors(number: int) -> list[int]:
 @cache
 def _list_divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of ``number`` in ascending order. The result is cached."""
-    import sympy  # where it is used: it takes half a second
+    import sympy  # imported late: it takes half a second
 
     return tuple(map(int, sympy.divisors(number)))
 

@@ -154,16 +154,16 @@ def check_work(model: FoldedModel, train: bool) -> None:
 
 
 def _output_text(model: FoldedModel) -> str:
-    """Return the paths and shapes of the first three tensors of the model's output as text, such as ``0: (), 1: (8,
-    5)``, and the number of further ones; ``"no tensor"`` if there are none."""
+    """Return the paths and shapes of the first three tensors of the output of ``model`` as text, such as ``0: (), 1:
+    (8, 5)``, and the number of further ones; ``"no tensor"`` if there are none."""
     leaves = [f"{o.path or 'a tensor'}: {tuple(model.values[o.value].shape)}" for o in model.outputs if o.value]
     more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
     return ", ".join(leaves[:_SHOWN]) + more if leaves else "no tensor"
 
 
 def _loss_example(model: FoldedModel) -> str:
-    """Return an expression for a loss of the model's output, as an example in a message: its first real scalar, such as
-    ``output[1]``, or a mean of its first tensor, such as ``output["logits"].mean()``."""
+    """Return an expression for a loss of the output of ``model``, as an example in a message: its first real scalar,
+    such as ``output[1]``, or a mean of its first tensor, such as ``output["logits"].mean()``."""
     leaves = [(output.path, model.values[output.value]) for output in model.outputs if output.value]
     scalars = [path for path, value in leaves if not value.shape and value.dtype.is_floating_point]
     path = next(iter([*scalars, *(path for path, _ in leaves)]), "")

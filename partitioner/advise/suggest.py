@@ -50,10 +50,10 @@ from partitioner.validate import check_request
 
 _MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
 
-_LEAST_S = 30.0  # seconds in which changes are looked for; longer where finding that there is no plan took longer
-_OF_CONFLICT = 0.3  # of them: for what conflicts
-_LEANEST = 4  # of one, where those that need least memory are tried first
-_ZERO_IS_FREE = ("etp", "dp_shard")  # in candidates
+_LEAST_S = 30.0  # seconds of the search for changes; if finding that there is no plan took longer, as long as that
+_OF_CONFLICT = 0.3  # fraction of these seconds for the search for conflicting constraints
+_LEANEST = 4  # candidates of one changed job that are tried if memory is short, those that need least memory first
+_ZERO_IS_FREE = ("etp", "dp_shard")  # fields of a candidate in which 0 is the default, and no constraint
 
 
 @contextmanager
@@ -71,7 +71,8 @@ def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
     except InfeasibleError as error:
         if isinstance(error, CapacityError) and (margin := asked.constraints.memory_margin):
             error.message += f" ({100 * margin:g}% of a device's memory is kept free: memory_margin)"
-        if error.advise is None and not isinstance(error, TimeLimitError):  # a plan may be near: it takes time
+        # after a time limit there may be a plan that was not reached
+        if error.advise is None and not isinstance(error, TimeLimitError):
             seconds = max(_LEAST_S, time.monotonic() - begun)
             error.advise = partial(find_advice, asked, isinstance(error, CapacityError), seconds=seconds)
         raise
@@ -95,7 +96,8 @@ def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float 
     return Advice(conflict, search.find_changes())
 
 
-_Basis = tuple[Hashable, ...]  # what bounds, or what is solved of candidates, is of, but for the candidates
+# key of the caches of bounds and evaluators: all that these depend on besides the candidate
+_Basis = tuple[Hashable, ...]
 
 _OF_POINTS = (*OF_POINT, "stage_of", "recompute")
 
@@ -116,13 +118,12 @@ class _RelaxationSearch:
 
     asked: RelaxationRequest
     short_of_memory: bool
-    until: float = math.inf  # on the monotonic clock: what is found by then is what there is
-    _longest: float = 0.0  # seconds of one try
+    until: float = math.inf  # end of the search on the monotonic clock
+    _longest: float = 0.0  # seconds of the longest try
     _bounds: dict[_Basis, ModelBounds] = field(default_factory=dict)
     _evaluators: dict[_Basis, CandidateEvaluator] = field(default_factory=dict)
-    _lacking: list[tuple[Variant, tuple[str, ...], MeshCandidate]] = field(
-        default_factory=list
-    )  # memory alone, nearest first
+    # changed jobs, with pins to give up, that lack memory alone; nearest first
+    _lacking: list[tuple[Variant, tuple[str, ...], MeshCandidate]] = field(default_factory=list)
 
     @property
     def late(self) -> bool:
@@ -181,7 +182,7 @@ class _RelaxationSearch:
             cost, _, _, variant, pins, candidate = heapq.heappop(heap)
             given_up = variant.kinds | set(pins)
             if any(other <= given_up for other in done):
-                continue  # more than what was enough already
+                continue  # gives up more than a change that was found already
             begun = time.monotonic()
             if candidate is None:
                 for more, seconds, choice in self._list_relaxed_candidates(variant, pins):
@@ -190,7 +191,7 @@ class _RelaxationSearch:
                 continue
             key, value = (variant.texts, pins), tuple(_find_new_pin_values(pins, candidate).values())
             few = solved[key] < (_LEANEST if self.short_of_memory else _MOST_OF_ONE)
-            other = value not in values[key] and len(values[key]) < _MOST_OF_ONE  # which the nearer ones hide
+            other = value not in values[key] and len(values[key]) < _MOST_OF_ONE  # a value that was not tried yet
             if (few or other) and self._can_bounds_allow(variant, pins, candidate):
                 solved[key] += 1
                 values[key].add(value)
@@ -249,7 +250,7 @@ class _RelaxationSearch:
                 and self._plan_relaxed_candidate(base, every, candidate) is not None
             ):
                 return (self._build_change(base, pins, candidate),)
-        # not even without them: what else it takes
+        # There is no plan even without any of these constraints: find what else has to change.
         free = _RelaxationSearch(
             replace(self.asked, constraints=relax_pins(base.constraints, every)), self.short_of_memory, self.until
         )
@@ -290,7 +291,8 @@ class _RelaxationSearch:
         if not changed:
             return []
         far = [sum(measure_pin_distance(variant.constraints, pin, p) for pin in pins) for p in changed]
-        needs = [least.state_bytes(p) + least.layer_bytes(p) for p in changed]  # what has least is a plan, if any is
+        # if any candidate has a plan, the one that needs the least memory does
+        needs = [least.state_bytes(p) + least.layer_bytes(p) for p in changed]
         first = needs if self.short_of_memory else bounds.times(changed).tolist()
         ranked = sorted(zip(far, first, changed, strict=True))
         room = max(d.usable for d in job.topology.devices)
@@ -350,9 +352,10 @@ class _RelaxationSearch:
         changed = replace(
             self._prepare_relaxed_job(variant, pins), constraints=self._constrain_to_candidate(variant, pins, candidate)
         )
-        for job in list_offload_variants(changed, lambda: any(e.host_lacks for e in lacking)):  # as partition does
+        # the offload that ``partition`` would try
+        for job in list_offload_variants(changed, lambda: any(e.host_lacks for e in lacking)):
             if candidate.zero in (1, 2) and "parameters" in (job.constraints.offload or ()):
-                continue  # which that keeps whole
+                continue  # ZeRO-1 and ZeRO-2 keep parameters whole, which are then not offloaded
             key = _bounds_cache_key(job)
             if key not in self._evaluators:
                 self._evaluators[key] = CandidateEvaluator(job)
@@ -434,13 +437,13 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
     """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of the search space ``space``,
     and some with larger ``tp`` or with other ``cp`` that the search does not try by itself.
 
-    ``given_up``: name -> the user's value, for the fixed constraints that may change. The search
-    tries ``tp`` up to a largest size by itself. Candidates with larger sizes are added only if the user's ``tp`` is
-    larger. If the user's
-    ``cp`` is above 1, candidates with other sizes of ``cp`` are added.
+    ``given_up``: name -> the user's value, for the fixed constraints that may change. The search tries ``tp`` only up
+    to a largest size by itself. Candidates with larger sizes are added only if the user's ``tp`` is larger. If the
+    user's ``cp`` is above 1, candidates with other sizes of ``cp`` are added.
     """
     sizes = list_divisors(space.world_size)[1:]
-    shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
+    # each rank gets two pieces of the sequence
+    shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]
     wider = [{"tp": size} for size in sizes if size > space.widest] if given_up.get("tp", 1) > space.widest else []
     wider += [{"cp": size} for size in shared] if given_up.get("cp", 1) > 1 else []
     found: dict[MeshCandidate, None] = {}

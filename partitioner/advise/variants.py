@@ -24,7 +24,7 @@ from partitioner.topology.files import with_devices, with_memory, with_nodes
 from partitioner.topology.hosts import can_offload, has_disks
 from partitioner.units import bytes_text, format_plural, list_divisors
 
-# What it takes to give up a constraint; a change of size costs half of its logarithm more.
+# Effort of giving up a constraint, by name. A change of a size adds half of its base-2 logarithm.
 _WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
 _FEW_PINS = 7
 
@@ -36,7 +36,8 @@ def pins_of(constraints: Constraints) -> list[str]:
     """
     *others, zero, dp_shard = OF_POINT
     fixed = [n for n in (*others, "recompute", zero, dp_shard) if getattr(constraints, n) is not None]
-    fixed = [n for n in fixed if n != "microbatch_size" or constraints.group_size is None]  # else it is another loss
+    # with groups, it changes the loss
+    fixed = [n for n in fixed if n != "microbatch_size" or constraints.group_size is None]
     return fixed + [f"stage_of:{m}" for m in constraints.stage_of]
 
 
@@ -50,7 +51,7 @@ def fixed_of(constraints: Constraints) -> list[str]:
     pins = pins_of(constraints)
     beside = {*OF_POINT, *pins, "stage_of", "couple", "ahead"}
     if constraints.memory_margin <= Constraints.model_fields["memory_margin"].default:
-        beside.add("memory_margin")  # left free it would leave plans less memory
+        beside.add("memory_margin")  # giving it up would leave plans less memory
     defaults = ((name, field.default) for name, field in Constraints.model_fields.items() if name not in beside)
     return pins + [name for name, default in defaults if getattr(constraints, name) != default]
 
@@ -138,11 +139,11 @@ def describe_pin_change(constraints: Constraints, pin: str, new: object) -> str:
     return f"{name}={new} instead of {getattr(constraints, name)}"
 
 
-# a stage_of entry put right, other kinds in host memory, other devices, larger ones
+# Efforts of a corrected or freed constraint, of other offload, of other devices, and of more memory.
 _PLACE, _OFFLOAD, _ROOM, _MEMORY = 0.4, 0.6, 3.0, 4.0
-_MARGIN = 0.5  # nothing left free on devices
-_UNASKED = 0.3  # offload where nothing was said of it
-# Ways of doing what a plan may not do at all.
+_MARGIN = 0.5  # effort of ``memory_margin=0``
+_UNASKED = 0.3  # effort of offload if the user did not fix it
+# Constraints on how a technique is used; a plan need not use it at all.
 _WAYS = ("context", "hierarchical", "grad_compression", "data_shares")
 _MOST_DEVICES, _MOST_BATCHES = 32768, 12
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -220,9 +221,9 @@ def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[V
 
 
 def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
-    """Yield changed jobs with up to 16,384 times the memory per device, or the number of nodes. They are for a job that
-    lacks memory even with the smaller changes that are tried first. ``asked``: the job as the user requested it.
-    """
+    """Yield changed jobs with up to 16,384 times as much memory per device, or as many nodes. They are tried for a job
+    that lacks memory even with the smaller changes that are tried first. ``asked``: the job as the user requested
+    it."""
     base = next(list_variants(asked, True))
     yield from _list_memory_variants(base, (*_TIMES, *_FAR))
     yield from _list_node_variants(base, [math.ceil(base.topology.num_nodes * times) for times in (*_TIMES, *_FAR)])

@@ -378,9 +378,8 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
     limit = describe_tried_offload(plan) if nearest.missing else ""
-    asks = bool(limit) and _merge_asked_constraints(plan, asked).fixes_mesh(
-        plan.world_size
-    )  # for offload, which is not tried unasked
+    # With a fixed mesh, offload is only tried if the user asks for it.
+    asks = bool(limit) and _merge_asked_constraints(plan, asked).fixes_mesh(plan.world_size)
     lines = [
         f"No plan with {format_asked_constraints(asked)} fits {limit}."
         if limit

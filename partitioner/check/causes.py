@@ -17,13 +17,13 @@ from torch import Tensor
 from partitioner.check.compare import HeldElements, PlacedShards, largest_gradient
 from partitioner.check.plain_run import GradientParts, PlainResults
 
-CLOSE = 1e-7  # relative: a relation between gradients holds
+CLOSE = 1e-7  # relative error up to which a relation between gradients holds
 
 
-_FITTED_ROWS = 100_000  # elements from which weights of pieces are computed; all are then compared
+_FITTED_ROWS = 100_000  # elements from which weights of pieces are computed; the result is compared on all elements
 
 
-_PERMUTED_ELEMENTS = 1_000_000  # of the largest gradient in which permuted blocks are looked for
+_PERMUTED_ELEMENTS = 1_000_000  # elements of the largest gradient in which permuted blocks are searched
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,8 @@ class CauseFinder:
         return Cause("not-held", text, f"Of {name}, these are {share}{where}.")
 
     def _find_missing(self, name: str) -> Cause | None:
+        """Return the cause if the gradient of the parameter ``name`` is missing on some rank or zero on all ranks,
+        although the right gradient of the elements there is not zero; ``None`` otherwise."""
         holders = self.placed.holders[name]
         expected = self.expected(name)
         without = [h for h in holders if h.gradient is None and bool(expected[h.index].any())]
@@ -151,7 +153,7 @@ class CauseFinder:
             return None
         kind, ranks = ("None", without) if without else ("zero", zero)
         if len(ranks) < len(holders) and not without:
-            return None  # the others may have the sum
+            return None  # the other ranks may have the sum
         on = "every rank" if len(ranks) == len(holders) else format_ranks(h.rank for h in ranks)
         return Cause(
             "missing",
@@ -159,6 +161,8 @@ class CauseFinder:
         )
 
     def _find_untied(self, name: str) -> Cause | None:
+        """Return the cause if the parameter ``name`` is tied in the plain model (the user's model on one process), but
+        each rank has only the gradient through one of its uses; ``None`` otherwise."""
         uses = self.parts.uses.get(name, {})
         if len(uses) < 2:
             return None
@@ -179,6 +183,8 @@ class CauseFinder:
         )
 
     def _find_local_clipping(self, name: str) -> Cause | None:
+        """Return the cause if the gradient of the parameter ``name`` was clipped on each rank by the norm of that
+        rank's own gradients instead of the norm over all ranks; ``None`` otherwise."""
         most = self.plain.clip_norm
         if most is None:
             return None
@@ -217,7 +223,7 @@ class CauseFinder:
         factors: dict[int, float] = {}
         for holder in self.placed.holders[name]:
             if holder.gradient is not None and not bool(expected[holder.index].any() | holder.gradient.any()):
-                continue  # such as rows of an embedding that the batch does not have
+                continue  # such as rows of an embedding that no token of the batch reads
             factor = fit_factor(holder.gradient, expected[holder.index])
             if factor is None or holder.gradient is None:
                 return None
@@ -277,7 +283,7 @@ class CauseFinder:
         for rank in sorted({h.rank for h in holders}):
             weights = self._solve_weights(rank, [name])
             if weights is None:
-                return ""  # mixed with others on the way to the output, or another division than of the batch
+                return ""  # pieces are mixed on the way to the output, or divided in another way
             shares[rank] = {label for label, w in weights.items() if abs(w) > 1e-6}
         everything = set().union(*shares.values())
         if all(share == everything for share in shares.values()):

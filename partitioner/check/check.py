@@ -178,7 +178,8 @@ def _explain(
         else:
             losses = [o.loss for o in outcomes if o.loss is not None]
             cause = name_output_cause(plain.loss, losses, len(outcomes))
-            causes[name] = UNKNOWN if cause.kind == "factor" else cause  # one number always has a factor
+            # a single number is always some factor times the right one
+            causes[name] = UNKNOWN if cause.kind == "factor" else cause
     outputs_differ = any(not name.startswith("grad ") for name in wrong)
     first = find_reduced_precision(outcomes) or (find_first_wrong_module(plain, outcomes) if outputs_differ else None)
     _explain_unknown(causes, plain, first, foreign)
@@ -278,10 +279,10 @@ def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: 
 
 
 def _is_whole(plain: PlainResults, placed: PlacedShards, elements: ForeignElements) -> bool:
-    """Return whether the ranks hold every element of the parameter of the plain model (the user's model on one process)
-    to which ``elements`` were added, so that these are no replacement. ``plain``: results of the plain model.
-    ``placed``: the elements that each rank holds.
-    """
+    """Return whether the ranks together hold every element of a parameter of the plain model (the user's model on one
+    process). ``elements``: elements on ranks that the plain model does not have, beside elements of this parameter; if
+    the result is true, they are additions, such as padding, and replace nothing. ``plain``: results of the plain model.
+    ``placed``: the elements that each rank holds."""
     beside = {other.beside for other in placed.foreign if other.name == elements.name} - {None}
     held = {h.name: name for name, holders in placed.holders.items() for h in holders}
     name = next(iter(beside), held.get(elements.name))

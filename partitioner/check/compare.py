@@ -126,7 +126,8 @@ def _find_elements(flat: Tensor, elements: Tensor, values: Tensor, order: Tensor
     ``values``: ``elements`` in sorted order. ``order``: the index in ``elements`` of each of ``values``.
     """
     first = order[torch.searchsorted(values, flat[:1]).clamp(max=len(values) - 1)]
-    if len(flat) and torch.equal(elements[int(first) : int(first) + len(flat)], flat):  # a whole, or rows: no search
+    # a whole parameter, or some of its rows
+    if len(flat) and torch.equal(elements[int(first) : int(first) + len(flat)], flat):
         return torch.arange(len(flat)) + first, torch.ones(len(flat), dtype=torch.bool)
     at = torch.searchsorted(values, flat).clamp(max=len(values) - 1)
     return order[at], values[at] == flat
@@ -212,7 +213,7 @@ def compare_output(expected: Tensor, given: Tensor) -> float:
     return min((relative_error(given, part, scale) for part in parts), default=math.inf)
 
 
-_MOST_SLICES = 256  # that are compared with an output
+_MOST_SLICES = 256  # slices of the plain model's output that are compared with an output of a rank
 
 
 def _slices_with_element(whole: Tensor, part: Tensor, scale: float) -> list[Tensor]:

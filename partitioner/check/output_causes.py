@@ -15,7 +15,7 @@ from partitioner.check.rank_run import RankOutcome
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
-_MOST_ROWS = 4096  # rows of an output that are compared with all rows of the plain one
+_MOST_ROWS = 4096  # rows of a rank's output that are compared with all rows of the plain model's output
 
 
 def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int) -> Cause:

@@ -21,7 +21,7 @@ from partitioner.runtime.engine.batches import flatten_by_path
 
 MAX_PIECES = 64
 
-_MAX_PIECE_ELEMENTS = 1 << 26  # 512 MiB for the gradients through all pieces
+_MAX_PIECE_ELEMENTS = 1 << 26  # elements of the gradients through all pieces: 512 MiB
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def plan(
     where = Topology.parse(topology)
     sample = SampleOptions(seq, global_batch, task, lora, objective, devices=where.num_devices)
     target = announce_target(function, meta=meta, asked=sample)
-    from partitioner import partition  # the search and PyTorch: what is named wrong is told before they are loaded
+    from partitioner import partition  # loads PyTorch: wrong names are reported before
 
     doing = f"Planning {target.name} for {format_plural(where.num_devices, 'device')}"
     with show_spinner(doing) as say:
@@ -196,7 +196,8 @@ def plan(
     if target.pretrained is not None:
         found = target.pretrained.describe(found)
     written = [("plan", found.save(out))] if out else []
-    written += _write_pictures(found, svg, timeline, memory, html=html)  # before printing, which a closed pipe ends
+    # before printing, where a closed pipe ends the program
+    written += _write_pictures(found, svg, timeline, memory, html=html)
     _print_summary(found)
     _print_written_paths(written)
 
@@ -224,7 +225,7 @@ def show(
 
     check_outputs(html)
     loaded = Plan.load(plan_file)
-    written = _write_pictures(loaded, svg, timeline, memory, topology, html)  # before printing, which a pipe may end
+    written = _write_pictures(loaded, svg, timeline, memory, topology, html)  # before printing, where a pipe may end it
     if rank is None:
         _print_summary(loaded)
     else:

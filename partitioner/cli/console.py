@@ -27,7 +27,7 @@ from partitioner.units import WIDTH, format_plain_text, text_console
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
 
-UsageError: type[Exception] = BadParameter.__mro__[1]  # of click, or of typer's own copy of it
+UsageError: type[Exception] = BadParameter.__mro__[1]  # the class of click, or of typer's own copy of click
 
 
 class Commands(TyperGroup):
@@ -91,7 +91,7 @@ class Commands(TyperGroup):
             show_error(OptionError(f"there is no option --{unknown}; here it is {here}: {how}"))
             ctx.exit(USER_ERROR)
         except OSError as error:
-            if ctx.meta["debug"] or error.filename is None:  # a pipe that was closed has no name
+            if ctx.meta["debug"] or error.filename is None:  # a closed pipe has no name
                 raise
             show_error(FileError(f"{error.filename2 or error.filename}: {error.strerror}; give another file or folder"))
             ctx.exit(USER_ERROR)

@@ -144,7 +144,7 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The model for which a command plans, from the user's function or from a configuration.
+    """The model for which a command plans, from the user's function or from a Hugging Face configuration.
 
     ``model``: the module. ``inputs``: one global batch; ``None`` if the function returned none. ``loss``: function that
     computes the loss from the output; ``None`` if the output is the loss or has it. ``pretrained``: for a
@@ -162,9 +162,8 @@ class TargetModel:
 
     def global_batch(self, asked: int | None) -> int | None:
         """Return the value to pass to ``partition`` as ``global_batch``, in samples: ``asked``, the value of the
-        command's option (``None``: not given). For the model of a configuration it is ``None``, because its inputs were
-        made with that number of samples.
-        """
+        command's option (``None``: not given). For the model of a Hugging Face configuration it is ``None``, because
+        its inputs were made with that number of samples."""
         return None if self.pretrained is not None else asked
 
 
@@ -192,8 +191,7 @@ class SampleOptions:
 
     def load(self, source: str) -> TargetModel:
         """Return the model of a Hugging Face configuration with inputs for it. These options decide task, batch size
-        and sequence length. ``source``: path or name of the configuration.
-        """
+        and sequence length. ``source``: path of the configuration, or its name on the Hugging Face hub."""
         from partitioner.pretrained.load import choose_samples, load_pretrained
 
         plan, seq, batch = self.plan, self.seq, self.batch
@@ -224,9 +222,9 @@ def announce_target(text: str, *, meta: bool = False, asked: SampleOptions | Non
     """Return the model that ``text`` names, with inputs and loss if it has them. If it was built from a configuration,
     print its class, its task, why it has these, and the shapes of its inputs.
 
-    ``text``: ``FILE.py:FUNCTION``, where the function returns the model, or the path or name of a configuration.
-    ``meta``: create a function's tensors on the meta device. ``asked``: options for a configuration; ``None``: the
-    defaults. Raise the errors of :func:`load_target`.
+    ``text``: ``FILE.py:FUNCTION``, where the function returns the model, or the path or name of a Hugging Face
+    configuration. ``meta``: create a function's tensors on the meta device. ``asked``: options for a configuration;
+    ``None``: the defaults. Raise the errors of :func:`load_target`.
     """
     with show_spinner(f"Loading {text}"):
         target = load_target(text, meta=meta, asked=asked)
@@ -264,7 +262,7 @@ def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = 
     if given:
         raise TargetError(f"--{given[0]} is for a configuration; {text} is a function, which makes the inputs")
     function = find_user_function(import_user_module(where), where, name)
-    import torch  # the model has it already; a wrong name is told without
+    import torch  # the user's file has imported it already; a wrong name is reported without it
 
     with blame_user_code(text), torch.device("meta") if meta else contextlib.nullcontext():
         made = function()

@@ -38,7 +38,7 @@ _EXPORT_EPILOG = format_examples(
 
 
 def add_predict_commands(app: typer.Typer) -> None:
-    """Add the commands ``predict`` and ``export`` to ``app``."""
+    """Add the commands ``predict`` and ``export`` to the command line ``app``."""
     app.command(epilog=_PREDICT_EPILOG)(predict)
     app.command(epilog=_EXPORT_EPILOG)(export)
 
@@ -123,7 +123,7 @@ def predict(
     changes |= {"global_batch": global_batch, "microbatches": None} if global_batch else {}
     layout = layout.replace(**changes)
     where = Topology.parse(topology)
-    placed = layout.at(where.num_devices)  # contradictions are told before the model is loaded
+    placed = layout.at(where.num_devices)  # contradictions are reported before the model is loaded
     length, batch = layout.seq_length, placed.global_batch
     sample = SampleOptions(seq, batch, task, lora, devices=where.num_devices, tokens=length)
     target = announce_target(function, meta=meta, asked=sample)

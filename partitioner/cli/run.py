@@ -19,7 +19,7 @@ _EPILOG = format_examples(
 
 
 def add_launch_commands(app: typer.Typer) -> None:
-    """Add the command ``launch`` to ``app``."""
+    """Add the command ``launch``, which prints how a plan is started on its nodes, to the command line ``app``."""
     app.command(epilog=_EPILOG)(launch)
 
 
@@ -57,7 +57,8 @@ def launch(
 
 
 def add_watch_commands(app: typer.Typer) -> None:
-    """Add the commands ``trace``, ``compare`` and ``compare-runs`` to ``app``."""
+    """Add the commands ``trace``, ``compare`` and ``compare-runs``, which read records of runs, to the command line
+    ``app``."""
     app.command(epilog=format_examples("partitioner trace plan.json watch/ -o trace.json"))(trace)
     app.command(epilog=format_examples("partitioner compare plan.json trace.json"))(compare)
     app.command(epilog=format_examples("partitioner compare-runs monday/ tuesday/"))(compare_runs)

@@ -37,7 +37,7 @@ _EPILOG = format_examples(
 
 
 def add_size_command(app: typer.Typer) -> None:
-    """Add the command ``size`` to ``app``."""
+    """Add the command ``size``, which finds how many nodes a job needs, to the command line ``app``."""
     app.command(epilog=_EPILOG)(size)
 
 
@@ -130,7 +130,7 @@ _BUDGET_EPILOG = format_examples(
 
 
 def add_budget_command(app: typer.Typer) -> None:
-    """Add the command ``budget`` to ``app``."""
+    """Add the command ``budget``, which prints what a training run takes, to the command line ``app``."""
     app.command(epilog=_BUDGET_EPILOG)(budget)
 
 
@@ -168,7 +168,7 @@ _LARGEST_EPILOG = format_examples(
 
 
 def add_largest_command(app: typer.Typer) -> None:
-    """Add the command ``largest`` to ``app``."""
+    """Add the command ``largest``, which finds the largest input that fits, to the command line ``app``."""
     app.command(epilog=_LARGEST_EPILOG)(largest)
 
 
@@ -219,7 +219,7 @@ _FIT_EPILOG = format_examples(
 
 
 def add_fit_command(app: typer.Typer) -> None:
-    """Add the command ``fit`` to ``app``."""
+    """Add the command ``fit``, which says whether a job fits on a cluster, to the command line ``app``."""
     app.command(epilog=_FIT_EPILOG)(fit)
 
 

@@ -1,6 +1,6 @@
 """The cost model: seconds and bytes of a block's call (`call`) and of a whole step (`step`)."""
 
-MEAN_ERRORS = {  # of step times of published runs, with their number; the means over families in docs/accuracy.md
+MEAN_ERRORS = {  # (mean error of step times of published runs, number of runs); see docs/accuracy.md
     "known": (0.065, 2147),
-    "unseen": (0.119, 395),  # runs that no constant was set by
+    "unseen": (0.119, 395),  # runs from which no constant of the cost model was set
 }

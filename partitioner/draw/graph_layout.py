@@ -61,7 +61,7 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str,
     """
     if not sizes:
         return DotLayout({}, {}, 0.0, 0.0)
-    import pygraphviz  # where something is drawn: texts take what notes pictures have from beside it
+    import pygraphviz  # imported late: only a picture with boxes needs it
 
     drawing = pygraphviz.AGraph(string=dot_source(sizes, edges))
     drawing.layout(prog="dot")
@@ -104,7 +104,8 @@ def _parse_point(text: str) -> Point:
 LANE = 27.0
 
 _EMPTY, _RADIUS, _MARGIN_STEP, _LABEL_SIZE = 22.0, 8.0, 14.0, 11.0
-_SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}  # the part of a panel's side at which wires may end
+# (start, width) of the part of a panel's side at which wires may end
+_SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,8 @@ class WireLanes:
                 sides[panel, side].append((self.boxes[other].left, index, at_lower != swapped))
         for (panel, side), users in sides.items():
             box = self.boxes[panel]
-            start, width = _SIDES[side]  # panels stand in columns: what leaves one and what enters the next keep apart
+            # keeps apart wires that leave a panel and wires that enter the next panel of the column
+            start, width = _SIDES[side]
             for place, (_, index, at_target) in enumerate(sorted(users)):
                 share = start + width * (place + 1) / (len(users) + 1)
                 self.ends[index, at_target] = box.left + box.width * share

@@ -46,14 +46,15 @@ KINDS: dict[str, tuple[str, str]] = {
 
 _MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 168.0, 900.0, 2.0, 15.0
 
+# Height of a panel and of the space below it, in pixels: normally, and with more than _MANY stages.
 _TALL, _LOW, _MANY = (
     (118.0, 30.0),
     (66.0, 16.0),
     6,
-)  # pixels of a panel and below it; low ones with more stages than _MANY
+)
 _LABEL = 10.0
 _PALE = frozenset({"optimizer", "residuals", "saved", "recomputed"})  # areas with dark letters
-_FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
+_FAR = 0.3  # fraction of the capacity: a lower peak is drawn on a scale of its own
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,10 @@ def draw_plan_memory(plan: Plan) -> str:
 def stage_levels(
     plan: Plan, timeline: Timeline, durations: PlanDurations, facts: ProgramFacts
 ) -> tuple[tuple[MemoryLevel, ...], ...]:
-    """Return, for each pipeline stage of ``plan``, the memory of one of its ranks over time. The intervals follow each
-    other without gaps, from the start of the step to its end. ``timeline``: the simulated step. ``durations``: the
-    predicted seconds of each instruction. ``facts``: the analysis of the plan's program, which knows when tensors are
-    kept and freed.
-    """
+    """Return, for each pipeline stage of ``plan``, the memory of one of its ranks over time, as a tuple of intervals
+    with the bytes in use. The intervals follow each other without gaps, from the start of the step to its end.
+    ``timeline``: the simulated step. ``durations``: the predicted seconds of each instruction. ``facts``: the analysis
+    of the plan's program, which knows when tensors are kept and freed."""
     stages = []
     for stage, lane in enumerate(timeline.stages):
         fixed = fixed_sizes(facts, stage, plan.optimizer)
@@ -157,7 +157,7 @@ class _MemoryChart:
         ends = [span.end for lane in timeline.stages for span in lane.spans]
         ended = max([*ends, *(b.end for lane in timeline.stages for b in lane.background)], default=0.0)
         self.total = simulated_seconds(plan, ended)[0] or 1.0
-        self.step = plan.estimate.step_time or self.total  # where the axis ends
+        self.step = plan.estimate.step_time or self.total  # seconds at which the axis ends
         self.per_stage = plan.world_size // len(stages)
         rooms = list_usable_bytes(plan)
         self.rooms = [min(rooms[r] for r in self.list_stage_ranks(s)) for s in range(len(stages))]
@@ -337,7 +337,7 @@ class _MemoryChart:
             y = ground - self.height * room / self.scale
             draw_line(root, self.left, y, self.left + _WIDTH, y, "ink", 1.5).set("stroke-dasharray", "6 3")
         if fullest is not None:
-            told = self.plan.estimate.memory  # has also what is there for no time at all: copies that are sent
+            told = self.plan.estimate.memory  # includes data that exist for no time, such as copies that are sent
             peak = max([fullest.total, *(told[r] for r in self.list_stage_ranks(stage) if r < len(told))])
             draw_text(root, right, top + 14, f"peak {bytes_text(peak)}", size=12, bold=True)
             draw_text(

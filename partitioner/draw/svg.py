@@ -18,7 +18,7 @@ from xml.etree import ElementTree as ET
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 ROOT_CLASS = "pt"
-HEADER_CLASS = "head"  # of the group with title, figures and legend: pages show these beside the picture
+HEADER_CLASS = "head"  # class of the group with title, figures and legend, which pages show beside the picture
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ PALETTE: dict[str, Colour] = {
         )
     },
 }
-NUM_STAGE_COLOURS = 8  # further stages take them again
+NUM_STAGE_COLOURS = 8  # further stages use them again
 
-# Of a rank's second virtual stage, and of those after it.
+# How much paler the colours of a rank's second virtual stage, and of later ones, are.
 _LATER = {1: 0.4, 2: 0.62}
 _COMPUTED = ("forward", "backward", "backward_input", "backward_weight")
 PALETTE |= {
@@ -389,7 +389,7 @@ def draw_header(parent: ET.Element, header: Header, width: float) -> float:
 def to_text(root: ET.Element) -> str:
     """Return the picture with the root element ``root`` as the text of a standalone SVG file."""
     for element in root.iter():
-        if element.tag not in ("text", "tspan"):  # where a line break would be drawn as a space
+        if element.tag not in ("text", "tspan"):  # inside text, a line break is drawn as a space
             for child in element:
                 child.tail = "\n"
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
@@ -419,7 +419,7 @@ class CardRow:
     swatch: str = ""
     columns: tuple[str, ...] = ()
     bar: float | None = None
-    space: float = 0.0  # above the line
+    space: float = 0.0  # pixels above the line
 
     @property
     def height(self) -> float:

@@ -76,7 +76,7 @@ LOOKS: dict[str, OperationStyle] = {
     "SYNC": OperationStyle("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
     "UPDATE": OperationStyle("reduce", "total", "on_backward", "new values of buffers", "new values of buffers"),
     "STEP": OperationStyle("compute", "update", "on_forward", "optimizer's update", "the optimizer's update"),
-}  # what is absent is waiting or bookkeeping, and takes no time of its own
+}  # other instructions wait or do bookkeeping, and take no time of their own
 
 
 def look_of(instruction: Instruction) -> OperationStyle | None:
@@ -90,11 +90,11 @@ _LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 
 
 _LANE_GAP, _ROW_GAP, _MARGIN = 3.0, 13.0, 20.0
 _NARROWEST, _LEAST_WIDTH, _MOST_WIDTH, _FOLDED_WIDTH = 19.0, 860.0, 3000.0, 1500.0
-_MOST_SENDS = 4000  # beyond which they are left out: the picture would be megabytes of hairlines
+_MOST_SENDS = 4000  # with more sends, they are left out: the picture would be megabytes of hairlines
 _MERGE = 1.5  # pixels: narrower boxes of one kind are drawn as one
-_MOST_BARS = 40  # computations of a stage, beyond which what repeats is folded
-_BRACKETS = 24.0  # pixels above the rows for how often a period runs
-_CLOSE = 0.01  # of a step, by which a simulation may differ from the step time without a word
+_MOST_BARS = 40  # with more computations on a stage, repeated periods are left out
+_BRACKETS = 24.0  # pixels above the rows for the number of times that a period runs
+_CLOSE = 0.01  # fraction of a step by which the simulated time may differ without a note
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing import Protocol
 
 from partitioner.runtime.program.instructions import Instruction
 
-_LEAST_TIMES = 4  # equal periods in a row: fewer are drawn
+_LEAST_TIMES = 4  # consecutive equal periods; fewer are all drawn
 
-_LEAST_HIDDEN = 0.05  # of the time that is drawn so far: less is not worth a break
+_LEAST_HIDDEN = 0.05  # fraction of the time drawn so far; hiding less is not worth a break
 _MOST_FOLDS = 4
-_TOLERANCE = 0.02  # of a period, by which times may differ: less than can be seen
-_EDGE = 1e-6  # of a period, by which it begins before its anchor, whatever the rounding of times
+_TOLERANCE = 0.02  # fraction of a period by which times may differ; less cannot be seen
+_EDGE = 1e-6  # fraction of a period by which it begins before its anchor, so that rounding does not matter
 
 
 class Drawn(Protocol):
@@ -50,7 +50,8 @@ class Fold:
 
     @property
     def hidden(self) -> tuple[float, float]:
-        """Return the start and the end of the periods that are not drawn, in seconds from the start of the step."""
+        """Return (start, end) of the interval of the periods that are not drawn, in seconds from the start of the
+        step."""
         return self.start + self.period, self.start + self.period * self.times
 
 

@@ -97,7 +97,7 @@ def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
     names = [row[0] for row in rows]
     for uses in used.values():
         for name in uses.cells:
-            if name not in names:  # over other devices, or links of single pairs
+            if name not in names:  # a route over other devices, or links of single pairs
                 names.append(name)
                 rows.append((name, "some pairs", "", ""))
     cells = {(names.index(name), k): cell for k, uses in enumerate(used.values()) for name, cell in uses.cells.items()}
@@ -129,9 +129,9 @@ def draw_links(root: ET.Element, table: LinkTable, x: float, y: float) -> None:
                 draw_text(mark, lefts[4 + k] + 9, base, cell.label, size=10.5, fill="on_forward")
 
 
-MOST_CLUSTERS = 40  # beyond this, nodes that differ only in their stages are drawn once, too
+MOST_CLUSTERS = 40  # with more groups of nodes, nodes that differ only in their stages are drawn once, too
 
-_MOST_DEVICES = 96  # devices of a node that are drawn one by one
+_MOST_DEVICES = 96  # with more devices in a node, they are not drawn one by one
 _MOST_NOTES = 3
 _WIDTH, _LEAST_WIDTH, _MARGIN, _GAP, _PAD = 1320.0, 760.0, 24.0, 16.0, 12.0
 _BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP = 42.0, 26.0, 6.0
@@ -173,7 +173,7 @@ class NodeCluster:
     boxes: tuple[DeviceBox, ...]
     title: str
     lines: tuple[str, ...]
-    chords: tuple[tuple[int, int, float], ...] = field(default=(), repr=False)  # places, bytes/s
+    chords: tuple[tuple[int, int, float], ...] = field(default=(), repr=False)  # two indices of boxes, bytes/s
 
     @property
     def alike(self) -> str:

@@ -168,11 +168,11 @@ def follow_buckets(
     buckets: Sequence[Sequence[str]],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Return buckets (gradients that are reduced together) for a further program on the same weights, such as
-    evaluation beside training. Each bucket has the parameters of one bucket of the first program. Its reduction starts
-    at the place that suits the schedule of the further program.
+    """Return buckets (gradients that are reduced together) for a further program on the same weights as a plan's main
+    program, such as evaluation beside training. Each bucket has the parameters of one bucket of the main program. Its
+    reduction starts at the place that suits the schedule of the further program.
 
-    ``buckets``: for each bucket of the first program, the names of its parameters. ``stage``: the block calls (such as
+    ``buckets``: for each bucket of the main program, the names of its parameters. ``stage``: the block calls (such as
     layers) of the pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients.
     ``adds``: for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``:
     the ZeRO stage, 0 to 3. A bucket whose parameters have no gradient in the further program only gathers parameters.
@@ -230,9 +230,9 @@ AT_ONCE = ReductionScheme()
 def with_levels(
     bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: ReductionScheme
 ) -> PlannedBucket:
-    """Return ``bucket``, gradients that are reduced together, with the collectives of its reduction filled in. At each
-    level of a hierarchical or compressed reduction, the bucket is reduce-scattered over some mesh axes; after the
-    reduction over the remaining axes it is gathered over them.
+    """Return ``bucket``, gradients that are reduced together, with the collectives of its reduction filled in. A
+    hierarchical or compressed reduction first reduce-scatters the bucket over the mesh axes of each level, then reduces
+    the shards over the remaining axes, then all-gathers them over the axes of the levels.
 
     ``shared``: the mesh axes over which ZeRO shards the parameters of the bucket. ``sizes``: number of ranks by mesh
     axis. ``how``: whether the reduction is hierarchical or compressed.

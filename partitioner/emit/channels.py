@@ -65,11 +65,11 @@ def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[l
 
 
 def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
-    """Return what an action (a forward or backward of one microbatch) of a pipeline rank sends, as (pipeline rank that
-    receives it, transfer); ``None`` if it sends nothing.
+    """Return what an action (a forward or backward of one microbatch) of the pipeline rank ``rank`` sends, as (pipeline
+    rank that receives it, transfer); ``None`` if it sends nothing.
 
-    ``virtual``: the virtual stage of the action, counted over all ranks.
-    ``routes``: the values that are sent between virtual stages. ``train``: whether gradients are sent.
+    ``virtual``: the virtual stage of the action, counted over all ranks. ``routes``: the values that are sent between
+    virtual stages. ``train``: whether gradients are sent.
     """
     if action.kind == "F":
         hop = virtual + 1

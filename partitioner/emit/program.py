@@ -443,8 +443,8 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Match ``states``, the parameters and buffers of a program by name, to those of the program ``base`` on the same
-    weights, and return the result. Those that only ``base`` has are added. Those that this program does not read are
+    """Return ``states``, the parameters and buffers of a program by name, adapted to the program ``base`` on the same
+    weights: parameters and buffers that only ``base`` has are added, and those that this program does not read are
     placed as in ``base``.
 
     ``read``: names of the parameters and buffers that this program's calls or updates use. They keep their layout, and

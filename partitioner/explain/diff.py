@@ -27,7 +27,7 @@ from partitioner.units import bytes_text, format_digits, format_percent, format_
 
 _MOST_LAYOUTS = 20
 
-_SAME = 1e-3  # of a figure: less is no difference
+_SAME = 1e-3  # relative difference of two figures; less is no difference
 
 
 def format_plan_diff(plan: Plan, other: Plan) -> str:

@@ -67,7 +67,7 @@ from partitioner.units import (
     seconds_text,
 )
 
-_SHOWN = 3  # buffers that are named
+_SHOWN = 3  # buffers that a text names
 
 MEMORY_KINDS = {
     "parameters": "parameters and buffers",
@@ -85,7 +85,7 @@ _OF_INFERENCE = {
     "saved": "outputs, kept to the end of the step",
     "gathered": "whole parameters of layers in use (ZeRO)",
 }
-_AXIS_WORDS = {  # axes of groups that are not of the plan's mesh
+_AXIS_WORDS = {  # axes of groups that are not axes of the plan's mesh
     "edp": "data-parallel ranks with the same experts",
     "etp": "ranks that divide an expert",
     "dp_shard": "data-parallel ranks that share states",
@@ -93,12 +93,12 @@ _AXIS_WORDS = {  # axes of groups that are not of the plan's mesh
     "edp_shard": "ranks with the same experts that share states",
     "edp_replicate": "ranks with the same experts and the same part of the states",
 }
-_NOTED = 0.01  # of a step: recomputation that is worth a word
-_MOST_KINDS, _LEAST_SHARE = 3, 0.01  # kinds of operators that are named, and the share below which none is
-_TIGHT = 0.9  # of the memory: from here on memory is said to bind
+_NOTED = 0.01  # fraction of a step: recomputation that takes less is not mentioned
+_MOST_KINDS, _LEAST_SHARE = 3, 0.01  # how many kinds of operators are named, and the least share of one that is
+_TIGHT = 0.9  # fraction of the usable memory from which memory is said to limit the plan
 
 
-# Under ZeRO 1 a rank holds the sum of its microbatches, and its piece of the sum over all ranks.
+# Under ZeRO-1 a rank holds gradients summed over its microbatches, and its piece of their sum over all ranks.
 _GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their sum (ZeRO 1)"
 
 
@@ -481,7 +481,7 @@ def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
         for moved in stage.reductions:
             size = f"{bytes_text(moved.num_bytes)} of {moved.what} over {moved.axis} in "
             name, buckets = COLLECTIVE_NAMES.get(moved.op, moved.op), moved.buckets
-            if moved.count > buckets:  # again for every microbatch, or forward and backward
+            if moved.count > buckets:  # one transfer per microbatch, or forward and backward
                 size += (
                     f"{format_plural(moved.count, 'transfer')} of {format_plural(buckets, 'bucket')}, in all per step"
                 )
@@ -601,7 +601,7 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
             f"{compared}. It checks the schedule, not the cost model."
         )
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
-    if over:  # the other axes divide samples, stages and experts, all of whose work is divided
+    if over:  # the other axes divide samples, stages and experts: all of the work
         share = format_percent(plan.shares.matmul_sharded)
         yield format_text_line(f"{share} of the matrix-multiply work is divided over {' and '.join(over)}.")
 

@@ -21,11 +21,11 @@ from partitioner.plans.outline import outline_program
 from partitioner.simulate.program_time import PlanDurations
 from partitioner.topology.hardware import DeviceType
 
-Seconds = dict[str, float]  # by kind, in words
+Seconds = dict[str, float]  # kind of operator, in words -> seconds
 
-_LOW = 0.3  # MFU: below it the kinds of operators are named that take longest
-_COMPUTING = 0.5  # share of the step that is computation, above which they are named
-_SPLIT = 0.1  # share of the step from which communication inside layers is split
+_LOW = 0.3  # MFU below which the kinds of operators that take longest are named
+_COMPUTING = 0.5  # and only if computation is more than this share of the step
+_SPLIT = 0.1  # share of the step from which communication inside layers is listed by kind
 _ISSUING = "the host's issuing of operators"
 _WORDS = {
     "matmul": "matrix products",

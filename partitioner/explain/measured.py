@@ -30,7 +30,7 @@ from partitioner.runtime.watch.watchdog import newest_attempt
 from partitioner.simulate.program_time import plan_timeline, simulate_plan
 from partitioner.units import format_percent, seconds_text
 
-_PREDICTED = 10_000  # processes of the prediction come behind those of the ranks
+_PREDICTED = 10_000  # number of the first process of the prediction, behind those of the ranks
 
 _MOST_ROWS = 12
 

@@ -9,10 +9,10 @@ from partitioner.plans.figures import candidate_text, schedule_text
 from partitioner.schedules.registry import SEARCHED
 from partitioner.units import format_percent, format_plural, seconds_text
 
-_MAIN_GAPS = ("schedule", "virtual_stages", "offload")  # constraints outside of a proof that change step times most
-_TOLD_GAPS = 2  # sentences on what a proof leaves out that the summary has
+_MAIN_GAPS = ("schedule", "virtual_stages", "offload")  # constraints not covered by a proof that change step times most
+_TOLD_GAPS = 2  # sentences in the summary on what a proof leaves out
 _ROUNDING = 1e-9
-_PROVEN = 1e-6  # of a step: a smaller gap is none
+_PROVEN = 1e-6  # relative: a smaller gap is none
 _SEVERAL = "several stages on a rank"
 
 

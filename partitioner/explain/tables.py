@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _OTHERS = {"bf16": "fp16", "fp16": "bf16", "fp32": "tf32"}
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-_MUCH = 2.0  # times as fast: from here on it is told
+_MUCH = 2.0  # a device that is more than this many times as fast in another precision gets a note
 
 
 def precision_notes(plan: Plan) -> list[str]:
@@ -93,7 +93,7 @@ def notes_on_precision(
     ``topology``: the devices that the plan is for. ``fp8_scaling``: which numbers share a scale in fp8.
     ``program``: the plan's program, or ``None`` if it has none.
     """
-    import torch  # a plan's report does without
+    import torch  # imported late: the report of a plan does not need it
 
     from partitioner.cost.call.fp8 import notes_on_fp8
     from partitioner.runtime.program.precision import list_fp8_blocks
@@ -127,7 +127,7 @@ def _product_types(program: Program) -> str:
     found: Counter[str] = Counter()
     for node in (node for block in program.blocks.values() for node in block.nodes):
         _, _, name = str(node.get("target", "")).partition(".")
-        value: Any = node.get("val") or ()  # of one tensor, its shape, type and, if transposed, strides
+        value: Any = node.get("val") or ()  # shape, dtype and, if transposed, strides of the node's only result
         if node["op"] == "call_function" and is_product_name(name) and len(value) >= 2 and isinstance(value[1], str):
             found["fp8" if "fp8" in name else _shorten_dtype(value[1])] += 1
     if program.tf32:
@@ -182,36 +182,36 @@ _MOST_CANDIDATES = 12
 STATUS_WORDS = {
     "chosen": "chosen",
     "solved": "slower",
-    OPEN: "not worked out, may be faster",  # its bound is below the plan's cost
+    OPEN: "not worked out, may be faster",  # its lower bound is below the plan's step time
     "bounded": "ruled out by a bound",
     "infeasible": "does not fit in memory",
 }
-_COUNTED = {  # in a list of what became of all candidates: of one, of several
+_COUNTED = {  # words in a list of outcomes: for one candidate, for several
     "chosen": ("chosen", "chosen"),
     "solved": ("slower", "slower"),
     OPEN: ("not worked out, may be faster", "not worked out, may be faster"),
     "bounded": ("ruled out by a lower bound on its time", "ruled out by lower bounds on their time"),
     "infeasible": ("does not fit in memory", "do not fit in memory"),
 }
-_NO_PLAN = "not possible"  # for another reason than memory
-_EXECUTION = {  # how ranks execute instructions, by the constraint
+_NO_PLAN = "not possible"  # for another reason than lack of memory
+_EXECUTION = {  # value of the constraint -> how ranks execute instructions
     "eager": "",
     "compiled": "compiled between collectives; estimates are those of operators one by one",
     "graph": "one step is recorded, and replayed afterwards",
 }
 _ENDS = {"time limit": "its time limit", "interruption": "an interruption"}
-_SHARED = {  # what ranks share, by the stage of ZeRO
+_SHARED = {  # ZeRO stage -> what ranks share
     1: "optimizer states",
     2: "optimizer states and gradients",
     3: "optimizer states, gradients and parameters",
 }
-_IN_PART = {  # what is recomputed where it is not whole calls, by ``Constraints(recompute=...)``
+_IN_PART = {  # ``Constraints(recompute=...)`` -> what is recomputed instead of whole calls
     "scores": "attention scores",
     "selective": "norms, activation functions and other cheap operators",
     "alternate": "cheap operators and every second matrix product",
 }
 AS_FAST, _ROUNDING = "as fast as the chosen one", 1e-9
-_SAME = 1e-3  # of a step: less is no difference
+_SAME = 1e-3  # fraction of a step: less is no difference
 
 
 def is_barred(candidate: Candidate) -> bool:
@@ -307,7 +307,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         length = f", {plan.tokens_per_step // batch:,} tokens each" if plan.tokens_per_step else ""
         samples = f" of {format_plural(batch // max(1, parts), 'sample')}, global batch {batch:,}{length}"
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
-    divided = format_percent(plan.shares.matmul_sharded) if over else ""  # by other axes all work is
+    divided = format_percent(plan.shares.matmul_sharded) if over else ""  # the other axes divide all work
     rows = [
         ("without host memory", plan.lacking if plan.offload else ""),
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
@@ -459,7 +459,8 @@ def sharing_text(plan: Plan) -> str:
     what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")[
         zero - 1
     ]
-    shares = {"dp": plan.mesh.get("dp", 1) // replicas, "cp": plan.mesh.get("cp", 1)}  # whose product is the ranks
+    # their product is the number of ranks
+    shares = {"dp": plan.mesh.get("dp", 1) // replicas, "cp": plan.mesh.get("cp", 1)}
     axes = "of " + " × ".join(axis for axis, size in shares.items() if size > 1)
     if replicas > 1 and min(shares.values()) > 1:
         axes = f"({' × '.join(f'{size} of {axis}' for axis, size in shares.items())})"

@@ -18,7 +18,7 @@ KINDS = {
     "optimizer": "optimizer update",
     "offload": "transfers to and from host memory",
 }
-_GROUPS = {  # what limits a step -> its kinds of time
+_GROUPS = {  # what limits a step, in words -> the kinds of time that belong to it
     "computation": ("compute",),
     "optimizer update": ("optimizer",),
     "exposed communication": ("tp_communication", "pp_communication", "reduction", "offload"),
@@ -26,8 +26,8 @@ _GROUPS = {  # what limits a step -> its kinds of time
     "pipeline bubble": ("bubble",),
     "contention for a machine's cores": ("contention",),
 }
-_RESIDUE = 1e-9  # of a step: differences of sums, no time
-_SAME = 1e-3  # of a step: less is no difference
+_RESIDUE = 1e-9  # fraction of a step: less is a rounding error of sums
+_SAME = 1e-3  # fraction of a step: less is no difference
 
 
 def time_shares(plan: Plan) -> list[tuple[str, float]]:

@@ -101,8 +101,7 @@ def _read_precision(options: Options) -> str:
 def _read_fsdp(options: Options, of_node: int | None) -> dict[str, Any]:
     """Return the fields of a training layout (name -> value) that the FSDP section decides: ZeRO stage, sharding ranks,
     offload and recomputation. ``of_node``: number of processes on a node; ``None`` if unknown. ``options``: the options
-    of the configuration.
-    """
+    of an accelerate configuration."""
     name = "fsdp_config.fsdp_"
     version = options.take_number(f"{name}version", 1)
     if version > 2:
@@ -132,10 +131,9 @@ def _read_fsdp(options: Options, of_node: int | None) -> dict[str, Any]:
 
 
 def _read_axes(options: Options, zero: int) -> dict[str, Any]:
-    """Return the fields of a training layout (name -> value) that the section on parallelism decides: the sizes of the
-    mesh axes, the attention algorithm and the sequence length. ``zero``: the ZeRO stage. ``options``: the options of
-    the configuration.
-    """
+    """Return the fields of a training layout (name -> value) that the section ``parallelism_config`` decides: the sizes
+    of the mesh axes, the attention algorithm and the sequence length. ``zero``: the ZeRO stage. ``options``: the
+    options of an accelerate configuration."""
     name = f"{_PREFIX}parallelism_config_"
     sizes = {axis: options.take_number(f"{name}{axis}_size", 1) for axis in _AXES}
     options.take_choice(f"{name}cp_backend", {"torch": "torch"})
@@ -158,11 +156,10 @@ def _read_axes(options: Options, zero: int) -> dict[str, Any]:
 
 
 def _read_deepspeed_section(options: Options, folder: Path | None, processes: int | None) -> TrainingLayout:
-    """Return the training layout of a configuration of accelerate that uses DeepSpeed. ``options``: the options of the
-    configuration; its section ``deepspeed_config`` names a DeepSpeed file or holds the options of DeepSpeed.
+    """Return the training layout of a configuration of accelerate that uses DeepSpeed. ``options``: the options of an
+    accelerate configuration; its section ``deepspeed_config`` names a DeepSpeed file or holds the options of DeepSpeed.
     ``folder``: the folder in which this file is looked for; ``None``: a named file is an error. ``processes``: number
-    of processes; ``None`` if unknown.
-    """
+    of processes; ``None`` if unknown."""
     file = options.take_text("deepspeed_config.deepspeed_config_file")
     if file is not None:
         if folder is None:
@@ -208,10 +205,9 @@ def _translate_deepspeed(options: Options) -> dict[str, Any]:
 
 
 def _read_megatron_section(options: Options, layout: dict[str, Any]) -> TrainingLayout:
-    """Return the training layout of a configuration that uses Megatron-LM. ``options``: the options of the
+    """Return the training layout of a configuration that uses Megatron-LM. ``options``: the options of an accelerate
     configuration. ``layout``: the fields of the layout (name -> value) that its other sections decide, such as the
-    precision; this function adds to them.
-    """
+    precision; this function adds to them."""
     name = "megatron_lm_config.megatron_lm_"
     tp, pp = options.take_number(f"{name}tp_degree", 1), options.take_number(f"{name}pp_degree", 1)
     layout |= {"tp": tp, "pp": pp, "schedule": "1f1b" if pp > 1 else None}
@@ -236,7 +232,8 @@ def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, .
     found: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
     sharded = layout.zero in (2, 3)
     found["distributed_type"] = "FSDP" if sharded else "MULTI_GPU"
-    lost = layout.pp * (1 if sharded else layout.tp * layout.cp)  # axes that have no form here
+    # ranks along axes that this configuration cannot express
+    lost = layout.pp * (1 if sharded else layout.tp * layout.cp)
     found |= {"num_processes": layout.devices // lost} if layout.devices else {}
     if layout.devices and lost > 1:
         leave_out("devices", "they are fewer without the axes that are left out")
@@ -271,10 +268,9 @@ def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, .
 
 
 def _add_fsdp(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
-    """Add the options of FSDP for ``layout`` to ``found``, the content of the configuration file. ``sharded``: whether
-    parameters, gradients or optimizer states are sharded; otherwise FSDP is not used. ``leave_out``: function of (name
-    of a field, reason) that records that accelerate cannot express the field.
-    """
+    """Add the options of FSDP for ``layout`` to ``found``, the content of an accelerate configuration file.
+    ``sharded``: whether parameters, gradients or optimizer states are sharded; otherwise FSDP is not used.
+    ``leave_out``: function of (name of a field, reason) that records that accelerate cannot express the field."""
     wanted = {*layout.offload}
     if wanted and (wanted != {"optimizer", "parameters"} or not sharded):
         leave_out("offload", "FSDP moves parameters and states of the optimizer together, or nothing")
@@ -293,10 +289,9 @@ def _add_fsdp(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leav
 
 
 def _add_parallelism(layout: TrainingLayout, found: dict[str, Any], sharded: bool, leave_out: Any) -> None:
-    """Add the sizes of the mesh axes of ``layout`` to ``found``, the content of the configuration file. ``sharded``:
-    whether parameters, gradients or optimizer states are sharded. ``leave_out``: function of (name of a field, reason)
-    that records that the framework cannot express the field.
-    """
+    """Add the sizes of the mesh axes of ``layout`` to ``found``, the content of an accelerate configuration file.
+    ``sharded``: whether parameters, gradients or optimizer states are sharded. ``leave_out``: function of (name of a
+    field, reason) that records that accelerate cannot express the field."""
     replicas = 1 if sharded else layout.dp or 1
     shard, replicate = (layout.dp_shard or layout.dp or 1, layout.dp_replicate or 1) if sharded else (1, replicas)
     if layout.tp == layout.cp == 1 and not (sharded and replicate > 1):

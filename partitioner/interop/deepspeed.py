@@ -14,7 +14,8 @@ _NOTHING, _HOST, _DISK = "none", "cpu", "nvme"
 _OPTIMIZERS = {
     "adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "sgd": "sgd_momentum",
 }  # fmt: skip
-_LAX = ("activation_checkpointing", "pipeline", "expert_parallel", "optimizer", "scheduler")  # accept any key
+# sections that accept any key
+_LAX = ("activation_checkpointing", "pipeline", "expert_parallel", "optimizer", "scheduler")
 _MICRO, _STEPS, _TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 _BEYOND = {
@@ -80,7 +81,7 @@ def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collec
             Options(flat, where).reject_unknown(list_known_names("deepspeed") | {name})
             if name in ("zero_optimization", "bf16", "fp16", "tensor_parallel"):
                 raise Options(flat, where).wrong_value(name, "a section with options")
-    if isinstance(flat.get("zero_optimization"), bool):  # an old form: true is stage 1
+    if isinstance(flat.get("zero_optimization"), bool):  # old form, in which true is stage 1
         flat["zero_optimization.stage"] = int(flat.pop("zero_optimization"))
     for name in ("bf16", "bfloat16", "fp16"):
         if isinstance(flat.get(name), bool):
@@ -105,9 +106,8 @@ def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collec
 
 
 def _read_axes(options: Options) -> dict[str, Any]:
-    """Return the sizes of the mesh axes and how they are used, as fields of a training layout (name -> value).
-    ``options``: the options of the configuration.
-    """
+    """Return the fields of a training layout (name -> value) that say how ranks are divided: sizes of the mesh axes,
+    sequence parallelism, attention algorithm. ``options``: the options of a DeepSpeed configuration."""
     tp = options.take_number("tensor_parallel.autotp_size", 0, least=0)
     inner = options.take_number("tensor_parallel.tp.tp_size", 1)
     if inner > 1 and inner != tp:
@@ -148,8 +148,7 @@ def _read_axes(options: Options) -> dict[str, Any]:
 def _read_batch(options: Options) -> dict[str, Any]:
     """Return microbatch size, number of microbatches and global batch, as fields of a training layout (name -> value).
     Raise :class:`ContradictionError` if the global batch is no multiple of the product of the other numbers.
-    ``options``: the options of the configuration.
-    """
+    ``options``: the options of a DeepSpeed configuration."""
     micro, steps = options.take_number(_MICRO), options.take_number(_STEPS)
     total = options.take_number(_TOTAL)
     if micro and total and total % (micro * (steps or 1)):
@@ -174,8 +173,7 @@ def _read_batch(options: Options) -> dict[str, Any]:
 
 def _read_states(options: Options) -> dict[str, Any]:
     """Return fields of a training layout (name -> value): the ZeRO stage, the kinds of data in host memory, and the
-    number of ranks over which ZeRO shards. ``options``: the options of the configuration.
-    """
+    number of ranks over which ZeRO shards. ``options``: the options of a DeepSpeed configuration."""
     stage = options.take_number("zero_optimization.stage", 0, least=0)
     if stage > 3:
         raise options.wrong_value("zero_optimization.stage", "0, 1, 2 or 3")
@@ -220,9 +218,9 @@ def _read_states(options: Options) -> dict[str, Any]:
 
 
 def _read_precision(options: Options) -> str | None:
-    """Return the precision of matrix products: ``bf16``, ``fp16`` or ``fp32``; ``None`` if the launcher fills it in.
-    ``options``: the options of the configuration.
-    """
+    """Return the precision of matrix products: ``bf16``, ``fp16`` or ``fp32``; ``None`` if the configuration says
+    ``auto``, which accelerate or transformers replace by a value. ``options``: the options of a DeepSpeed
+    configuration."""
     filled = any(options.given.get(name) == "auto" for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled"))
     bf16 = options.take_any_flag("bf16.enabled", "bfloat16.enabled")
     section = options.given.get("bfloat16")
@@ -242,8 +240,7 @@ def _read_precision(options: Options) -> str | None:
 
 def _read_optimizer(options: Options) -> str | None:
     """Return this project's name for the configured optimizer; ``adamw`` for an unknown one, ``None`` if none is
-    configured. ``options``: the options of the configuration.
-    """
+    configured. ``options``: the options of a DeepSpeed configuration."""
     name = options.take_text("optimizer.type")
     if name is None:
         return None
@@ -295,7 +292,7 @@ def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ..
         leave_out("zero", "the pipeline engine has ZeRO-1 at most, which is written")
     _add_offload(layout.replace(zero=stage), zero, leave_out)
     if (layout.dp_replicate or 1) > 1 and layout.zero:
-        for field in ("dp_shard", "dp_replicate"):  # MiCS is refused since 0.19
+        for field in ("dp_shard", "dp_replicate"):  # DeepSpeed refuses MiCS since version 0.19
             leave_out(field, "states are sharded over all data-parallel ranks")
     found["zero_optimization"] = zero
     found |= {"bf16": {"enabled": True}} if layout.precision == "bf16" else {}
@@ -320,9 +317,9 @@ def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ..
 
 
 def _add_offload(layout: TrainingLayout, zero: dict[str, Any], leave_out: Any) -> None:
-    """Add the options for data of ``layout`` in host memory to ``zero``, the configuration's section on ZeRO.
-    ``leave_out``: function of (name of a field, reason) that records that the framework cannot express the field.
-    """
+    """Add the options for data of ``layout`` in host memory to ``zero``, the section ``zero_optimization`` of a
+    DeepSpeed configuration (option -> value). ``leave_out``: function of (name of a field, reason) that records that
+    DeepSpeed cannot express the field."""
     wanted = {*layout.offload}
     if "activations" in wanted or (wanted and not layout.zero) or ("parameters" in wanted and layout.zero != 3):
         leave_out("offload", "optimizer states are moved under ZeRO, parameters under ZeRO-3, activations never")
@@ -335,9 +332,8 @@ def _add_offload(layout: TrainingLayout, zero: dict[str, Any], leave_out: Any) -
 
 
 def _add_axes(layout: TrainingLayout, found: dict[str, Any], leave_out: Any) -> None:
-    """Add the sizes of the mesh axes of ``layout`` to ``found``, the content of the configuration file. ``leave_out``:
-    function of (name of a field, reason) that records that the framework cannot express the field.
-    """
+    """Add the sizes of the mesh axes of ``layout`` to ``found``, the content of a DeepSpeed configuration file.
+    ``leave_out``: function of (name of a field, reason) that records that DeepSpeed cannot express the field."""
     if layout.tp > 1:
         found["tensor_parallel"] = {"autotp_size": layout.tp}
         if layout.sequence_parallel is not False:

@@ -75,10 +75,9 @@ def _write_megatron(layout: TrainingLayout, path: Path) -> Written:
 
 @dataclass(frozen=True)
 class Format:
-    """How one configuration format is read and written. ``read``: returns the training layout of a configuration.
-    ``write``: takes a layout and the path of the file to write, and returns the file's text and the fields that the
-    format cannot express.
-    """
+    """How one format of training configurations, such as that of DeepSpeed, is read and written. ``read``: function
+    that returns the training layout of a configuration. ``write``: function that takes a layout and the path of the
+    file to write, and returns the file's text and the fields of the layout that the format cannot express."""
 
     read: Callable[[_Source], TrainingLayout]
     write: Callable[[TrainingLayout, Path], Written]

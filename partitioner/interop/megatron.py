@@ -30,7 +30,7 @@ _CONTEXT = {
     "a2a+p2p": "ulysses",
 }
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd_momentum", "muon": "sgd_momentum", "dist_muon": "sgd_momentum"}
-_QUICK = ("layernorm", "moe_act")  # modules whose results are made quickly
+_QUICK = ("layernorm", "moe_act")  # modules whose results are quick to recompute
 _RECOMPUTED = (
     "core_attn", "gdn_norm", "layernorm", "mhc", "mla_up_proj", "mlp", "moe", "moe_act", "mtp", "shared_experts",
 )  # fmt: skip
@@ -77,7 +77,7 @@ _OF_MODEL = frozenset(
     "untie-embeddings-and-output-weights moe-shared-expert-intermediate-size moe-layer-freq multi-latent-attention "
     "make-vocab-size-divisible-by".split()
 )
-_BRIDGE_NAMES = {  # field of Megatron-Bridge -> option that means it
+_BRIDGE_NAMES = {  # field of Megatron-Bridge -> Megatron-LM's option of the same meaning
     "virtual-pipeline-model-parallel-size": "num-virtual-stages-per-pipeline-rank",
     "num-layers-in-first-pipeline-stage": "decoder-first-pipeline-num-layers",
     "num-layers-in-last-pipeline-stage": "decoder-last-pipeline-num-layers",
@@ -265,8 +265,7 @@ def _check_model_sizes(options: Options, tp: int, ep: int) -> None:
 
 def _read_precision(options: Options) -> str:
     """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. FP4 counts as ``fp8``.
-    ``options``: the options of the configuration.
-    """
+    ``options``: options of Megatron-LM (name -> value)."""
     bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
     if bf16 and fp16:
         raise ContradictionError(f"{options.name('bf16')} and {options.name('fp16')} together; expected one of them")
@@ -310,8 +309,7 @@ def _read_zero(options: Options) -> int:
 
 def _read_context(options: Options) -> str:
     """Return this project's name of the attention algorithm over context-parallel ranks, such as ``ring``. ``options``:
-    the options of the configuration.
-    """
+    options of Megatron-LM (name -> value)."""
     given = options.take("cp-comm-type")
     kinds = [given] if isinstance(given, str) else given if isinstance(given, list) else ["p2p"]
     for kind in kinds:
@@ -386,9 +384,8 @@ def _read_offload(options: Options) -> tuple[str, ...]:
 
 
 def _read_optimizer(options: Options) -> str:
-    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one. ``options``: the options
-    of the configuration.
-    """
+    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one. ``options``: options of
+    Megatron-LM (name -> value)."""
     name = str(options.take_text("optimizer", "adam")).lower()
     momentum = options.take_share("sgd-momentum", 0.9)
     if name not in _OPTIMIZERS:
@@ -400,9 +397,9 @@ def _read_optimizer(options: Options) -> str:
 
 
 def _read_stages(options: Options, pp: int) -> dict[str, Any]:
-    """Return schedule, virtual stages and layers of each stage as fields of a training layout (name -> value). ``pp``:
-    number of pipeline ranks; with one, there are no such fields. ``options``: the options of the configuration.
-    """
+    """Return the pipeline schedule, the number of virtual stages and the layers of each stage, as fields of a training
+    layout (name -> value). ``pp``: number of pipeline ranks; with one, there are no such fields. ``options``: options
+    of Megatron-LM (name -> value)."""
     chunks = options.take_number("num-virtual-stages-per-pipeline-rank")
     per_chunk = options.take_number("num-layers-per-virtual-pipeline-stage")
     text = options.take("pipeline-model-parallel-layout")
@@ -456,8 +453,7 @@ def _divide_rest(options: Options, stages: tuple[int, int], first: int | None, l
     """Return the number of layers in each virtual stage, in the order of the layers. ``stages``: the number of pipeline
     ranks, and of virtual stages on each. ``first``, ``last``: the configured number of layers of the first and of the
     last pipeline rank, over all its virtual stages; ``None``: not configured. All other ranks share the remaining
-    layers equally. ``options``: the options of the configuration.
-    """
+    layers equally. ``options``: options of Megatron-LM (name -> value)."""
     ranks, chunks = stages
     layers = options.take_number("num-layers")
     if layers is None:
@@ -485,9 +481,8 @@ def _divide_rest(options: Options, stages: tuple[int, int], first: int | None, l
 
 def _parse_stage_layout(options: Options, given: Any) -> tuple[int, ...]:
     """Return the number of layers in each pipeline stage. ``given``: text like ``Ett|ttL``, where ``t`` is a layer and
-    ``|`` separates stages, or for each stage a list of names such as ``decoder``. ``options``: the options of the
-    configuration.
-    """
+    ``|`` separates stages, or for each stage a list of names such as ``decoder``. ``options``: options of Megatron-LM
+    (name -> value)."""
     option = "pipeline-model-parallel-layout"
     expected = "stages like Ett|ttL, with E, t, m and L for embedding, layer, prediction ahead and loss"
     if isinstance(given, list):
@@ -539,8 +534,7 @@ def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, 
 
 def _read_expert_profile(options: Options) -> dict[str, Any]:
     """Return the fields of the execution profile (how the framework runs a plan) that concern experts, name -> value.
-    ``options``: the options of the configuration.
-    """
+    ``options``: options of Megatron-LM (name -> value)."""
     facts: dict[str, Any] = {}
     kind = options.take_choice(
         "moe-token-dispatcher-type", {k: k for k in ("allgather", "alltoall", "alltoall_seq", "flex")}
@@ -573,9 +567,8 @@ def _read_expert_profile(options: Options) -> dict[str, Any]:
 
 
 def _read_graphs(options: Options) -> str:
-    """Return which part of a step runs as CUDA graphs: ``none``, ``part`` (only some modules of a layer) or ``all``.
-    ``options``: the options of the configuration.
-    """
+    """Return which part of a training step is recorded and replayed as CUDA graphs: ``none``, ``part`` (only some
+    modules of a layer) or ``all``. ``options``: options of Megatron-LM (name -> value)."""
     kind = options.take_choice("cuda-graph-impl", _GRAPHS, "none")
     on = options.take_any_flag("enable-cuda-graph", "external-cuda-graph")
     scope = options.take("cuda-graph-scope")
@@ -617,7 +610,7 @@ def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOpti
         section = first or next((name for name in order if field in places[name]), None)
         if field == "seq_length":
             section = "model"
-        if section is None:  # what the command line says by itself
+        if section is None:  # an option of the command line alone
             continue
         if field in ("recompute_modules",):
             value = str(value).split()
@@ -677,8 +670,7 @@ def _list_options(layout: TrainingLayout) -> tuple[dict[str, Any], tuple[UnusedO
 
 def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
     """Add the pipeline options of ``layout`` to ``given`` (option name -> value). ``leave_out``: function of (name of a
-    field, reason) that records that the framework cannot express the field.
-    """
+    field, reason) that records that Megatron-LM cannot express the field."""
     if layout.pp == 1:
         return
     chunks = layout.virtual_stages or 1
@@ -707,15 +699,15 @@ def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
 
 def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
     """Add the options of ``layout`` for ZeRO, recomputation, offload, precision and the optimizer to ``given`` (option
-    name -> value). ``leave_out``: function of (name of a field, reason) that records that the framework cannot express
-    the field.
-    """
+    name -> value). ``leave_out``: function of (name of a field, reason) that records that Megatron-LM cannot express
+    the field."""
     if layout.zero is None:
         leave_out("zero", "states are not sharded unless it is asked for")
     if layout.zero:
         given["use-distributed-optimizer"] = True
         if layout.zero > 1:
-            given |= {"use-megatron-fsdp": True, "ckpt-format": "fsdp_dtensor"}  # the only one that it saves
+            # the only checkpoint format that Megatron-FSDP saves
+            given |= {"use-megatron-fsdp": True, "ckpt-format": "fsdp_dtensor"}
             given["data-parallel-sharding-strategy"] = next(n for n, z in _SHARDING.items() if z == layout.zero)
         if (layout.dp_replicate or 1) > 1:
             given["num-distributed-optimizer-instances"] = layout.dp_replicate

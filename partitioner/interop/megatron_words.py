@@ -15,16 +15,16 @@ from partitioner.topology.validate import format_suggestion
 _SHORT = {"nproc_per_node": "per_node", "nnodes": "nodes", "num_processes": "all", "ntasks": "all"}
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
-_DEFAULT = re.compile(r"\$\{(\w+):?-[^{}]*\}")  # of a variable that the environment may set
+_DEFAULT = re.compile(r"\$\{(\w+):?-[^{}]*\}")  # use of a variable that the environment may set
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _COMPARISON = re.compile(r"\[+\s*[\"']?([^\"'\s]*)[\"']?\s*(==?|!=)\s*[\"']?([^\"'\s]*)[\"']?\s*\]+")
 _EMPTINESS = re.compile(r"\[+\s*-([zn])\s+[\"']?([^\"'\]]*)[\"']?\s*\]+")
-_PLACEHOLDER = re.compile(r"<([A-Za-z][\w .,/-]*)>")  # as in <path to the data>
+_PLACEHOLDER = re.compile(r"<([A-Za-z][\w .,/-]*)>")  # such as <path to the data>
 _CALLERS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")  # options that the caller of a script adds
 _OVERRIDE = re.compile(r"\+{0,2}(\w+)\.\w+=.*", re.DOTALL)
 _MOST_DIGITS = 18
-_MOST_PARTS = 41  # numbers and signs of a product
+_MOST_PARTS = 41  # numbers and operators of a product
 _LONGEST = 200_000  # characters of a script
 _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
@@ -45,7 +45,7 @@ def read_words(text: str) -> list[str]:
     variables: dict[str, str] = {}
     started: list[str] = []
     options: list[str] = []
-    branches: list[list[bool]] = []  # of each open condition: whether this branch is taken, and whether one was
+    branches: list[list[bool]] = []  # for each open condition: whether its current branch is taken, and whether one was
     for line in _join_lines(text):
         if _follow_condition(line, variables, branches) or not all(taken for taken, _ in branches):
             continue

@@ -20,10 +20,10 @@ from partitioner.topology.validate import find_alias_problem, format_suggestion
 NO_EFFECT = "has no effect on the time or memory of a planned step"
 OF_MODEL = "describes the model, which is given by itself"
 NOT_USED = "is not part of the prediction, and may change time or memory"
-_SHOWN = 60  # characters of a value in a message
-_MOST_LISTED = 30  # unknown options in a message
+_SHOWN = 60  # characters of a value in an error message
+_MOST_LISTED = 30  # unknown options in an error message
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
-_LARGEST = 16 << 20  # bytes of a configuration
+_LARGEST = 16 << 20  # bytes of a configuration file
 _QUOTED = r'("(?:[^"\\\n]|\\.)*")'
 _COMMENT = re.compile(_QUOTED + r"|#[^\n]*|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _LAST_COMMA = re.compile(_QUOTED + r"|,(?=\s*[}\]])")
@@ -59,8 +59,8 @@ def _load_kinds() -> dict[str, frozenset[str]]:
 
 
 def explain_unused(option: str) -> str:
-    """Return why an option that no reader uses does not change a prediction, as a clause. ``option``: its name, such as
-    ``--lr`` or ``training.steps``.
+    """Return, as a clause for the user, why an option of another framework's configuration that is not read does not
+    change the predicted time and memory. ``option``: its name, such as ``--lr`` or ``training.steps``.
 
     The words of the name decide (``data/option_kinds.yaml``). An option whose name has none of the listed words may
     change time or memory, and the clause says so.
@@ -156,13 +156,14 @@ def flatten_sections(
 
 
 class Options:
-    """The options of one configuration, name -> value. The ``take`` methods return a value in a required type and mark
-    the option as read; options that were not read are listed as having no effect.
+    """The options of a framework's training configuration, such as a DeepSpeed file: name -> value. The ``take``
+    methods return a value in a required type and mark the option as read; options that were not read are listed as
+    having no effect.
 
-    ``given``: the options. ``where``: the name of the configuration, for error messages. ``write``: a template for an
-    option in messages, with ``{}`` for its name, such as ``--{}``. ``written``: name -> text in messages, for options
-    that the template does not fit. ``ignore``: names of options, or of sections, that the training script itself
-    defines; they are not reported as unknown.
+    ``given``: the options. ``where``: the file or framework that the configuration is from, for error messages.
+    ``write``: a template for an option in messages, with ``{}`` for its name, such as ``--{}``. ``written``: name ->
+    text in messages, for options that the template does not fit. ``ignore``: names of options, or of sections, that the
+    training script itself defines; they are not reported as unknown.
     """
 
     def __init__(
@@ -189,11 +190,12 @@ class Options:
         return self.written.get(option) or self.write.format(option)
 
     def has(self, option: str) -> bool:
-        """Return whether ``option`` is given with a value other than ``None`` and ``auto``."""
+        """Return whether the framework's configuration gives ``option`` a value other than ``None`` and ``auto``."""
         return self.given.get(option) not in (None, "auto")
 
     def take(self, option: str) -> Any:
-        """Return the value of ``option`` and mark it as read. ``None`` if it is not given or ``auto``."""
+        """Return the value that the framework's configuration gives ``option``, and mark the option as read. ``None``
+        if it is not given or ``auto``."""
         if option in self.given:
             self._taken.add(option)
         value = self.given.get(option)
@@ -235,7 +237,8 @@ class Options:
         return found
 
     def take_flag(self, option: str, default: Any = False) -> Any:
-        """Return whether ``option`` is switched on, or ``default`` if it is not given. Mark the option as read."""
+        """Return whether the framework's configuration switches ``option`` on, or ``default`` if it is not given. Mark
+        the option as read."""
         value = self.take(option)
         if value is None:
             return default
@@ -283,17 +286,15 @@ class Options:
         )
 
     def note(self, option: str, reason: str) -> None:
-        """Record that ``option`` has no effect or cannot be expressed, if the configuration gives it. ``reason``: a
-        clause that says why.
-        """
+        """Record that ``option`` has no effect or cannot be expressed in a plan, if the framework's configuration gives
+        it. ``reason``: a clause that says why."""
         if option in self.given:
             self._taken.add(option)
             self._notes.append(self._unused(option, reason))
 
     def reject_unknown(self, known: Iterable[str]) -> None:
-        """Raise :class:`UnknownOptionError` if the configuration has options that are not in ``known`` (names of
-        options). The message names all of them.
-        """
+        """Raise :class:`UnknownOptionError` if the framework's configuration has options that are not in ``known``
+        (names of options). The message names all of them."""
         names = frozenset(known)
         unknown = [option for option in self.given if option not in names and not self._is_ignored(option)]
         if unknown:
@@ -309,9 +310,8 @@ class Options:
         return option in self._ignore or option.split(".")[0] in self._ignore
 
     def list_unused(self) -> tuple[UnusedOption, ...]:
-        """Return the options of the configuration that have no effect: those that were recorded with a reason, and all
-        others that were not read.
-        """
+        """Return the options of the framework's configuration that have no effect on a plan: those that were recorded
+        with a reason, and all others that were not read."""
         left = [self._unused(option, explain_unused(option)) for option in self.given if option not in self._taken]
         return (*self._notes, *left)
 

@@ -26,8 +26,8 @@ from partitioner.topology import Topology
 from partitioner.topology.files import with_memory
 from partitioner.units import bytes_text, format_percent, format_plain_text, format_plural, seconds_text
 
-_GROWTH = (4.0, 32.0, 1024.0)  # times the memory, on which a layout that does not fit is priced
-_SMALL = 0.05  # of the memory: what is left is little
+_GROWTH = (4.0, 32.0, 1024.0)  # factors on the memory of devices on which a layout that does not fit is priced
+_SMALL = 0.05  # fraction of the memory: less free memory is called little
 
 # Option that describes a model -> the fields of a configuration of transformers with the same meaning.
 _MODEL_FIELDS: dict[str, tuple[str, ...]] = {
@@ -63,17 +63,18 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Return whether every rank has enough memory for the layout."""
+        """Return whether the predicted layout fits: every rank has enough memory for it."""
         return not self.missing_bytes
 
     @property
     def step_time(self) -> float:
-        """Return the predicted seconds of a step with the layout of the configuration."""
+        """Return the predicted seconds of a step with the layout of the other framework's configuration."""
         return self.plan.estimate.step_time
 
     @property
     def gain(self) -> float | None:
-        """Return the step time of the layout divided by that of this project's own plan; ``None`` without that plan."""
+        """Return the step time of the other framework's layout divided by that of this project's own plan; ``None``
+        without that plan."""
         return self.step_time / self.ours.estimate.step_time if self.ours is not None else None
 
     def __str__(self) -> str:
@@ -292,9 +293,8 @@ def group_unused(unused: tuple[UnusedOption, ...]) -> list[str]:
 
 
 def _build_comparison(found: Prediction) -> RenderableType:
-    """Return a table of step time, memory and other figures of the prediction ``found``, with a column for the
-    configuration and, if it exists, one for this project's own plan.
-    """
+    """Return a table of step time, memory and other figures of the prediction ``found``, with a column for the other
+    framework's configuration and, if it exists, one for this project's own plan."""
     table = build_empty_table([("", False), ("configuration", True), *([("our plan", True)] if found.ours else [])])
     plans = [found.plan, *([found.ours] if found.ours else [])]
 
@@ -366,8 +366,7 @@ def _explain_time(found: Prediction) -> list[RenderableType]:
 
 def _explain_gain(found: Prediction) -> str:
     """Return, for the prediction ``found``, a sentence that compares the step time of this project's own plan with that
-    of the configuration.
-    """
+    of the other framework's configuration."""
     assert found.ours is not None and found.gain is not None
     taken = seconds_text(found.ours.estimate.step_time)
     if not found.fits:

@@ -24,12 +24,12 @@ _SCHEDULES = {
     "_PipelineScheduleRuntime": None,
 }
 _LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
-_FOLDED = ("zb-v", "dualpipe-v")  # two stages on each rank, by definition
+_FOLDED = ("zb-v", "dualpipe-v")  # schedules with two stages on each rank by definition
 _OPTIMIZERS = {"adamw": "adamw", "adam": "adam", "sgd": "sgd_momentum"}
 _TYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 _BOTH = ("optimizer", "parameters")
 _SAMPLE, _MICROBATCH = 2048, 16384  # tokens of a sample and of a microbatch by default
-_TOKENS, _STEP_TOKENS, _CONTEXT = (  # of versions after 0.3, which count tokens
+_TOKENS, _STEP_TOKENS, _CONTEXT = (  # options of versions after 0.3, which count tokens
     "training.num_tokens_per_microbatch_per_dp_rank",
     "training.num_tokens_per_train_step",
     "training.max_context_length",
@@ -95,7 +95,7 @@ def _read_flags(text: str) -> dict[str, Any]:
         name = words[index]
         index += 1
         if not name.startswith("--"):
-            if not found:  # words of a launcher
+            if not found:  # words of the launcher
                 continue
             raise OptionValueError(f"{name!r} follows no option; expected --section.name value")
         value: Any = True
@@ -135,7 +135,7 @@ def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[st
               "validator", "profiler", "experimental", "training.dataloader", "validation.dataloader")  # fmt: skip
     own = {name for name in flat if name.rpartition(".")[0] in beside and new}  # components have fields of their own
     sections = {name for name in load_known_options()["torchtitan"] if name} | {"activation_checkpoint"}
-    whole = {name for name in flat if name in sections}  # one that is replaced as a whole
+    whole = {name for name in flat if name in sections}  # sections that are replaced as a whole
     of_class = _list_own_fields(nested, flat, {*known, *sections})
     options.reject_unknown({*known, *own, *whole, *of_class})
     for name in sorted(name for name in of_class if not isinstance(flat[name], Unreadable)):
@@ -190,7 +190,7 @@ def _is_offloaded(options: Options) -> bool:
 def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
     """Return the fields of a training layout (name -> value) that say how many ranks hold copies of the model and how
     they shard its states: sizes of data parallelism and the ZeRO stage. ``pp``: number of pipeline ranks. ``options``:
-    the options of the configuration."""
+    the options of a torchtitan configuration."""
     replicate, shard = _read_older_data_degree(options) or _read_data_degrees(options)
     keep = options.take_choice(
         "parallelism.fsdp_reshard_after_forward",
@@ -209,9 +209,9 @@ def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _read_data_degrees(options: Options) -> tuple[int, int]:
-    """Return how many groups of ranks hold copies of the model, and how many ranks share the states of a copy; -1: all
-    that are left. ``options``: the options of the configuration.
-    """
+    """Return two numbers of data-parallel ranks from the options of a torchtitan configuration: how many groups of
+    ranks hold a copy of the model each, and how many ranks share the states (parameters, gradients, optimizer states)
+    of one copy. -1 stands for all ranks that are left. ``options``: the options of the configuration."""
     replicate = options.take_number("parallelism.data_parallel_replicate_degree", 1)
     replicate = options.take_number("training.data_parallel_replicate_degree", replicate)
     name = "training.data_parallel_shard_degree"
@@ -220,10 +220,13 @@ def _read_data_degrees(options: Options) -> tuple[int, int]:
 
 
 def _read_older_data_degree(options: Options) -> tuple[int, int] | None:
-    """Return the same as :func:`_read_data_degrees` from the options of early versions, in which
-    ``training.data_parallel_type`` said whether the ranks of ``training.data_parallel_degree`` share the states of the
-    model (``fsdp``) or hold a copy each (``ddp``); ``None`` if neither is given. Raise :class:`ContradictionError` if
-    options of later versions are given beside them.
+    """Return two numbers of data-parallel ranks from options that only early versions of torchtitan have: how many
+    groups of ranks hold a copy of the model each, and how many ranks share the states of one copy (-1: all that are
+    left). ``None`` if no such option is given.
+
+    In these versions, ``training.data_parallel_type`` says whether the ranks of ``training.data_parallel_degree`` share
+    the states (``fsdp``) or hold a copy each (``ddp``). ``options``: the options of the configuration. Raise
+    :class:`ContradictionError` if options of later versions are given beside them.
     """
     older = [name for name in ("training.data_parallel_degree", "training.data_parallel_type") if options.has(name)]
     if not older:
@@ -244,7 +247,7 @@ def _read_older_data_degree(options: Options) -> tuple[int, int] | None:
 
 def _take_degree(options: Options, name: str) -> int:
     """Return the value of the option ``name``, a number of data-parallel ranks, or -1: all that are left, which is the
-    default. ``options``: the options of the configuration."""
+    default. ``options``: the options of a torchtitan configuration."""
     degree = options.take_number(name, -1, least=-1)
     if degree == 0:
         raise options.wrong_value(name, "1 or more, or -1 for the rest")
@@ -253,8 +256,8 @@ def _take_degree(options: Options, name: str) -> int:
 
 def _take_renamed(options: Options, name: str, older: str, default: int) -> int:
     """Return the value of the option ``name``, or of ``older``, its name in older versions; ``default`` without both.
-    ``options``: the options of the configuration. Raise :class:`ContradictionError` if both are given, and differ.
-    """
+    ``options``: the options of a torchtitan configuration. Raise :class:`ContradictionError` if both are given, and
+    differ."""
     value, former = options.take_number(name), options.take_number(older)
     if None not in (value, former) and value != former:
         raise ContradictionError(
@@ -269,8 +272,8 @@ def _list_own_fields(nested: Mapping[str, Any], flat: Mapping[str, Any], known: 
     The set is empty for ``Trainer.Config`` itself, whose unknown options are misspelt.
 
     ``nested``: the configuration, with sections as inner mappings and the name of its class, if it was read from
-    Python. ``flat``: the same as option -> value. ``known``: the options and sections of torchtitan. Raise
-    :class:`OptionValueError` if the class has neither a section ``training`` nor a section ``parallelism``.
+    Python. ``flat``: the same options as ``section.name`` -> value. ``known``: the options and sections of torchtitan.
+    Raise :class:`OptionValueError` if the class has neither a section ``training`` nor a section ``parallelism``.
     """
     kind = nested.get("class")
     if kind is None or kind in ("Trainer.Config", "JobConfig"):
@@ -286,9 +289,8 @@ def _list_own_fields(nested: Mapping[str, Any], flat: Mapping[str, Any], known: 
 
 def _read_batch(options: Options, pp: int) -> dict[str, Any]:
     """Return tokens of a sample, microbatch size and either the number of microbatches or the global batch, as fields
-    of a training layout (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of the
-    configuration.
-    """
+    of a training layout (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of a torchtitan
+    configuration."""
     counted = [name for name in (_TOKENS, _STEP_TOKENS, _CONTEXT, _ROUNDS) if name in options.given]
     if counted:
         return _read_token_batch(options, pp, counted[0])
@@ -296,9 +298,12 @@ def _read_batch(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _read_token_batch(options: Options, pp: int, counted: str) -> dict[str, Any]:
-    """Return the same as :func:`_read_batch` for a configuration of a version after 0.3, in which a microbatch and a
-    step have so many tokens. ``counted``: the first of these options that is given. Raise :class:`ContradictionError`
-    if options of earlier versions are given beside them.
+    """Return fields of a training layout (name -> value) for a torchtitan configuration of a version after 0.3, which
+    gives batch sizes in tokens: tokens of a sample, samples of a microbatch, and either the number of microbatches or
+    the global batch. ``pp``: number of pipeline ranks. ``options``: the options of the configuration.
+
+    ``counted``: the first option in the configuration that counts tokens, for the error message. Raise
+    :class:`ContradictionError` if options of earlier versions, which count samples, are given beside it.
     """
     former = ("seq_len", "local_batch_size", "batch_size", "global_batch_size")
     if beside := [name for name in former if options.has(f"training.{name}")]:
@@ -330,8 +335,7 @@ def _read_token_batch(options: Options, pp: int, counted: str) -> dict[str, Any]
 
 def _read_sample_batch(options: Options, pp: int) -> dict[str, Any]:
     """Return microbatch size and either the number of microbatches or the global batch, as fields of a training layout
-    (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of the configuration.
-    """
+    (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of a torchtitan configuration."""
     local = _take_renamed(options, "training.local_batch_size", "training.batch_size", 8)
     batch = options.take_number("training.global_batch_size", -1, least=-1)
     size = options.take_number("parallelism.pipeline_parallel_microbatch_size", 1)
@@ -342,7 +346,7 @@ def _read_sample_batch(options: Options, pp: int) -> dict[str, Any]:
         )
     count = options.take_number("parallelism.pipeline_parallel_microbatches")
     count = options.take_number("experimental.pipeline_parallel_microbatches", count)
-    if pp > 1 and count and local % count == 0:  # of versions that give their number
+    if pp > 1 and count and local % count == 0:  # versions that give the number of microbatches
         size = local // count
     found: dict[str, Any] = {"microbatch_size": size if pp > 1 else local}
     if batch < 1:
@@ -359,9 +363,9 @@ def _read_sample_batch(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _read_stages(options: Options, pp: int) -> dict[str, Any]:
-    """Return the schedule and how layers are divided into stages, as fields of a training layout (name -> value).
-    ``pp``: number of pipeline ranks; with one, there are no such fields. ``options``: the options of the configuration.
-    """
+    """Return the pipeline schedule and how layers are divided into stages, as fields of a training layout (name ->
+    value). ``pp``: number of pipeline ranks; with one, there are no such fields. ``options``: the options of a
+    torchtitan configuration."""
     name = "parallelism.pipeline_parallel_schedule"
     if not options.has(name) and options.has("experimental.pipeline_parallel_schedule"):
         name = "experimental.pipeline_parallel_schedule"
@@ -395,7 +399,7 @@ def _read_context(options: Options) -> str:
 def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
     """Return what the backward recomputes: ``none``, ``alternate`` (every second matrix product), ``full`` (every
     layer), or ``None`` if the compiler decides it. ``nested``: the configuration with sections as inner mappings.
-    ``options``: the options of the configuration, to which notes for the user are added."""
+    ``options``: the options of a torchtitan configuration, to which notes for the user are added."""
     section = nested.get("activation_checkpoint", {})
     if section is None:
         options.take("activation_checkpoint")
@@ -420,8 +424,7 @@ def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
 
 def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
     """Return the precision of matrix products, such as ``bf16`` or ``fp8``. ``nested``: the configuration with sections
-    as inner mappings. ``options``: the options of the configuration.
-    """
+    as inner mappings. ``options``: the options of a torchtitan configuration."""
     kind = options.take_choice("training.mixed_precision_param", _TYPES, "bf16")
     whole = options.take_choice("training.dtype", _TYPES, "fp32")
     if whole == "bf16":
@@ -439,7 +442,7 @@ def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
 def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
     """Return the optimizer in this project's terms, such as ``adamw``, by which the size of its states is known. An
     unknown optimizer counts as ``adamw``, and a note for the user says so. ``nested``: the configuration with sections
-    as inner mappings. ``options``: the options of the configuration."""
+    as inner mappings. ``options``: the options of a torchtitan configuration."""
     name = str(options.take_text("optimizer.name", "AdamW"))
     own = nested.get("optimizer")
     if isinstance(own, Unreadable) and "adamw" not in own.lower():
@@ -553,7 +556,7 @@ def _add_axes(layout: TrainingLayout, parallelism: dict[str, Any], new: bool, le
     function ``leave_out(field, reason)`` that is called for each field of the layout that torchtitan cannot express."""
     replicate, shard = layout.dp_replicate or 1, layout.dp_shard or -1
     zero = layout.zero
-    cut = (layout.dp_shard or layout.dp or 2) * layout.cp > 1  # whether there is anything to shard over
+    cut = (layout.dp_shard or layout.dp or 2) * layout.cp > 1  # whether there is more than one rank to shard over
     if zero == 0 and layout.dp is not None:
         replicate, shard = layout.dp, 1
         if layout.cp > 1:

@@ -9,14 +9,14 @@ from typing import Any
 
 from partitioner.interop.layout import LayoutError
 
-_LARGEST = 2**40  # a number in a sum or product
+_LARGEST = 2**40  # largest number in a sum or product
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
-_MOST_CALLS = 50  # functions of a module that build on each other
+_MOST_CALLS = 50  # nested calls of functions of a module
 _MOST_CALLS_IN_ALL = 1000
 _SHOWN = 80  # characters of an expression in a message
 

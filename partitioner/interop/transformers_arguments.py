@@ -28,7 +28,7 @@ _OF_DEEPSPEED = (  # options of DeepSpeed that the trainer fills in
 )
 _WORDS = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
 _SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
-_STYLES = (  # of plans for single modules: tensor and expert parallelism, FSDP, and names of versions 4.5x
+_STYLES = (  # styles in plans for single modules: tensor and expert parallelism, FSDP, and names of versions 4.5x
     "all_reduce", "colwise", "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise",
     "ep_dispatch_experts", "ep_router", "free_full_weight", "gather", "grouped_gemm", "keep_full_weight", "local",
     "local_colwise", "local_packed_rowwise", "local_params", "local_rowwise", "mla_kv_a_proj", "moe_identity_expert",
@@ -63,9 +63,8 @@ def read_transformers(
 
 
 def _read_distributed(options: Options) -> TrainingLayout:
-    """Return the training layout that the fields of a ``DistributedConfig`` describe. ``options``: the options of the
-    configuration.
-    """
+    """Return the training layout that the fields of a ``DistributedConfig`` describe. ``options``: the options of a
+    transformers configuration."""
     options.reject_unknown(load_known_options()["transformers"]["distributed_config"])
     tp, pp, shard, replicate, ep = (options.take_number(name, 1) for name in _SIZES)
     old = options.take_flag("enable_expert_parallel")
@@ -169,7 +168,7 @@ def _read_optimizer(options: Options) -> str:
 def _read_fsdp(options: Options, given: Any) -> dict[str, Any]:
     """Return two fields of a training layout: ``zero``, the ZeRO stage, and ``offload``, a tuple that names what is
     kept in host memory (``optimizer`` and ``parameters``, or nothing). ``given``: the value of the option ``fsdp``:
-    true, or words such as ``full_shard offload``. ``options``: all options of the configuration."""
+    true, or words such as ``full_shard offload``. ``options``: all options of a transformers configuration."""
     words = given.split() if isinstance(given, str) else given if isinstance(given, list) else []
     words = [str(word).lower() for word in words if str(word).lower() not in ("true", "1")]
     unknown = [word for word in words if word not in _WORDS and word not in ("auto_wrap", "offload")]
@@ -203,7 +202,8 @@ def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder:
     where = "deepspeed"
     if isinstance(given, str):
         path = (folder or Path()) / given  # an absolute path stays as it is
-        path = path if path.exists() or not Path(given).exists() else Path(given)  # a script may start elsewhere
+        # relative to the folder in which a script starts
+        path = path if path.exists() or not Path(given).exists() else Path(given)
         given, where = parse_mapping(read_text_file(path), "json", str(path)), str(path)
     if not isinstance(given, Mapping):
         raise options.wrong_value("deepspeed", "the path of a JSON file, or its content")

@@ -11,7 +11,7 @@ from partitioner.passes.dtypes import get_dtype_itemsize, is_floating
 from partitioner.passes.ir.layouts import Layout
 from partitioner.runtime.program.program import BlockGraph, CallData, StateData
 
-# operator, option "grad" -> what runs forward and what runs backward (None: nothing is sent); see
+# (operator, its option "grad") -> collective that runs forward, and backward (None: nothing is sent); see
 # passes/ir/collectives.py
 _TRANSPOSES: dict[tuple[str, str | None], tuple[str | None, str | None]] = {
     ("all_gather", "reduce"): ("all_gather", "reduce_scatter"),
@@ -28,7 +28,7 @@ _TRANSPOSES: dict[tuple[str, str | None], tuple[str | None, str | None]] = {
     ("combine", None): ("all_to_all", "all_to_all"),
 }
 
-# operator, operand, dim that is sharded -> how the field calls it
+# (operator, index of the operand) -> for each dim, the field's word for an operand that is sharded on it
 _PHRASES: dict[tuple[str, int], tuple[str, ...]] = {
     ("aten.linear.default", 1): ("column-parallel", "row-parallel"),
     ("partition.linear_fp8.default", 1): ("column-parallel", "row-parallel"),
@@ -102,7 +102,7 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
                 op = target.split(".")[1]
                 ahead, back = _TRANSPOSES.get((op, _grad_option(op, node)), (None, None))
                 if op in ("context_attention", "context_document_attention", "context_scored_attention"):
-                    ahead = back = str(node["args"][-1])  # how keys and values of all ranks come together
+                    ahead = back = str(node["args"][-1])  # how keys and values of all ranks are brought together
                     size = sum(_count_value_bytes(values.get(o)) for o in operands[1:3]) * int(node["args"][-3])
                 axis = next((a for a in node["args"] if isinstance(a, str)), "")
                 path = str(node.get("path", ""))
@@ -208,6 +208,7 @@ def _is_floating_value(value: Any) -> bool:
 
 
 def _count_value_bytes(value: Any) -> int:
-    if isinstance(value, list) and len(value) >= 2 and isinstance(value[1], str):  # shape, type, strides if any
+    # [shape, dtype] or [shape, dtype, strides]
+    if isinstance(value, list) and len(value) >= 2 and isinstance(value[1], str):
         return math.prod(value[0]) * get_dtype_itemsize(value[1])
     return 0

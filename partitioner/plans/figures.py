@@ -151,7 +151,8 @@ def waiting_shares(plan: Plan) -> WaitingShares:
     if not works or not estimate.step_time:
         return WaitingShares(estimate.bubble, None)
     shares = plan.data_shares or (1,)
-    worked = sum(shares) / (len(shares) * max(shares))  # mean over the replicas
+    # mean over the replicas, relative to the one with the most microbatches
+    worked = sum(shares) / (len(shares) * max(shares))
     idle = max(works) - worked * sum(works) / len(works)
     return WaitingShares(estimate.bubble, min(1.0, estimate.bubble + idle / estimate.step_time))
 

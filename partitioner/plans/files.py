@@ -23,7 +23,7 @@ FORMAT = "partitioner-plan"
 
 RANK_FORMAT = "partitioner-rank"
 VERSION = 2
-_OLDEST = 1  # version that is still read: constraints had fields that are facts of the execution profile now
+_OLDEST = 1  # oldest version that can be read: its constraints have fields that are now in the execution profile
 _MOVED = frozenset(ExecutionProfile.model_fields) - {"name", "expert_tensor"}
 
 
@@ -76,7 +76,7 @@ def plan_schema() -> dict[str, Any]:
     made = Plan.model_json_schema()
     for part in made["$defs"].values():
         if "description" in part:
-            part["description"] = strip_fields(part["description"])  # each field has its own
+            part["description"] = strip_fields(part["description"])  # fields have descriptions of their own
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Plan file",

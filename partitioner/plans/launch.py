@@ -18,13 +18,13 @@ from partitioner.errors import PlanError
 from partitioner.plan import Plan
 from partitioner.topology import Topology
 
-PORT = 29500  # torchrun's own
+PORT = 29500  # torchrun's default
 
 TORCHRUN = "python -m partitioner.runtime.launch.torchrun"
-_WARNING_S = 120  # before a job's time is over, in which it goes back into the queue
+_WARNING_S = 120  # seconds before the time limit at which a job goes back into the queue
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>[0-5]?\d))?(?::(?P<third>[0-5]?\d))?")
 _NO_LIMIT = ("UNLIMITED", "INFINITE")
-_LONG_S = 900  # a job that ran for so long does not fail each time at once
+_LONG_S = 900  # seconds: a job that ran for so long is not one that fails at once each time
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def kept_bytes(program: Program, state: str) -> int:
     return sizes.piece if program.zero == 3 else sizes.part
 
 
-Exchange = tuple[str, str, str]  # the collective, the axes it runs over, what it moves
+Exchange = tuple[str, str, str]  # collective, axes, what is moved
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tu
     axes = axes or (list_all_reduce_axes(program, bucket) if op == "REDUCE" else zero_axes(program, bucket.states))
     what, kind = "parameters" if size == "part" else "gradients", BUCKET_OPS[op]
     if bucket.compression and what == "gradients" and level == max(0, len(bucket.levels) - 1) and op != "REDUCE":
-        from partitioner.runtime.program.codecs import wire_share  # where gradients are compressed: it imports PyTorch
+        from partitioner.runtime.program.codecs import wire_share  # imported late: it imports PyTorch
 
         moved = int(
             moved * wire_share(bucket.compression, get_dtype_itemsize(sum_type(program.states[bucket.states[0]].dtype)))
@@ -251,7 +251,7 @@ class StageOutline:
     num_calls: int
     num_parameters: int
     parameter_bytes: int
-    reductions: tuple[CollectiveTotal, ...]  # of gradients and parameters, in one step
+    reductions: tuple[CollectiveTotal, ...]  # transfers of gradients and parameters in one step
     loads: tuple[str, ...]
 
 

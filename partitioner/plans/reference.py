@@ -102,7 +102,7 @@ class _DoubleData(TorchFunctionMode):
         made = func(*args, **kwargs)
         if func not in _OF_NUMBERS or not made.is_floating_point():
             return made
-        of_own = func is Tensor.new_tensor  # which takes the type of a tensor of the model
+        of_own = func is Tensor.new_tensor  # this function takes the type of a tensor of the model
         source, given = args[1 if of_own else 0] if args else None, kwargs.get("dtype")
         if of_own or given == torch.float64:
             given = self.planned if given in (None, torch.float64) else given
@@ -324,7 +324,7 @@ class _ByPlace(TorchFunctionMode):
 
 
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-# Functions that drop out, by name, where they do.
+# Functions with dropout, by name -> the methods that replace them.
 _DROPPING: dict[str, Callable[..., Tensor]] = {
     "dropout": _ByPlace.dropout,
     "dropout_": _ByPlace.dropout_,
@@ -411,7 +411,7 @@ def run_reference(
     run = _ReferenceRun(model, inputs, loss, train, planned if double else None, seed, group, buffers or {}, counters)
     try:
         return run.with_gradients(train)
-    except InputsError as error:  # forward may take gradients of its own where nothing is trained
+    except InputsError as error:  # forward itself may compute gradients although nothing is trained
         if train or "does not require grad" not in str(error.__cause__):
             raise
         return run.with_gradients(True)
@@ -509,7 +509,7 @@ def _nothing_recomputed() -> Iterator[None]:
 def _nothing_compiled() -> AbstractContextManager[Any]:
     """Return a context in which functions that ``torch.compile`` wraps run without a compiler, which would refuse torch
     modes such as those of a reference."""
-    wrapped = "torch._dynamo" in sys.modules  # importing it takes seconds
+    wrapped = "torch._dynamo" in sys.modules  # not imported here: that takes seconds
     return torch.compiler.set_stance("force_eager") if wrapped else nullcontext()
 
 

@@ -73,7 +73,7 @@ def run_groups(
         losses += [] if found.loss is None else [found.loss]
         for path, output in found.outputs.items():
             outputs.setdefault(path, []).append(output)
-        for name, gradient in found.grads.items():  # of which there is one set at a time
+        for name, gradient in found.grads.items():  # summed at once, so that one set of gradients is in memory
             share = gradient * (size / batch)
             grads[name] = grads[name] + share if group else share
     ways = {o.path: o.batch for o in program.outputs}
@@ -237,7 +237,7 @@ def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0
     if theirs.numel() == 0:
         return 0.0
     mine, theirs = _convert_to_float64(mine), _convert_to_float64(theirs)
-    same = (mine == theirs) | (mine.isnan() & theirs.isnan())  # infinities among them
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())  # also for infinities
     difference = float(torch.where(same, torch.zeros_like(mine), (mine - theirs).abs()).max())
     finite = torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs))
     scale = max(float(finite.abs().max()), least_scale)

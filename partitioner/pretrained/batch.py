@@ -24,7 +24,7 @@ Labels = Literal["tokens", "class", "text", "few", "pairs"]
 
 _LENGTH = 2048  # tokens of a sample, if the model has as many positions
 _MULTIPLE = 64  # a chosen length is a multiple of it: it then divides well
-_SECONDS, _RATE = 10, 16_000  # of a waveform
+_SECONDS, _RATE = 10, 16_000  # seconds of a waveform, and samples per second
 _IMAGE = 224  # pixels of a side, if neither the configuration nor a preprocessor says how many
 _VOCABULARY = 32_000
 _TEXT = 64  # tokens of a transcript that is scored position by position
@@ -283,7 +283,7 @@ def _count_image_features(model: nn.Module, pixels: InputSpec) -> int:
         with torch.no_grad():
             images = make_batch({"pixel_values": pixels}, "meta", dtype=find_dtype(model))
             made: Any = model.get_image_features(**images)  # type: ignore[operator]
-    except Exception:  # of a model whose images need more than pixels
+    except Exception:  # a model whose images need more inputs than pixels
         return 0
     made = getattr(made, "pooler_output", made)
     parts = [x for x in (made if isinstance(made, list | tuple) else [made]) if isinstance(x, Tensor) and x.dim() > 1]
@@ -348,9 +348,8 @@ def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Itera
 
 
 def _list_image_sizes(found: Configuration) -> Iterator[tuple[int, int]]:
-    """Yield pairs (height, width) in pixels of images to try: the sizes in the configuration ``found``, or else in its
-    preprocessor, or else a usual size.
-    """
+    """Yield pairs (height, width) in pixels of images to try: the sizes in the model's configuration ``found``, or else
+    in its preprocessor, or else a usual size."""
     for field in ("image_size", "input_size", "img_size"):
         size = _as_size(getattr(found.config, field, None))
         if size is not None:
@@ -390,9 +389,8 @@ def _list_waveforms(found: Configuration, request: BatchRequest) -> Iterator[Inp
 
 
 def _list_series(found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
-    """Yield the shapes of time series to try: one number at each time, and several. ``found``: the model's
-    configuration. ``request``: kind and size of the batch.
-    """
+    """Yield the shapes of time series to try as inputs of a model: one number at each time, and several. ``found``: the
+    model's configuration. ``request``: kind and size of the batch."""
     length = request.length or read_number(found.config, "context_length") or choose_length(found.config)
     channels = read_number(found.config, "num_input_channels", "input_size")
     shape = (request.samples, length)
@@ -400,11 +398,10 @@ def _list_series(found: Configuration, request: BatchRequest) -> Iterator[InputS
 
 
 def _list_spectra(found: Configuration, request: BatchRequest) -> Iterator[InputSpec]:
-    """Yield the shapes of spectrograms to try: different numbers of frames, with frames before or after frequency bins,
-    also with several frames joined to one. ``found``: the model's configuration. ``request``: kind and size of the
-    batch. Shapes with frames first come first: a model that expects frames last refuses them, since its first
-    convolution has as many channels as there are bins.
-    """
+    """Yield the shapes of spectrograms to try as inputs of a model: different numbers of frames, with frames before or
+    after frequency bins, also with several frames joined to one. ``found``: the model's configuration. ``request``:
+    kind and size of the batch. ``[samples, frames, bins]`` is tried before ``[samples, bins, frames]``: a model that
+    expects the latter refuses the former, since its first convolution has as many input channels as there are bins."""
     config, samples = found.config, request.samples
     mels = read_number(config, *_MELS) or 80
     frames = read_number(config, *_FRAMES)

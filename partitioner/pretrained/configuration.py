@@ -69,7 +69,8 @@ class Configuration:
 
     @property
     def weights(self) -> Path | None:
-        """Return the folder of the configuration if it contains weights as safetensors files; else ``None``."""
+        """Return the folder of the configuration file if it contains the model's weights as safetensors files; else
+        ``None``."""
         if self.folder is None or not any(self.folder.glob("*.safetensors")):
             return None
         return self.folder
@@ -316,8 +317,7 @@ def _leave_out(data: Any, names: tuple[str, ...]) -> Any:
 
 def _decode_floats(data: Any) -> Any:
     """Return a copy of ``data``, parsed JSON, in which objects such as ``{"__float__": "Infinity"}`` are replaced by
-    the number. transformers writes numbers in this way that JSON does not have.
-    """
+    the number. transformers writes numbers that JSON does not have, such as infinity, in this form."""
     if isinstance(data, dict):
         if {*data} == {"__float__"} and (value := _FLOATS.get(str(data["__float__"]))) is not None:
             return value

@@ -271,7 +271,7 @@ def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[No
         cross = _make_cross_cache(cross_caches, known=input_ids is None)
         cache = _join_caches(_make_cache(caches, start, length, {}), cross)
         given: dict[str, Any] = {"input_ids": input_ids}
-        if input_ids is None:  # the decoder reads the shape alone
+        if input_ids is None:  # the decoder only reads its shape
             given["encoder_outputs"] = (caches[0][0].new_zeros(batch, attention_mask.shape[1], hidden),)
         read = {"attention_mask": attention_mask, "decoder_input_ids": decoder_input_ids}
         past = attention_mask.new_ones(batch, length)  # later places are masked as not yet read
@@ -284,7 +284,7 @@ def generating(model: nn.Module, path: str = "", hidden: int = 0) -> Iterator[No
     try:
         model.__class__ = type(kind.__name__, (kind,), {"forward": traced, "__module__": kind.__module__})
         for config in configs:
-            config.use_cache = False  # the caches are given
+            config.use_cache = False  # the caches are inputs
         yield
     finally:
         model.__class__ = kind
@@ -313,7 +313,7 @@ def _make_cache(
     keys and values only. ``length``: number of positions of ``caches``. ``found``: a dict to which each write of the
     model adds: index of the layer -> new keys and values.
     """
-    import_transformers()  # raises an error of its own where there is none
+    import_transformers()  # raises an error of this project if transformers is missing
     from transformers.cache_utils import Cache, StaticLayer
 
     class ProgramCacheLayer(StaticLayer):  # type: ignore[no-untyped-call]
@@ -331,14 +331,12 @@ def _make_cache(
 
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
             """Do nothing. Transformers calls this before the first write to allocate the tensors of the layer; here
-            they exist already.
-            """
+            they exist already. The arguments are not used."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             """Write the keys and values of new tokens to the cache of this layer, and return the keys and values of all
             positions. Without caches, return the new ones unchanged. ``key_states``, ``value_states``: the new keys and
-            values, ``[batch, heads, new tokens, d]``.
-            """
+            values, ``[batch, heads, new tokens, d]``. The other arguments are not used."""
             found[self.index] = key_states, value_states
             if caches is None:
                 return key_states, value_states
@@ -364,8 +362,7 @@ def _make_cache(
         ) -> tuple[Tensor, Tensor]:
             """Write the keys and values of new tokens to the cache of one layer, and return the keys and values of all
             positions. ``key_states``, ``value_states``: the new keys and values, ``[batch, heads, new tokens, d]``.
-            ``layer_idx``: index of the layer.
-            """
+            ``layer_idx``: index of the layer. The other arguments are not used."""
             layers: list[Any] = self.layers
             while len(layers) <= layer_idx:
                 layers.append(ProgramCacheLayer(len(layers)))
@@ -397,5 +394,6 @@ def _join_caches(own: Any, cross: Any) -> Any:
 
 
 def is_cache(path: str) -> bool:
-    """Return whether the input with the path ``path`` of the traced forward is a cache, such as ``caches.0.1``."""
+    """Return whether the input with the path ``path`` of the traced forward is a key/value cache, such as
+    ``caches.0.1``."""
     return path.startswith((f"{CACHES}.", f"{CROSS_CACHES}."))

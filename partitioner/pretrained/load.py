@@ -47,7 +47,7 @@ from partitioner.units import format_plural
 
 Task = Literal["causal", "seq2seq", "masked", "image", "audio", "contrastive"]
 
-# Task -> the tables of transformers that have its classes, and the labels that these take.
+# Task -> the tables of transformers that have its classes, each with the kind of labels that the classes take.
 _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
     "causal": (("CAUSAL_LM", "tokens"), ("IMAGE_TEXT_TO_TEXT", "tokens")),
     "seq2seq": (("SEQ_TO_SEQ_CAUSAL_LM", "tokens"),),
@@ -56,9 +56,9 @@ _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
     "audio": (("AUDIO_CLASSIFICATION", "class"), ("SPEECH_SEQ_2_SEQ", "text"), ("CTC", "few")),
     "contrastive": (("ZERO_SHOT_IMAGE_CLASSIFICATION", "pairs"),),
 }
-_SAMPLES = 8  # per device, if no number is asked for
+_SAMPLES = 8  # samples for each device if no number is given
 _MOST_MODULES = 1_000_000
-_MOST_SECONDS = 300.0  # for building a model without memory
+_MOST_SECONDS = 300.0  # seconds for building a model without memory
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def load_pretrained(
     objective: Literal["train", "infer"] = "train",
     values: bool = False,
 ) -> PretrainedModel:
-    """Return the model of a configuration, with a batch that suits it. No code in the configuration is executed.
+    """Return the transformers model that a Hugging Face configuration describes, with a batch that suits it. No code in
+    the configuration is executed.
 
     Args:
         source: a folder with a ``config.json``, the path of a ``config.json``, or a name on the Hugging Face hub.
@@ -171,9 +172,9 @@ def partition_pretrained(
     lora: Lora | Mapping[str, Any] | str | None = None,
     **more: Any,
 ) -> Plan:
-    """Plan the model of a configuration on ``topology``, without its weights. Return the plan; ``plan.weights`` is the
-    path of the folder of ``config.json`` if it has the weights as safetensors files and no adapters are trained, else
-    empty.
+    """Plan the transformers model that a Hugging Face configuration describes on ``topology``, without its weights.
+    Return the plan; ``plan.weights`` is the path of the folder of ``config.json`` if it has the weights as safetensors
+    files and no adapters are trained, else empty.
 
     Args:
         source: a folder with a ``config.json``, the path of a ``config.json``, or a name on the Hugging Face hub.
@@ -223,9 +224,10 @@ class ModelChoice:
 
 
 def _choose_class(found: Configuration, asked: str | None, objective: str = "train") -> ModelChoice:
-    """Return the class of the model for the configuration ``found``. ``asked``: the task that the user chose; ``None``:
-    the task of the class that the configuration names, or else of the class that follows from the type of the model.
-    ``objective``: ``infer`` for a model without a loss, which may have any class that the configuration names.
+    """Return the class of the model for the transformers configuration ``found``. ``asked``: the task that the user
+    chose; ``None``: the task of the class that the configuration names, or else of the class that follows from the type
+    of the model. ``objective``: ``infer`` for a model without a loss, which may have any class that the configuration
+    names.
 
     Raise :class:`PretrainedError` if there is no class for the task, or if no task was chosen and several are possible.
     """
@@ -268,9 +270,9 @@ def _choose_class(found: Configuration, asked: str | None, objective: str = "tra
 
 def _follow_type(found: Configuration, every: list[tuple[str, Labels, str]]) -> tuple[tuple[str, Labels, str], str]:
     """Choose a model class by the type of the model. Return two values: the class, as one of ``every``, and the reason
-    as a clause. ``every``: the possible classes, each as (name, kind of labels, task). ``found``: the configuration.
-    Raise :class:`PretrainedError`, with the tasks to choose from, if the type decides for none.
-    """
+    as a clause. ``every``: the possible classes, each as (name, kind of labels, task). ``found``: the model's
+    transformers configuration. Raise :class:`PretrainedError`, with the tasks to choose from, if the type decides for
+    none."""
     from transformers.models.auto import modeling_auto
 
     config, kind = found.config, found.config.model_type
@@ -315,9 +317,8 @@ def _note_attention(
     found: Configuration, name: str, task: str, every: Sequence[tuple[str, Labels, str]]
 ) -> tuple[str, ...]:
     """Return a warning, as a tuple of one sentence, if the class ``name`` is trained to predict the next token although
-    its attention sees later tokens; otherwise empty. ``found``: the configuration. ``task``: the task of the class.
-    ``every``: all classes of the model type, each as (name, kind of labels, task).
-    """
+    its attention sees later tokens; otherwise empty. ``found``: the model's transformers configuration. ``task``: the
+    task of the class. ``every``: all classes of the model type, each as (name, kind of labels, task)."""
     config = found.config
     encodes = "masked" in {each[2] for each in every} and not getattr(config, "is_encoder_decoder", False)
     if task != "causal" or not encodes or getattr(config, "is_decoder", None) is not False:
@@ -329,7 +330,7 @@ def _note_attention(
 
 
 def _is_model_class(name: str) -> bool:
-    """Return whether transformers has a class ``name`` of models."""
+    """Return whether transformers has a model class that is called ``name``."""
     transformers = import_transformers()
     cls = getattr(transformers, name, None)
     return isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
@@ -343,9 +344,9 @@ def _find_labels(name: str) -> Labels:
 
 
 def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
-    """Return the model classes that transformers has for the configuration ``config``, the usual class first. Each is a
-    tuple: name of the class, kind of its labels (such as ``tokens``), name of its task (such as ``causal``).
-    """
+    """Return the model classes that transformers has for the ``PreTrainedConfig`` ``config``, the usual class first.
+    Each is a tuple: name of the class, kind of its labels (such as ``tokens``), name of its task (such as
+    ``causal``)."""
     from transformers.models.auto import modeling_auto
 
     decodes = bool(getattr(config, "is_decoder", False))
@@ -356,7 +357,8 @@ def _list_classes(config: Any) -> list[tuple[str, Labels, str]]:
         for table, labels in _TASKS[task]:
             names = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").get(config.model_type, ())
             found += [(name, labels, task) for name in ([names] if isinstance(names, str) else names)]
-    return sorted(found, key=lambda each: whole and each[1] == "class")  # an encoder alone is not what it is made for
+    # classifiers come last for an encoder-decoder model, which is not made for them
+    return sorted(found, key=lambda each: whole and each[1] == "class")
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -390,10 +392,9 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
 
 
 def _part_for(cls: Any, config: Any) -> Any:
-    """Return the configuration to pass to the model class ``cls`` of transformers. If ``config`` has another type than
-    ``cls`` expects, and a configuration inside it (such as that of its text model) has this type, the inner one is
-    returned; otherwise ``config`` itself.
-    """
+    """Return the ``PreTrainedConfig`` to pass to the model class ``cls`` of transformers. If ``config`` has another
+    type than ``cls`` expects, and a configuration inside it (such as that of its text model) has this type, the inner
+    one is returned; otherwise ``config`` itself."""
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config

@@ -60,8 +60,8 @@ _NEGLIGIBLE_BYTES = 4096  # a kernel that moves no more takes as long as its lau
 _LEAST_SHARE = 0.05  # least share of a time that remains without launch and memory
 _LARGE_ERROR = 0.25
 _TOLD = 0.05  # share of the largest transfer's time; a slope below it is noise
-_ANY_PEAK = {"fp32": 1.0}  # until it is fitted
-_UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: only memory limits the rate
+_ANY_PEAK = {"fp32": 1.0}  # a placeholder until the peak is fitted
+_UNBOUNDED = {"default": 1e6}  # so high that only ``memory_sizes`` limits the rate
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def fit_memory(
     that take less than ``dispatch`` are ignored, because their times are not those of the device.
     """
     rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
-    seen: dict[str, list[tuple[float, float]]] = {}  # samples that the host does not hide
+    seen: dict[str, list[tuple[float, float]]] = {}  # samples that take longer than the host needs to issue them
     for s in samples:
         if s.kernel.num_bytes > _NEGLIGIBLE_BYTES:
             rate = s.kernel.num_bytes / max(s.seconds - launch, _LEAST_SHARE * s.seconds)
@@ -181,7 +181,7 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
         efficiency = {**device.memory_efficiency, "matmul": float(share)}
         rates = _product_rates(curve_samples, device.model_copy(update={"memory_efficiency": efficiency}))
         knots = sorted(rates)
-        # more work in every dim is never slower; of less, memory's share hides the rate
+        # with more work in every dim, the rate is never lower; with little work, memory traffic hides it
         curve = list(accumulate((rates[k] for k in reversed(knots)), min))[::-1]
         peak = curve[-1]
         found = device.model_copy(

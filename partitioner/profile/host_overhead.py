@@ -28,8 +28,8 @@ from partitioner.topology import Topology
 
 _HEADS, _SIZE, _TOKENS, _LAYERS = 2, 16, 16, 2
 
-_MICROBATCHES = 16  # so many that what is done once a step hardly counts
-_STEPS = 3  # before the first one that is timed
+_MICROBATCHES = 16  # so many that work that is done once a step hardly counts
+_STEPS = 3  # untimed steps before the first timed one
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 ROW = {"cpu": 256, "cuda": 2048}  # elements along the dim that is reduced, normalised or sorted
 _TABLE_ROWS = 4096
-_LARGEST = 3  # sizes of optimizer steps
-_FOOTPRINT = {"cpu": 48 << 20, "cuda": 256 << 20}  # bytes: more than caches keep for one rank
+_LARGEST = 3  # how many of the largest sizes are timed for AdamW
+# bytes of operands that are used in turn: more than the caches hold for one rank
+_FOOTPRINT = {"cpu": 48 << 20, "cuda": 256 << 20}
 _MAX_COPIES = 128
 _ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/call/states.py charges an update with
 
@@ -88,10 +89,10 @@ class _OperandPool:
         """Return a tensor of ``shape`` with random numbers: a view of the next part of the pool, or a new tensor if it
         needs more than half of the pool. After the end of the pool, parts are taken from its start again."""
         count = math.prod(shape)
-        if 2 * count > len(self.numbers):  # the next operand would be the same numbers
+        if 2 * count > len(self.numbers):  # otherwise the next operand would be the same numbers
             return torch.randn(shape, device=self.numbers.device)
         start = self.next if self.next + count <= len(self.numbers) else 0
-        self.next = start + -(-count // 16) * 16  # whole cache lines
+        self.next = start + -(-count // 16) * 16  # parts begin at cache lines
         return self.numbers[start : start + count].view(shape)
 
 
@@ -269,7 +270,8 @@ FAMILIES: dict[str, _Family] = {
     "transpose": partial(_on_rows, "default", _transpose_heads, 1, 1),
     "adamw": _build_adamw,
 }
-_IN_FP32 = ("embedding", "gather", "sort", "adamw")  # move elements, or are in float32 in programs, too
+# kernels that only move elements, or that programs run in float32, too
+_IN_FP32 = ("embedding", "gather", "sort", "adamw")
 ON_ROWS = tuple(name for name in FAMILIES if name not in ("mm", "mm_nt", "mm_tn", "attention", "launch"))
 LAUNCH = KernelCase("launch", (1,))
 
@@ -288,7 +290,7 @@ class Sizes:
     precisions: tuple[str, ...]
 
 
-SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be quick
+SIZES: dict[tuple[str, bool], Sizes] = {  # (type of device, whether to be quick) -> sizes
     ("cpu", True): Sizes((16, 64, 256), (512,), (32, 512, 4096), ((1, 4, 128, 32),), ("fp32", "bf16")),
     ("cpu", False): Sizes(
         (4, 16, 64, 128, 256, 512),
@@ -343,5 +345,5 @@ def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[KernelCase]:
         KernelCase(name, (rows,), precision)
         for name in names
         for precision in dict.fromkeys(("fp32", "fp32" if name in _IN_FP32 else sizes.precisions[0]))
-        for rows in (sizes.rows if name != "adamw" else sizes.rows[-_LARGEST:])  # all parameters at once
+        for rows in (sizes.rows if name != "adamw" else sizes.rows[-_LARGEST:])  # a step updates all parameters at once
     ]

@@ -21,7 +21,7 @@ from partitioner.runtime.comm.torch_backend import TorchCommunicator
 
 _OVERLAP_BYTES = 4 << 20
 
-_OVERLAP_SIZE = 256  # of a square product
+_OVERLAP_SIZE = 256  # size of the square matrix products
 
 
 def open_device(kind: str) -> torch.device:
@@ -124,18 +124,19 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
     count = max(1, round(reduce_s / product_s))
 
     def products() -> None:
-        """Run the matrix products of the measurement, which take about as long as its all-reduce."""
+        """Run the matrix products whose seconds are measured alone and beside an all-reduce. They take about as long as
+        the all-reduce."""
         for _ in range(count):
             torch.mm(a, b)
 
     def both() -> None:
-        """Start the all-reduce, run the matrix products, and wait for the end of the all-reduce."""
+        """Start the measured all-reduce, run the measured matrix products, and wait for the end of the all-reduce."""
         pending = group.all_reduce(shared)
         products()
         pending.wait()
 
     def reduce() -> None:
-        """Run one all-reduce of the measurement and wait for its end."""
+        """Run the measured all-reduce once, and wait for its end."""
         group.all_reduce(shared).wait()
 
     return [

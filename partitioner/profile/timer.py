@@ -15,11 +15,11 @@ import torch
 
 from partitioner.cost.call.operators import Kernel
 
-_BLOCK_S = 2e-3  # long against the clock, short against what disturbs it
+_BLOCK_S = 2e-3  # seconds of a block of calls: long against the clock's resolution, short against disturbances
 
 _FEWEST = 3
-_QUEUED = 24  # calls of a few kernels each: CUDA queues about a thousand before the host waits
-_CYCLES_PER_S = 2e9  # of a GPU's clock, at most
+_QUEUED = 24  # calls in a block, each of a few kernels: CUDA queues about a thousand before the host waits
+_CYCLES_PER_S = 2e9  # at most, of a GPU's clock
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
@@ -67,7 +67,7 @@ def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) ->
             blocks.append(took / count)
         elif hold < budget_s:
             hold *= 2
-        else:  # it waits for the device itself, or its kernels are too many
+        else:  # a call waits for the device itself, or has too many kernels
             count, hold = 1, 0.0
         if count > 1 and took is not None and took > budget_s / _FEWEST:
             count = max(1, round(count * budget_s / _FEWEST / took))

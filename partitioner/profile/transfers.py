@@ -24,7 +24,7 @@ from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
 from partitioner.runtime.comm.torch_backend import TorchCommunicator
 from partitioner.runtime.program.membership import PipelineEdge
 
-_BETWEEN_S = 2e-3  # computation between transfers; about one layer's
+_BETWEEN_S = 2e-3  # seconds of computation between transfers; about those of one layer
 
 _SIZE = {"cpu": 256, "cuda": 4096}  # size of the square products
 _LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers

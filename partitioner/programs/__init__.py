@@ -1,1 +1,2 @@
-"""Further programs of a plan over the layout of its first one: evaluation, and other batch shapes."""
+"""Further programs of a plan over the layout of its main program, the training step: evaluation, generation, and other
+batch shapes."""

@@ -1,9 +1,9 @@
 """Choose a layout of the state that all programs of a plan can have, and plan all of them.
 
-The search decides the layout by the first program. Meshes over which the batch of a further program does not divide are
-left out beforehand. If a further program has no plan in the layout that was found, the search is repeated: first with
-the sharding of the first program and of that further program decided together, then without the candidates in whose
-layout there was no plan.
+The search decides the layout by the main program, the training step for the largest batch shape. Meshes over which the
+batch of a further program does not divide are left out beforehand. If a further program has no plan in the layout that
+was found, the search is repeated: first with the sharding of the main program and of that further program decided
+together, then without the candidates in whose layout there was no plan.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel
 from partitioner.solve.search.fit_memory import PlanFinder, plan_to_fit
 
-_OF_ONE_MESH = 3  # candidates of a mesh that are refused, the last of them with all others of the mesh
+_OF_ONE_MESH = 3  # excluded candidates of one mesh after which the whole mesh is excluded
 _NOTE = (
     "the layout is the best one that was found for all programs together; a further program has no plan in the layout "
     "that is the fastest one for the first program"
@@ -47,8 +47,7 @@ _NOTE = (
 class FurtherSizes(NamedTuple):
     """Batch sizes of a plan's further programs, such as evaluations. ``samples``: their numbers of samples.
     ``positions``: their numbers of positions (such as tokens of a sample). Each tuple is in ascending order without
-    duplicates. A search leaves out meshes over whose ranks such a batch cannot be divided evenly.
-    """
+    duplicates. A search for a plan leaves out meshes over whose ranks such a batch cannot be divided evenly."""
 
     samples: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()

@@ -1,8 +1,9 @@
-"""Put a plan together: its first program, and further ones over the layout of the state that the first one has.
+"""Put a plan together: its main program (the training step for the largest batch shape), and further ones over the
+layout of the state that the main one has.
 
-The first program decides the layout. :class:`PinnedLayout` makes the solver keep it, ``ProgramSpec.layout_of`` makes
-the emitter keep its ZeRO pieces and buckets, and ``prove_same_layout`` refuses a program that has another layout. A
-further program has its own microbatches and strategies of operators.
+The main program decides the layout. :class:`PinnedLayout` makes the solver keep it, ``ProgramSpec.layout_of`` makes the
+emitter keep its ZeRO pieces and buckets, and ``prove_same_layout`` refuses a program that has another layout. A further
+program has its own microbatches and strategies of operators.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ Purpose = Literal["evaluate", "step", "prefill", "decode"]
 
 NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 GENERATES: tuple[Purpose, ...] = ("prefill", "decode")
-_SIZES = 3  # of microbatches that are compared for a further program
+_SIZES = 3  # microbatch sizes that are compared for a further program
 _RAREST = 1e-3  # least frequency of a program that counts, relative to another one
 _COMPARED = 3  # shapes by which layouts are compared, besides the largest
-_LAYOUTS = 4  # that are compared by their expected time
-_GAIN = 0.01  # of the expected time, for which another layout is taken
-_PATIENCE_S = 600.0  # with the forked process that plans one of the shapes
+_LAYOUTS = 4  # layouts that are compared by their expected time
+_GAIN = 0.01  # fraction of the expected time that another layout has to save
+_PATIENCE_S = 600.0  # seconds to wait for the forked process that plans one of the shapes
 
 
 class NoFurtherPlanError(PlanError):
@@ -82,7 +83,8 @@ class NoFurtherPlanError(PlanError):
 @dataclass(frozen=True)
 class FirstProgram:
     """A plan's training program, with the data from which further programs of the same plan are made (training steps
-    for other batch shapes, and evaluations). All of them must use the training program's layout of parameters.
+    for other batch shapes, evaluations and generation). All of them must use the training program's layout of
+    parameters.
 
     ``prepared``: the model with its inputs. ``job``: the planning problem of the training program. ``found``: its
     solution. ``job_of``: a function that returns a planning problem; its arguments are the number of samples in the
@@ -255,7 +257,7 @@ class FirstProgram:
         chosen, first = self.found.chosen, self.found.program
         assert first is not None
         pinned = PinnedLayout.of(chosen.local, chosen.stage_of_call, first)
-        if inputs:  # whoever keeps these reads the results on each rank
+        if inputs:  # the caller keeps these inputs sharded, and reads all outputs whole on each rank
             whole = dict.fromkeys((o.value for o in job.model.outputs if o.value is not None), REPLICATED)
             pinned = replace(pinned, inputs=inputs, outputs=whole)
         alone = job
@@ -370,7 +372,7 @@ def choose_expected_layout(
         return first
     try:
         return first.with_layout(plan(replace(first.job, constraints=_pin_candidate(constraints, best))))
-    except PlanError:  # its program does not fit after all
+    except PlanError:  # the program of the other layout does not fit after all
         return first
 
 
@@ -494,7 +496,7 @@ def _plan_shapes(first: FirstProgram, shapes: Sequence[Shape]) -> dict[str, Furt
             try:
                 found[shape] = plan(shape)
             except PartitionError:
-                break  # it is raised below, unless a shape in front of it has no plan either
+                break  # the error is raised below, unless an earlier shape has no plan either
         for shape in shapes:
             if shape not in found:
                 told = None if aside is None else aside.take(shape)

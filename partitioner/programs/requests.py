@@ -54,7 +54,7 @@ class Generate(BaseModel, metaclass=DocumentedModel):
     )
 
     def __init__(self, **data: Any) -> None:
-        """Check the fields. Raise :class:`GenerationError` for an invalid value."""
+        """Check ``data``, the values of the fields by name. Raise :class:`GenerationError` for an invalid value."""
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -120,9 +120,8 @@ class Shapes(BaseModel, metaclass=DocumentedModel):
         return tuple(sorted(set(given)))
 
     def __init__(self, **data: Any) -> None:
-        """Check the fields. Raise :class:`ShapeError` for an invalid value, or if ``weights`` has keys that are not in
-        ``length``, a negative value, or only zeros.
-        """
+        """Check ``data``, the values of the fields by name. Raise :class:`ShapeError` for an invalid value, or if
+        ``weights`` has keys that are not in ``length``, a negative value, or only zeros."""
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -194,12 +193,12 @@ def _choose_buckets(sizes: NDArray[np.float64], often: NDArray[np.float64], coun
     ``sizes``: in increasing order. ``often``: the frequency of each length.
     """
     total = np.cumsum(often)
-    before = np.concatenate(([0.0], total))  # frequency of the sizes in front of an index
-    least = sizes * total  # with one bucket that ends at an index
+    before = np.concatenate(([0.0], total))  # frequency of all sizes before an index
+    least = sizes * total  # sum of padded lengths with one bucket that ends at an index
     chosen: list[NDArray[np.int64]] = []
     for _ in range(min(count, len(sizes)) - 1):
         previous = np.concatenate(([0.0], least))
-        start = np.zeros(len(sizes), dtype=np.int64)  # of the last bucket
+        start = np.zeros(len(sizes), dtype=np.int64)  # for each end, the start of the last bucket
         least = np.empty(len(sizes))
         for end, size in enumerate(sizes):
             sums = previous[: end + 1] + size * (total[end] - before[: end + 1])

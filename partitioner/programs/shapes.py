@@ -28,7 +28,7 @@ from partitioner.topology import Topology
 from partitioner.validate import torch_device
 
 _LEAST = 2  # elements along an axis of the graph that another one is compared with
-_PATIENCE_S = 600.0  # with the forked process that captures the model for other shapes
+_PATIENCE_S = 600.0  # seconds to wait for the forked process that captures the model for other shapes
 
 Shape = tuple[int, int]  # samples and positions; 0 positions: the inputs have no such dim
 
@@ -111,7 +111,7 @@ class ShapeFamily:
 
     @property
     def largest(self) -> PreparedModel:
-        """Return the model with inputs of the largest shape."""
+        """Return the model with inputs of the largest batch shape."""
         return self.prepared_at(self.shapes[0])
 
     def prepared_at(self, shape: Shape) -> PreparedModel:
@@ -170,11 +170,11 @@ class ShapeFamily:
 
     def _derive_folded(self, shape: Shape) -> FoldedModel | None:
         """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), without capturing it
-        for this shape. A shape between the largest and the smallest number of positions, or else of samples, is derived
-        from the models for these two, or for the second largest and the smallest: the largest batch may read the whole
-        of a table, such as one of positions, of which all others read a part. For other shapes the model that a forked
-        process has captured is returned. ``None`` if neither is possible; the caller then captures the model.
-        """
+        for this shape. A shape whose number of positions (or else of samples) lies between the largest and the smallest
+        is derived from the models for these two numbers. If that is impossible, it is derived from the models for the
+        second largest and the smallest: the largest batch may read a whole table, such as one of positions, of which
+        all others read a part. For other shapes the model that a forked process has captured is returned. ``None`` if
+        neither is possible; the caller then captures the model."""
         ends = self._list_surrounding_shapes(shape)
         if not ends:
             return self._read_folded(shape)
@@ -261,11 +261,14 @@ class ShapeFamily:
         return model
 
     def _list_surrounding_shapes(self, shape: Shape) -> list[tuple[Shape, Shape, tuple[int, int, int]]]:
-        """Return a list of (larger, smaller, sizes): two shapes (samples, positions) between which ``shape`` lies, and
-        from which its graph may be derived. They differ in the number of positions or, if that is impossible, of
-        samples: the largest and the smallest first, then the second largest and the smallest. ``sizes``: this number in
-        ``larger``, in ``smaller`` and in ``shape``. Empty if both numbers of ``shape`` are the largest or smallest
-        ones.
+        """Return the pairs of shapes (samples, positions) from whose graphs the graph for ``shape`` may be derived, in
+        the order in which to try them, as tuples (larger, smaller, sizes). The two shapes differ in the number of
+        positions, and that of ``shape`` lies between theirs; if it is the largest or smallest one, they differ in the
+        number of samples instead. The first pair has the largest and the smallest number, the second pair the second
+        largest and the smallest.
+
+        ``sizes``: this number in the larger shape, in the smaller one and in ``shape``. The list is empty if both
+        numbers of ``shape`` are the largest or smallest ones.
         """
         for axis in (1, 0):
             low, *others = sorted({each[axis] for each in self.shapes})
@@ -339,10 +342,10 @@ class ShapeFamily:
         return fewer, shorter
 
     def _find_own_size(self, size: int, length: int) -> int:
-        """Return the number of positions below ``length`` that is nearest to ``size`` and that no dim of the inputs has
-        which stays, such as that of targets. Equal tables of two dims are made once, so that a graph in which two sizes
-        are equal by chance has fewer operators.
-        """
+        """Return a number of positions near ``size`` and below ``length``, for a batch from which padding is derived.
+        It differs from all sizes of dims of the inputs that no batch shape changes (neither samples nor positions),
+        because a graph in which two sizes are equal by chance has fewer operators: equal tables are computed once.
+        ``size``: the preferred number. ``length``: the largest number of positions of the plan's batch shapes."""
         leaves = _list_leaves(self.sample.model, self.sample.inputs)
         fixed = {
             int(number)

@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 Child = ET.Element | str | None
-Cell = Child | tuple[float | str, Child]  # with a key to sort by
+Cell = Child | tuple[float | str, Child]  # a pair has a key to sort by
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 _BAR = re.compile("█*")
-_BAR_CELLS = 30  # of a bar chart in text
+_BAR_CELLS = 30  # characters of the longest bar in a text report
 
 MOST_CHARACTERS = 1200  # of one text; the rest of a longer text is left out
 

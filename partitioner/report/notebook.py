@@ -10,7 +10,7 @@ from partitioner.plan import Plan
 from partitioner.plans.figures import key_figures, picture_title
 from partitioner.units import bytes_text, format_html_figures
 
-MOST_PICTURE_BYTES = 400_000  # of a picture in a notebook, which keeps it in its file
+MOST_PICTURE_BYTES = 400_000  # a notebook stores the picture in its file
 
 
 def format_plan_html(plan: Plan) -> str:
@@ -22,9 +22,8 @@ def format_plan_html(plan: Plan) -> str:
 
 
 def _format_graph(plan: Plan) -> str:
-    """Return the picture of the plan's graph as an HTML image. Return a paragraph that says how to write the picture to
-    a file if it is longer than 400,000 bytes, and an empty text if the plan has no program to draw.
-    """
+    """Return the picture of the graph of ``plan`` as an HTML image. Return a paragraph that says how to write the
+    picture to a file if it is longer than 400,000 bytes, and an empty text if the plan has no program to draw."""
     try:
         picture = draw(plan, "graph").encode(errors="replace")
     except PartitionError:  # a plan without a program

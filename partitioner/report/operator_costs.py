@@ -54,9 +54,9 @@ class OperatorCost:
 
 
 def list_operator_costs(plan: Plan) -> list[OperatorCost]:
-    """Return the predicted cost of every operator of the plan's blocks (pieces of the model, such as decoder layers),
-    the longest time first. Operators of equal name in one module of a block are added up. A block that several stages
-    call has one entry per operator, with all its calls.
+    """Return the predicted cost of every operator of the blocks (pieces of the model, such as decoder layers) of
+    ``plan``, the longest time first. Operators of equal name in one module of a block are added up. A block that
+    several stages call has one entry per operator, with all its calls.
 
     Times are those of kernels alone, without communication, recomputation and the time in which a device waits for the
     host.

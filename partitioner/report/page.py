@@ -209,15 +209,14 @@ def _build_section(
 
 
 def _build_summary(plan: Plan) -> list[ET.Element]:
-    """Return the elements of the section "Summary": the plan's main numbers (such as the step time) as cards, then a
-    table of more numbers and a table of the pipeline stages.
-    """
+    """Return the elements of the section "Summary": the main numbers of ``plan`` (such as the step time) as cards, then
+    a table of more numbers and a table of the pipeline stages."""
     cards = build_element("dl", class_="cards")
     for name, value in key_figures(plan):
         cards.append(build_element("div", build_element("dt", name), build_element("dd", value)))
     parts = build_parts(summary_parts(plan), "Figures, stages and operators")
     for place, part in enumerate(parts):
-        if part.tag == "div" and part.find("table[@class='pairs']") is None:  # the tables after the figures
+        if part.tag == "div" and part.find("table[@class='pairs']") is None:  # the tables after the main numbers
             parts.insert(place, build_element("h3", "Stages"))
             break
     return [cards, *parts]
@@ -263,10 +262,9 @@ def _build_answers(plan: Plan) -> list[ET.Element]:
 
 
 def _build_operators(plan: Plan, left_out: list[str]) -> list[ET.Element]:
-    """Return the elements of the section "Costs of operators": an introduction and the table of predicted costs. If
-    some operators have no row, a sentence on it is appended to ``left_out``. Raise :class:`PartitionError` if the plan
-    has no program.
-    """
+    """Return the elements of the section "Costs of operators" of the report of ``plan``: an introduction and the table
+    of predicted costs. If some operators have no row, a sentence on it is appended to ``left_out``. Raise
+    :class:`PartitionError` if the plan has no program."""
     plan.program  # noqa: B018  # raises the typed error of a plan without a program
     from partitioner.report.operator_costs import MOST_OPERATORS, build_operator_table, list_operator_costs
 

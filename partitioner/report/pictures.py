@@ -14,12 +14,12 @@ from partitioner.report.html import build_element, clean_text, format_html
 from partitioner.units import bytes_text
 
 MOST_PICTURE_BYTES = 750_000
-MOST_SOURCE_BYTES = 8_000_000  # of a picture before it is embedded; larger ones are not read
+MOST_SOURCE_BYTES = 8_000_000  # larger pictures are not read
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _COLOURED = ("fill", "stroke")
-_SEARCHED = ("graph", "topology")  # views whose parts have names
-_NOTE_SIZE = "12"  # of the notes in a header; the title is larger
+_SEARCHED = ("graph", "topology")  # kinds of pictures whose parts have names to search for
+_NOTE_SIZE = "12"  # font size of the notes in a header; the title is larger
 
 
 @dataclass(frozen=True)

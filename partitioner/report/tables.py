@@ -17,7 +17,7 @@ from partitioner.units import bytes_text, format_percent, seconds_text
 
 MOST_CANDIDATES = 400  # rows of the table
 MOST_ANSWERS = 48  # questions of the why-not table
-_MOST_VALUES = 6  # of one constraint
+_MOST_VALUES = 6  # values of one constraint
 _MOST_REASON = 240  # characters of a reason in a row
 
 _ASKED = ("pp", "dp", "cp", "tp", "ep", "zero", "microbatch_size", "schedule", "virtual_stages")
@@ -28,13 +28,13 @@ _VERDICTS = {
     "infeasible": "not possible",
     "unknown": "needs the model",
 }
-_LAST = math.inf  # sorts what has no number behind all numbers
+_LAST = math.inf  # sort key of a cell without a number: it comes last
 
 
 def build_candidate_table(plan: Plan) -> ET.Element:
-    """Return a sortable HTML table of the layouts that the search examined, the best first, with at most 400 rows. The
-    row of the plan's own layout has the class ``chosen``.
-    """
+    """Return a sortable HTML table of the layouts (mesh, microbatch size, schedule, ZeRO stage) that the search of
+    ``plan`` examined, the best first, with at most 400 rows. The row of the plan's own layout has the class
+    ``chosen``."""
     shown = best_first(plan.certificate.candidates)[:MOST_CANDIDATES]
     columns = [
         ("mesh", False),
@@ -146,9 +146,9 @@ def build_why_not_table(plan: Plan) -> ET.Element:
 
 
 def _list_answer_rows(plan: Plan) -> Iterator[list[Cell]]:
-    """Yield the cells of each row of the table "why not": the constraint, the verdict, the step time or its lower
-    bound, and the reasons. A constraint that the plan fulfils has no row.
-    """
+    """Yield the cells of each row of the table "why not" of ``plan``, which says what a plan with another constraint
+    would be: the constraint, the verdict, the step time or its lower bound, and the reasons. A constraint that the plan
+    fulfils has no row."""
     for asked in list_questions(plan):
         try:
             answer = plan.why_not(**asked)

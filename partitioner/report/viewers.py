@@ -23,7 +23,7 @@ from partitioner.simulate.program_time import plan_timeline
 from partitioner.units import bytes_text, format_plural
 
 MOST_BYTES = 5_000_000  # of a file
-_RESERVED = 100_000  # bytes of a file for what is not counted exactly
+_RESERVED = 100_000  # bytes of a file for parts that are not counted exactly
 
 Json = dict[str, Any]
 
@@ -64,8 +64,8 @@ def build_perfetto_trace(plan: Plan) -> tuple[Json, tuple[str, ...]]:
 
 
 def _name_ranks(plan: Plan, event: Json) -> Json:
-    """Return ``event``, an event of a Perfetto trace. If it gives a pipeline stage its name, the returned event also
-    has the number of ranks of that stage in the name."""
+    """Return ``event``, an event of a Perfetto trace. If the event gives a pipeline stage of ``plan`` its name, the
+    number of ranks of that stage is added to the name."""
     if event.get("name") != "process_name":
         return event
     stage = int(event["args"]["name"].split()[1])
@@ -168,8 +168,8 @@ def _describe_group(group: CallGroup) -> Iterator[tuple[str, str]]:
 
 
 def _build_block_graph(plan: Plan, name: str) -> Json:
-    """Return the graph of the operators of the block (such as a layer) called ``name`` for Model Explorer. Operators
-    are grouped by the path of their module."""
+    """Return the graph of the operators of the block (such as a layer) of ``plan`` called ``name`` for Model Explorer.
+    Operators are grouped by the path of their module."""
     block = plan.program.blocks[name]
     nodes = []
     for node in block.nodes:
@@ -195,7 +195,8 @@ def _build_block_graph(plan: Plan, name: str) -> Json:
 
 
 def _name_operator(target: str) -> str:
-    """Return the name of an operator without namespace and overload: ``mm`` for ``aten.mm.default``."""
+    """Return ``target``, the full name of an operator, without namespace and overload: ``mm`` for
+    ``aten.mm.default``."""
     parts = target.split(".")
     return parts[1] if len(parts) > 2 else target
 

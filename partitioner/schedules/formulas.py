@@ -102,9 +102,9 @@ def least_fill(
 
 
 def least_alone(schedule: str | ScheduleTable) -> float:
-    """Return which fraction of a microbatch's backward through one stage must end before the preceding stage can begin
-    its own, as a lower bound: 1.0 if ``schedule`` (a name or a table) never splits backwards, else 0.5, because the
-    half for weight gradients may run later."""
+    """Return a lower bound on the fraction of a microbatch's backward through one stage that must have run before the
+    preceding stage can begin its own backward of the microbatch: 1.0 if ``schedule`` (a name or a table) never splits
+    backwards, else 0.5, because the half for weight gradients may run later."""
     return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
 

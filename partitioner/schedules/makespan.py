@@ -70,8 +70,8 @@ def compute_makespan(
     soon as its inputs are available. ``table``: the actions of each rank. ``phases``: the times of each virtual stage.
 
     ``overlap_steps``: return instead the step time in steady state, if a rank begins the next step as soon as it has
-    finished its part of this one; collectives at the ends of a step are then not counted. ``train``: whether backwards
-    take time.
+    finished its part of this one; collectives at the ends of a step (gathers of parameters, reductions of gradients)
+    are then not counted. ``train``: whether backwards take time.
     """
     ends = not overlap_steps and _has_ends(phases)
     waits, seconds, sent = waits_of(table, train, ends=ends), seconds_of(phases, train), sent_of(phases)
@@ -158,23 +158,24 @@ def longest_path(
 
 
 def _has_ends(phases: Sequence[Phases]) -> bool:
-    """Return whether any of ``phases`` has collectives at the ends of a step."""
+    """Return whether any virtual stage has collectives at the ends of a step: gathers of parameters at its start or
+    reductions of gradients at its end. ``phases``: the times of each virtual stage."""
     return any(phase.gathered or phase.reduced for phase in phases)
 
 
 class Waits(NamedTuple):
     """What each action of all pipeline ranks in one step waits for: parallel lists with one entry per action, in
     topological order. The first entries, one per rank, are no actions: they stand for the start of the step on that
-    rank. If the collectives at the ends of the step are counted, a second entry per rank stands for the start of its
-    links, and collectives are entries like actions.
+    rank. If the collectives at the ends of the step are counted, a second entry per rank stands for the start of the
+    step on its links, on which collectives run beside the computation, and collectives are entries like actions.
 
     ``before``: index of the previous action of the same rank. ``needed``: index of the action on another virtual stage
-    that computes the input; the start of the rank if there is none. ``what``: six times the virtual stage, plus 0 for a
-    forward, 1 or 2 for the backward for inputs or weights, 3 for a whole backward, 4 for the gathers and 5 for the
-    reductions; six times the number of stages for an entry that takes no time. ``message``: index of the message that
-    brings the input: twice the virtual stage, plus 1 for gradients; twice the number of stages if there is none.
-    ``rank``: the rank of each action. ``last``, with one entry per rank: index of its last action; if collectives are
-    counted, then one per rank with the index of its last collective.
+    that computes the input; the start of the rank if there is none. ``what``: six times the index of the virtual stage,
+    plus 0 for a forward, 1 or 2 for the backward for inputs or weights, 3 for a whole backward, 4 for the gathers and 5
+    for the reductions; six times the number of stages for an entry that takes no time. ``message``: index of the
+    message that brings the input: twice the index of the virtual stage, plus 1 for gradients; twice the number of
+    stages if there is none. ``rank``: the rank of each action. ``last``, with one entry per rank: index of its last
+    action; if collectives are counted, then one per rank with the index of its last collective.
     """
 
     before: list[int]
@@ -188,8 +189,8 @@ class Waits(NamedTuple):
 def waits_of(table: Timetable, train: bool = True, *, ends: bool = False) -> Waits:
     """Return, for all actions of ``table`` in topological order, the actions and messages that each of them waits for.
     Without ``train`` backwards do not wait for other virtual stages. ``ends``: include the collectives at the ends of
-    the step. The result is cached by the identity of ``table``.
-    """
+    the step (gathers of parameters at its start, reductions of gradients at its end). The result is cached by the
+    identity of ``table``."""
     return _compute_waits(SameObject(table), train, ends)
 
 
@@ -197,8 +198,8 @@ def waits_of(table: Timetable, train: bool = True, *, ends: bool = False) -> Wai
 def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Waits:
     """Return, for all actions of a timetable in topological order, the actions and messages that each of them waits
     for. ``same``: a wrapper of the timetable that compares by identity, so that the result can be cached. Without
-    ``train`` backwards do not wait for other virtual stages. ``ends``: include the collectives at the ends of the step.
-    """
+    ``train`` backwards do not wait for other virtual stages. ``ends``: include the collectives at the ends of the step
+    (gathers of parameters at its start, reductions of gradients at its end)."""
     table, last = same.value, len(same.value.ranks) - 1
     starts = range((1 + ends) * len(table.orders))
     nothing = 2 * len(table.ranks)
@@ -250,9 +251,8 @@ def _add_gathers(table: Timetable, found: Waits) -> dict[int, int]:
 
 
 def _add_reductions(table: Timetable, found: Waits) -> None:
-    """Append to ``found`` the reductions of gradients, which run one after the other on the links of each rank. Those
-    of a virtual stage begin no earlier than its last backward. ``table``: the actions of each rank.
-    """
+    """Append to ``found`` the reductions of gradients, which run one after the other on the links of each rank. The
+    reductions of a virtual stage begin no earlier than its last backward. ``table``: the actions of each rank."""
     final: dict[int, int] = {}  # virtual stage -> its last backward
     for place in range(2 * len(table.orders), len(found.before)):
         stage, kind = divmod(found.what[place], ENTRIES)
@@ -264,9 +264,9 @@ def _add_reductions(table: Timetable, found: Waits) -> None:
 
 
 def _add_collective(table: Timetable, found: Waits, rank: int, what: int, needed: int) -> None:
-    """Append to ``found`` a collective on the links of ``rank``, after the previous one. ``what``: its number in lists
-    of durations. ``needed``: index of the entry that it also waits for. ``table``: the actions of each rank.
-    """
+    """Append to ``found`` a collective on the links of ``rank``, after the previous one. ``what``: index of its seconds
+    in the list of durations (see :func:`seconds_of`). ``needed``: index of the entry that it also waits for. ``table``:
+    the actions of each rank."""
     lane = len(table.orders) + rank
     found.before.append(found.last[lane])
     found.needed.append(needed)

@@ -116,7 +116,8 @@ def _build_checked_timetable(
 
 
 def _find_schedule(name: str) -> Schedule:
-    """Return the built-in schedule with this name, such as ``1f1b``. Raise :class:`ScheduleError` if there is none."""
+    """Return the built-in schedule that is called ``name``, such as ``1f1b``. Raise :class:`ScheduleError` if there is
+    none."""
     if name not in SCHEDULES:
         known = ", ".join(sorted(SCHEDULES))
         raise ScheduleError(f"there is no schedule {name!r}; choose one of {known}, or name a file that ends in .csv")

@@ -359,8 +359,8 @@ class PlanDurations:
     ) -> tuple[dict[str, CallCost], ...]:
         """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
         cost). ``pieces``: which collectives of each block run in pieces; ``None``: chosen by the estimated times.
-        ``fp8``: whether products with weights may be in fp8 that are not yet.
-        """
+        ``fp8``: whether products with weights may be computed in fp8 although the program computes them in a wider
+        format."""
         program = self.plan.program
         train, again = program.objective == "train", partial(_find_recomputed_nodes, program)
         costs = CallCostCache(self.blocks, self.topology, train, again, pieces=pieces)

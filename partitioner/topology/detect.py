@@ -24,7 +24,7 @@ from partitioner.topology.hardware import Pattern
 from partitioner.topology.quantities import parse_quantity
 from partitioner.topology.topology import Topology
 
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # the header of `topo -m` is underlined
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # escape sequences: the header of ``nvidia-smi topo -m`` is underlined
 
 _COLUMN = re.compile(r"\b(?:GPU\d+|NIC\d+|mlx\w+|bnxt\w+|hfi\w+)\b")
 _SPEED = re.compile(r"Link \d+:\s*([\d.]+)\s*GB/s")
@@ -116,7 +116,7 @@ def _read_status(text: str) -> tuple[list[float], list[int]]:
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
-_MOST_PORTS = 18  # NVLinks of a device, of any generation so far
+_MOST_PORTS = 18  # most NVLinks of a device, in any generation so far
 
 
 def build_local_topology(num_ranks: int) -> Topology:
@@ -134,9 +134,9 @@ def build_local_topology(num_ranks: int) -> Topology:
     core["peak"] = {name: parse_quantity(value) * share for name, value in core["peak"].items()}
     for name in ("power_busy", "power_idle"):
         core[name] = parse_quantity(core[name]) * share
-    del core["price"]  # the machine is the user's own
+    del core["price"]  # the user's own machine has no price
     rate = parse_quantity(catalogue("devices")["cpu-core"]["memory_bandwidth"])
-    host = {  # a copy reads and writes the same memory
+    host = {  # a copy reads and writes the same memory, so it has half of the bandwidth
         "memory": physical_memory(),
         "bandwidth": rate * share / 2,
         "memory_bandwidth": rate * num_cores(),
@@ -163,7 +163,7 @@ def detect_topology() -> Topology:
     the launcher's variables are not numbers.
     """
     world = _from_launcher("WORLD_SIZE", 1)
-    import torch  # it takes seconds, and a topology of local ranks does without
+    import torch  # imported late: it takes seconds, and a topology of local ranks does not need it
 
     if not torch.cuda.is_available():
         return build_local_topology(world)
@@ -204,7 +204,7 @@ def build_machine_topology(
     (group,) = fields["nodes"]
     if wires is not None and len(kinds) > 1:
         fields |= _build_wired_levels(group, main, wires)
-    if wires is not None and nodes > 1 and 0 < wires.num_nics < len(kinds):  # then they share them
+    if wires is not None and nodes > 1 and 0 < wires.num_nics < len(kinds):  # devices share network cards
         group["nics"] = wires.num_nics
     slot = wires.pcie if wires is not None and wires.pcie is not None else None
     host = {"bandwidth": "25 GB/s", **_get_host_fields(group.get("host")), "memory": physical_memory(), "disk": 0}
@@ -233,7 +233,7 @@ def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]
     fields = machine_fields(name, nodes, devices)
     (group,) = fields["nodes"]
     whole = catalogue("machines")[name]["devices"]
-    if devices != whole:  # which of its places they have is not known
+    if devices != whole:  # it is unknown which places of the machine the devices have
         if "nics" in group:
             group["nics"] = max(1, group["nics"] * devices // whole)
         pattern = group.get("pattern")
@@ -275,7 +275,7 @@ def _has_nvlink_switches(wires: Wiring) -> bool:
     apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
     count = int(apart[0])
     if len(wires.nvlinks) == 2 or (apart != count).any():
-        return len(wires.nvlinks) == 2  # where it makes no difference
+        return len(wires.nvlinks) == 2  # for two devices it makes no difference
     return count == wires.ports if wires.ports is not None else count * (len(wires.nvlinks) - 1) > _MOST_PORTS
 
 
@@ -309,7 +309,7 @@ def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring 
     elif len(seen) == len(wires.nvlinks):
         chosen = list(range(len(seen)))
     else:
-        return None  # which of them are visible cannot be told
+        return None  # it is unknown which of them are visible
     return Wiring(
         wires.nvlinks[np.ix_(chosen, chosen)], wires.num_nics, wires.speed, wires.ports, wires.pcie, tuple(uuids)
     )

@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 
 Ints = NDArray[np.int64]
 
-MOST_PLACES = 62  # of a node with a pattern: a set of its devices is the bits of one int64
+MOST_PLACES = 62  # devices of a node with a pattern: a set of them is the bits of one int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +241,7 @@ def least_cut(matrix: Floats) -> float:
     """Return the least bandwidth in bytes/s over all cuts of a graph of devices into two parts. ``matrix``: bytes/s of
     the link of each pair of devices, shape ``[n, n]``, 0 without a link. The result is 0 if the graph is not connected.
     """
-    import networkx as nx  # where a topology needs it: most do not
+    import networkx as nx  # imported late: most topologies do not need it
 
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(len(matrix)))

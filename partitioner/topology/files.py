@@ -107,7 +107,7 @@ def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[st
     group = {**machine, "count": nodes}
     if devices is not None:
         group["devices"] = devices
-    if nodes == 1 and "pattern" in group:  # the pattern joins them
+    if nodes == 1 and "pattern" in group:  # the direct links connect the devices
         levels = [level for level in levels if level.get("nodes") == 1]
     return {"nodes": [group], "levels": needed_levels(levels, nodes, group["devices"])}
 
@@ -157,7 +157,7 @@ def loads(text: str, source: str = "topology") -> Topology:
         raise TopologyError(f"{source}: nested too deeply; a topology takes five levels at most") from error
     except TopologyError:
         raise
-    except (ValueError, TypeError, AttributeError) as error:  # what looks like a date or a key and is none
+    except (ValueError, TypeError, AttributeError) as error:  # text that looks like a date or a key and is none
         raise TopologyError(f"{source}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise TopologyError(f"{source}: expected a mapping with 'machine' or 'nodes', got {type(data).__name__}")
@@ -301,9 +301,9 @@ def _add_catalogue_entries(own: dict[str, Any], kind: str, names: Sequence[Any])
 
 
 def _expand_level(level: Any, number: int) -> Any:
-    """Return ``level``, an entry of ``levels`` in a topology file, with its key ``like`` replaced by the fields of that
-    link in the catalogue. A level without a name gets the name of that link. ``number``: index of the level, for
-    errors."""
+    """Return ``level``, an entry of ``levels`` in a topology file, with its key ``like``, the name of a link in the
+    catalogue, replaced by the fields of this link. A level without a name gets the name of the link. ``number``: index
+    of the level, for errors."""
     resolved = _resolve_like(level, catalogue("links"), "levels", number)
     return resolved if resolved is level else {"name": level["like"], **resolved}
 

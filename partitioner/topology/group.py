@@ -23,7 +23,7 @@ from partitioner.topology.hardware import Hop, Level, Link, LinkOverride, Measur
 if TYPE_CHECKING:
     from partitioner.topology.topology import Topology
 
-_POST_S = 1e-6  # to post one send and one receive
+_POST_S = 1e-6  # seconds to post one send and one receive
 
 _ROUNDING = 1e-9
 
@@ -122,7 +122,7 @@ class Group:
         if not table:
             return None
         start, bandwidth = _interpolate_measured(table, self.size, self.tiers[0].level.step_s)
-        if op == "all_to_all":  # of which one of ``size - 1`` pieces goes over the slowest pair's link
+        if op == "all_to_all":  # one of ``size - 1`` pieces goes over the slowest pair's link
             return start + self.pair_lag, min((self.size - 1) * self.pair_cap, bandwidth)
         return start + self.lag, min(self.cap, bandwidth)
 
@@ -244,7 +244,7 @@ def _interpolate_measured(table: Measured, size: int, step_s: float) -> tuple[fl
 
 Pair = tuple[int, int]
 
-_TABLES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # rounds of a ring
+_TABLES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # collective -> rounds of its ring
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> L
         )
         for op, of_op in rounds.items()
     }
-    if any(tables.values()):  # what was measured may be no faster than it was
+    if any(tables.values()):  # a step may not be faster than in the measurements
         step = max(step, plain.step_s)
     own = {"name": "own", "bandwidth": bandwidth, "latency": latency, "step": step}
     return plain.model_copy(update=own | tables)

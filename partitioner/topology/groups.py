@@ -31,7 +31,7 @@ from partitioner.topology.hardware import Link
 from partitioner.topology.pair_links import group_of, hops_of, ring_hops, select_card_neighbours, spread_of
 from partitioner.topology.topology import Topology
 
-Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank on its namesake
+Devices = NDArray[np.int64] | Sequence[int] | None  # device index of each rank; None: device i for rank i
 
 
 def rank_grid(mesh: Mapping[str, int], *axes: str) -> NDArray[np.int64]:

@@ -31,9 +31,9 @@ from partitioner.topology.group import (
 from partitioner.topology.hardware import Hop, Level
 from partitioner.topology.topology import Topology
 
-_RINGS_FOUND = 64  # devices: of larger groups rings are taken to pass by slow links of single pairs
+_RINGS_FOUND = 64  # devices of a group; in larger groups, rings are assumed to avoid slow links of single pairs
 
-_MOST_KEPT = 1 << 16  # groups with links of their own
+_MOST_KEPT = 1 << 16  # groups with links of single pairs that are cached
 
 
 def group_of(topology: Topology, devices: Ints) -> Group:
@@ -63,7 +63,7 @@ def _linked_group(topology: Topology, devices: Ints) -> Group:
 
     joined: nx.Graph[int] = nx.Graph(list(singles))
     joins_all = len(joined) == size and nx.is_connected(joined)
-    if len(singles) == size * (size - 1) // 2:  # there are no other links
+    if len(singles) == size * (size - 1) // 2:  # all pairs have links of their own
         return _over_singles(plain, singles)
     groups = [_past_singles(plain, singles), *([_over_singles(plain, singles)] if joins_all else [])]
     return max(groups, key=lambda group: group.bus_bandwidth)

@@ -14,7 +14,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e
 
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
-# What is measured -> its units, and how it is written.
+# What is measured -> its units, and an example of how it is written.
 _DIMENSIONS: dict[str, tuple[dict[str, float], str]] = {
     "bytes": ({f"{prefix}B": scale for prefix, scale in {**_PREFIXES, **_BINARY}.items()}, "80 GB or 80 GiB"),
     "bytes per second": (
@@ -46,7 +46,7 @@ def parse_quantity(value: Any, kind: str | None = None) -> Any:
     ``ValueError`` for booleans, text that is not a number, unknown units and units that measure something else.
     """
     like = "'80 GB', '50 GB/s', '5 us'" if kind is None else _DIMENSIONS[kind][1]
-    if isinstance(value, bool):  # which Python takes for 0 or 1
+    if isinstance(value, bool):  # Python would accept it as 0 or 1
         raise ValueError(f"{str(value).lower()} is not a number; write it like {like}")
     if not isinstance(value, str):
         return value
@@ -60,7 +60,8 @@ def parse_quantity(value: Any, kind: str | None = None) -> Any:
     if unit and kind is not None and _KINDS[unit] != kind:
         raise ValueError(f"{value!r} measures {_KINDS[unit]}; expected {kind}, like {like}")
     try:
-        return float(Decimal(number) * Decimal(repr(UNITS[unit]))) if unit else float(number)  # 7.6 us is 7.6e-06
+        # exact: 7.6 us is 7.6e-06
+        return float(Decimal(number) * Decimal(repr(UNITS[unit]))) if unit else float(number)
     except ArithmeticError as error:
         raise ValueError(f"{value!r} is too large or too small a number; write it like {like}") from error
 
@@ -90,7 +91,7 @@ def _whole_bytes(value: Any) -> Any:
     unchanged. Raise ``ValueError`` for text that is not a number of bytes, and for more than 2**60 bytes.
     """
     value = parse_quantity(value, "bytes")
-    if isinstance(value, int | float) and not abs(value) <= _MOST_BYTES:  # which inf and nan are not
+    if isinstance(value, int | float) and not abs(value) <= _MOST_BYTES:  # also for inf and nan
         raise ValueError(f"{value:g} is not a size of memory; expected at most 2**60 bytes, written like 80 GB")
     return round(value) if isinstance(value, float) else value
 
@@ -156,7 +157,7 @@ Seconds = Annotated[
 Price = Annotated[float, _make_quantity_validator("dollars per hour"), _NOT_NEGATIVE]
 Power = Annotated[float, _make_quantity_validator("watts"), _POSITIVE]
 PowerOrNone = Annotated[float, _make_quantity_validator("watts"), _NOT_NEGATIVE]
-Size = Annotated[float, _make_quantity_validator("bytes"), _POSITIVE]  # of what need not be whole
+Size = Annotated[float, _make_quantity_validator("bytes"), _POSITIVE]  # bytes that need not be whole
 Bytes = Annotated[int, BeforeValidator(_whole_bytes), Field(gt=0)]
 BytesOrNone = Annotated[int, BeforeValidator(_whole_bytes), Field(ge=0)]
 _Table = TypeVar("_Table", bound=tuple[tuple[float, ...], ...])

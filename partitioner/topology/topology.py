@@ -142,7 +142,7 @@ class Topology(TopologyPart):
         """Return the names of two devices that no path of links connects; ``None`` if all devices are connected."""
         if self.num_devices == 1 or any(len(set(groups.tolist())) == 1 for groups in self.groups):
             return None
-        import networkx as nx  # most topologies do not need it
+        import networkx as nx  # imported late: most topologies do not need it
 
         parts = [set(c) & set(self.names) for c in nx.connected_components(self.graph())]
         return (min(parts[0]), min(parts[1])) if len(parts) > 1 else None

@@ -20,7 +20,7 @@ from partitioner.topology.hardware import NodeGroup, NodeOverride, Pattern
 if TYPE_CHECKING:
     from partitioner.topology.topology import Topology
 
-_WORDS = {  # pydantic's kind of complaint -> what was expected
+_WORDS = {  # kind of a pydantic error -> what was expected
     "tuple_type": "expected a list, like [a, b]",
     "dict_type": "expected a mapping, like {{name: value}}",
     "model_type": "expected a mapping, like {{name: value}}",
@@ -40,8 +40,8 @@ _WORDS = {  # pydantic's kind of complaint -> what was expected
     "greater_than_equal": "expected greater than or equal to {ge:g}",
     "less_than_equal": "expected at most {le:g}",
 }
-_SAID = ("value_error", "missing", "extra_forbidden")  # whose message says what came
-_MARKS = ("[key]",)  # what pydantic puts among the keys
+_SAID = ("value_error", "missing", "extra_forbidden")  # kinds of errors whose message has the wrong value
+_MARKS = ("[key]",)  # names that pydantic puts among the keys
 
 
 def format_validation_error(
@@ -58,7 +58,7 @@ def format_validation_error(
     the line is unknown. Pass ``line_of=None`` if the object is not from a file.
     """
     every = error.errors()
-    # what is inside tells more than that nothing is left of the whole, what was given more than what was not
+    # an error about an inner value says more than one about the whole, and a wrong value more than a missing one
     first = min(every, key=lambda each: (_has_inside(each["loc"], every), each["type"] == "missing"))
     context: Mapping[str, Any] = first.get("ctx", {})
     place: Sequence[int | str] = getattr(context.get("error"), "path", None) or first["loc"]
@@ -81,7 +81,7 @@ def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bo
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
-_MOST_VALUES = 1_000_000  # of a YAML file, with each alias counted as what it stands for
+_MOST_VALUES = 1_000_000  # values of a YAML file, where each alias counts as what it stands for
 
 
 def find_alias_problem(tree: Any) -> str:
@@ -143,7 +143,7 @@ def _is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-MOST_DEVICES = 1 << 20  # what each has of its own fills some gigabytes
+MOST_DEVICES = 1 << 20  # with more, the data of all devices would take gigabytes
 
 
 class MisplacedError(ValueError):
@@ -168,7 +168,7 @@ def require_type(name: str, value: object, kind: Any) -> None:
 def check_parts(topology: Topology) -> None:
     """Raise :class:`MisplacedError` if ``topology`` refers to names that it does not describe or gives a name twice, if
     its values contradict each other, or if it has too many devices."""
-    if topology.num_devices > MOST_DEVICES:  # before each is named
+    if topology.num_devices > MOST_DEVICES:  # before all devices are named
         raise MisplacedError(
             f"{topology.num_devices:,} devices; expected at most {MOST_DEVICES:,}: lower count or devices", "nodes"
         )

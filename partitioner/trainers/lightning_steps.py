@@ -65,6 +65,12 @@ class StepModel(nn.Module):
         self.training = module.training
 
     def forward(self, batch: Any) -> dict[str, Any]:
+        """Run ``training_step`` (in training mode) or ``validation_step`` of the LightningModule on ``batch``. Return a
+        dict with the scalar ``loss``, the scalars that the step logs (``logged``), and the other scalars that it
+        returns (``returned``); ``loss`` and ``returned`` are left out if there are none. Raise
+        :class:`TrainerError` if the step changes attributes or returns something that is no scalar, or if
+        ``training_step`` returns no loss.
+        """
         view, records = self._view[0], self._records
         name = TRAINING if self.training else VALIDATION
         view.__dict__["training"] = self.training

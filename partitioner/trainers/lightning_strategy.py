@@ -121,8 +121,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     The batch of a data loader is the global batch of a step, however the plan uses the ranks. Losses, gradients and
     updates are those of Lightning in one process. With ``accumulate_grad_batches`` the gradient is the mean over the
-    accumulated batches, as there. ``training_step`` and ``validation_step`` are traced once: they may depend on the
-    batch and the weights, and log scalars.
+    accumulated batches, as in Lightning. ``training_step`` and ``validation_step`` are traced once: they may depend on
+    the batch and the weights, and log scalars.
 
     Args:
         topology: the cluster; ``None``: the ranks of this launch, on this machine or on several equal nodes with GPUs.
@@ -163,8 +163,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         self._engine: Engine | None = None
         self._asked_precision, self._compile = precision, compile
         self._records = StepRecords()
-        self._plain_precision: Any = None  # Lightning's plugin, for runs without a plan
-        self._has_gradients = False  # the next batch is added to them
+        self._plain_precision: Any = None  # Lightning's precision plugin, for runs without a plan
+        self._has_gradients = False  # whether gradients of the next batch are added to earlier ones
 
     @property
     def engine(self) -> Engine:
@@ -193,7 +193,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         trainer._accelerator_connector.use_distributed_sampler = False  # every rank has the global batch
         self._engine = None
-        if self._plain_precision is not None:  # of an earlier fit
+        if self._plain_precision is not None:  # it was replaced by an earlier ``fit``
             self._precision_plugin = self._plain_precision
         if trainer.state.fn != TrainerFn.FITTING:
             self.precision_plugin.convert_module(module)
@@ -269,8 +269,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         )
 
     def _check_last_batches(self, trainer: Any, module: Any) -> None:
-        """Raise :class:`TrainerError` if the last batch of a data loader has fewer samples than the others, and the
-        plan cannot pad it without a change of the results."""
+        """Raise :class:`TrainerError` if the last batch of a data loader of ``trainer`` has fewer samples than the
+        others, and the plan cannot pad it without a change of the results."""
         assert self.plan is not None
         checks = [("train", trainer.fit_loop._data_source, self.plan.padding)]
         if _validates(trainer, module):
@@ -297,9 +297,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         raise TrainerError("a data loader has no batch: expected at least one, because the plan is made for its shapes")
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Create the optimizer and the learning-rate schedules that ``configure_optimizers`` of the module returns, and
-        replace the parameters of the optimizer by this rank's parts of them.
-        """
+        """Create for ``trainer`` the optimizer and the learning-rate schedules that ``configure_optimizers`` of the
+        module returns, and replace the parameters of the optimizer by this rank's parts of them."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise TrainerError(
@@ -328,7 +327,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             group["params"] = [*parts, *(rest if index == 0 else [])]
         optimizer.zero_grad = _keep_gradients  # the engine replaces gradients, or adds to them
         engine.on_disk(optimizer)
-        for wrapper in self._lightning_optimizers:  # which step the optimizer itself, that is checked
+        for wrapper in self._lightning_optimizers:  # they step the optimizer itself, which is checked
             engine.trust_optimizer(wrapper)
 
     def model_to_device(self) -> None:
@@ -516,7 +515,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
                 f"{checkpoint_path} is a sharded checkpoint, which only a plan can read: call fit first, or evaluate a "
                 "module with whole weights, such as the one that fit has trained, with ckpt_path=None"
             )
-        else:  # for validate, test and predict, which run the whole module
+        else:  # validate, test and predict run the whole module
             with keep_generators():
                 engine = Engine(self.plan, StepModel(self.lightning_module, StepRecords()), self.root_device)
                 engine.load(Path(checkpoint_path), extra={STATE: held})

@@ -31,7 +31,7 @@ def share_plan(search: Callable[[], Plan], rank: int, world_size: int, extra: Ca
         if rank == 0:
             try:
                 told[0] = search().save(path).read_text(), extra(), ""
-            except Exception as failed:  # the other ranks wait
+            except Exception as failed:  # the other ranks wait for a message
                 error, told[0] = failed, ("", None, f"{type(failed).__name__}: {failed}")
         if world_size > 1:
             dist.broadcast_object_list(told)

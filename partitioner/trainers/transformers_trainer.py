@@ -139,6 +139,10 @@ class PartitionedTrainer(Trainer):
         return plan
 
     def _search_plan(self) -> Plan:
+        """Search on this rank for a plan that fits batches of the data sets: a training step and, if there are
+        evaluation data, an evaluation. Raise :class:`TrainerError` if there are no data, or if samples have several
+        lengths and shorter batches cannot be padded.
+        """
         args = self.args
         has_gpus = args.device.type == "cuda"
         topology = self._topology or (Topology.detect() if has_gpus else Topology.local(args.world_size))

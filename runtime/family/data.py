@@ -15,9 +15,8 @@ from partitioner.runtime.program.program import Program
 
 
 class InputPadding(Data):
-    """How one input tensor of a batch is padded to the shape of a plan's program: the indices of the dims that grow,
-    and the number in the new elements.
-    """
+    """How one input tensor of a batch is padded to the batch shape of one of a plan's programs: the indices of the dims
+    that grow, and the number that fills the new elements."""
 
     batch_dim: int | None = Field(
         default=None, description="The index of the input's dim of samples; None if it has none."
@@ -78,8 +77,7 @@ def name_shape(shape: tuple[int, int]) -> str:
 
 class FurtherProgram(Data):
     """One more program of a plan, such as one for evaluation or for another batch shape. It uses the parameters and
-    buffers in the layout of the plan's first program.
-    """
+    buffers as the plan's main program (the training step) lays them out over the ranks."""
 
     program: Program = Field(description="The program of all ranks.")
     purpose: Literal["evaluate", "step", "prefill", "decode"] = Field(

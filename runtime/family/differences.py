@@ -28,8 +28,8 @@ _COUNTER = re.compile(r"(_\d+)+$")
 
 
 def make_delta(base: Any, other: Any) -> Delta:
-    """Return the difference between two pieces of JSON data, from which :func:`apply_delta` computes ``other`` out of
-    ``base``."""
+    """Return the difference from ``base`` to ``other``, two pieces of JSON data, as a dict of JSON data from which
+    :func:`apply_delta` computes ``other`` out of ``base``. It is ``{}`` for equal data."""
     if type(base) is not type(other):
         return {"=": other}
     if base == other and repr(base) == repr(other):  # 1, 1.0 and True are equal, but other JSON
@@ -105,8 +105,9 @@ def replace_scalars(value: Any, scalars: Mapping[int | str, int | str]) -> Any:
 
 
 def describe_form(value: Any) -> str:
-    """Return a text that is equal for JSON data that differ only in integers, in the numbers at the end of names, or in
-    the length of a list of equal entries. Graph nodes with the same operator and place in the source have one."""
+    """Return a text that is equal for pieces of JSON data of the same form: data that differ only in integers, in the
+    numbers at the end of names, or in the length of a list of equal entries. Stored graph nodes with the same operator
+    and the same place in the model's source code have the same text. ``value``: the JSON data."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{describe_form(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list):
@@ -116,7 +117,8 @@ def describe_form(value: Any) -> str:
 
 
 def _pair_scalars(base: Any, other: Any) -> Iterator[tuple[int | str, int | str]]:
-    """Yield the integers and the strings at corresponding places of two pieces of JSON data."""
+    """Yield a pair (integer or string in ``base``, integer or string in ``other``) for each place that two pieces of
+    JSON data have in common. Entries of lists are matched by their form."""
     if isinstance(base, dict) and isinstance(other, dict):
         for key in base.keys() & other.keys():
             yield from _pair_scalars(base[key], other[key])
@@ -129,7 +131,9 @@ def _pair_scalars(base: Any, other: Any) -> Iterator[tuple[int | str, int | str]
 
 
 def _list_pieces(base: list[Any], other: list[Any]) -> list[Any]:
-    """Return what the entries of the list ``other`` come from, as entries of ``"pieces"``."""
+    """Return how to build the list ``other`` from entries of the list ``base``, as a list of pieces of JSON data in
+    order: ``[start, end]`` (entries of ``base`` as they are), ``{"of": index, ...}`` (an entry of ``base`` with a
+    difference) or ``{"=": entry}`` (a new entry)."""
     pieces, at = list[Any](), 0
     for start, end, first, last in _match_entries(base, other):
         pieces += [{"=": entry} for entry in other[at:first]]
@@ -144,8 +148,8 @@ def _list_pieces(base: list[Any], other: list[Any]) -> list[Any]:
 
 
 def _match_entries(base: list[Any], other: list[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield runs of similar entries in two lists, in order: ``base[start:end]`` and ``other[first:last]``, which have
-    one length."""
+    """Yield tuples (start, end, first, last), in order: the entries ``base[start:end]`` resemble ``other[first:last]``,
+    one by one, and both ranges have the same length."""
     for describe in (describe_form, repr):
         forms = [describe(entry) for entry in base], [describe(entry) for entry in other]
         if forms[0] == forms[1]:
@@ -160,7 +164,9 @@ def _match_entries(base: list[Any], other: list[Any]) -> Iterator[tuple[int, int
 
 
 def _join_pieces(base: list[Any], pieces: list[Any]) -> list[Any]:
-    """Return the list that ``pieces`` describe. Raise ``IndexError`` if they are not in the order of ``base``."""
+    """Return the list that is built from entries of the list ``base`` as ``pieces`` say: ``[start, end]`` stands for
+    these entries of ``base``, ``{"of": index, ...}`` for one of them with a difference applied, and ``{"=": entry}``
+    for a new entry. Raise ``IndexError`` if the pieces do not follow the order of ``base``."""
     found, at = list[Any](), 0
     for piece in pieces:
         if isinstance(piece, list):
@@ -176,7 +182,8 @@ def _join_pieces(base: list[Any], pieces: list[Any]) -> list[Any]:
 
 
 def _check_range(base: list[Any], start: int, end: int, at: int) -> int:
-    """Return ``end``. Raise ``IndexError`` unless ``base[start:end]`` are entries from ``at`` on."""
+    """Return ``end``. Raise ``IndexError`` unless the range ``[start, end)`` lies in the list ``base`` and begins at
+    the index ``at`` or later."""
     if not at <= start <= end <= len(base):
         raise IndexError(f"a list of {len(base)} entries has none from {start} to {end} after {at}")
     return end

@@ -73,14 +73,19 @@ def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_blocks(program: Any) -> dict[str, Counter[str]]:
-    """Return for each block of ``program`` how many nodes its graph has of each form. ``program``: JSON data."""
+    """Return, for each block of ``program`` (a piece of the model, such as a layer), how many nodes of its graph have
+    each form: name of the block -> form -> count. Nodes have the same form (a text, see :func:`describe_form`) if they
+    differ only in numbers, such as sizes. ``program``: JSON data."""
     return {name: Counter(map(describe_form, block["nodes"])) for name, block in program["blocks"].items()}
 
 
 def _fold_program(programs: list[Any], program: Any, forms: list[dict[str, Counter[str]]]) -> Delta:
-    """Return the difference of ``program`` from the earlier ``programs``, all of them as JSON data.
+    """Return ``program`` as its difference from that one of the earlier ``programs`` which it resembles most; all of
+    them are JSON data. The result is a dict with the index of that program (``base``), the numbers to replace and the
+    remaining difference.
 
-    ``forms``: :func:`_describe_blocks` of each of the programs, the last ones those of ``program``.
+    ``forms``: for each of ``programs``, and last for ``program``, how many nodes of each form the graph of a block has:
+    name of the block -> form -> count.
     """
     alike = [sum(blocks.get(name) == form for name, form in forms[-1].items()) for blocks in forms[:-1]]
     base = max(range(len(programs)), key=lambda n: (alike[n], n))
@@ -105,8 +110,13 @@ def _fold_program(programs: list[Any], program: Any, forms: list[dict[str, Count
 
 
 def _fold_block(programs: list[Any], block: Any, name: str, forms: list[dict[str, Counter[str]]]) -> Delta | None:
-    """Return the difference of a block from the one of this ``name`` in an earlier program that has most nodes of the
-    same form. ``None``: no earlier program has such a block."""
+    """Return ``block`` (a piece of the model, such as a layer) as its difference from the block ``name`` of one of the
+    earlier ``programs``: of the one in which the most nodes of the block's graph have the same form. Return ``None`` if
+    no earlier program has a block with this name. All data are JSON data.
+
+    ``forms``: for each of ``programs``, and last for the program of ``block``, how many nodes of each form the graph of
+    a block has: name of the block -> form -> count.
+    """
     shared = {n: (blocks[name] & forms[-1][name]).total() for n, blocks in enumerate(forms[:-1]) if name in blocks}
     if not shared:
         return None
@@ -123,7 +133,7 @@ def _only_numbers(scalars: dict[int | str, int | str]) -> dict[int | str, int | 
 
 
 def _as_keys(numbers: dict[int | str, int | str]) -> dict[str, int | str]:
-    """Return ``numbers`` with keys as JSON has them."""
+    """Return ``numbers`` (old -> new) with each old number as text, because keys of JSON objects are texts."""
     return {str(a): b for a, b in numbers.items()}
 
 
@@ -146,7 +156,8 @@ def unfold_programs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unfold_program(programs: list[Any], folded: Any) -> Any:
-    """Return the program whose difference from earlier ``programs`` is ``folded``, as JSON data."""
+    """Return the whole program that is stored as ``folded``, its difference from one of the earlier whole ``programs``.
+    All of them are JSON data."""
     base = programs[folded.get("base", -1)]  # files of earlier versions do not name it: the program before
     program = _unfold_part(base, folded)
     blocks = {
@@ -157,7 +168,9 @@ def _unfold_program(programs: list[Any], folded: Any) -> Any:
 
 
 def _unfold_part(base: Any, folded: Any) -> Any:
-    """Return the JSON data that follow from ``base`` by the numbers, the names and the difference in ``folded``."""
+    """Return JSON data computed from ``base``: the numbers and names in it are replaced as ``folded`` says under
+    ``numbers`` and ``names`` (old -> new), except below the keys that ``folded`` lists under ``constant``; then the
+    difference ``folded["rest"]`` is applied."""
     numbers, names = folded["numbers"], folded.get("names", {})
     if any(type(b) is not int for b in numbers.values()) or any(type(b) is not str for b in names.values()):
         raise TypeError("a number must be replaced by a number, and a name by a name")  # lists could double the data

@@ -79,11 +79,11 @@ class _StageInterpreter:
         self.states = StateGradients(facts, stage)
         self.index = 0
         self.trace: list[tuple[int, Event]] = []
-        self.alive: dict[Place, int] = {}  # -> the instruction that made it
+        self.alive: dict[Place, int] = {}  # value that exists -> instruction that made it
         self.freed: dict[Place, int] = {}
-        self.origin: dict[Place, int] = {}  # -> the stage that sent it
-        self.forward: set[tuple[int, int]] = set()  # (call, microbatch)
-        self.halfway: set[tuple[int, int]] = set()  # I has run, W has not
+        self.origin: dict[Place, int] = {}  # received value -> stage that sent it
+        self.forward: set[tuple[int, int]] = set()  # (call, microbatch) pairs whose forward has run
+        self.halfway: set[tuple[int, int]] = set()  # pairs whose I has run and W has not
         self.backward: set[tuple[int, int]] = set()
         self.is_input = {i.value for i in self.program.inputs}
         self.of_prologue = {v for c in self.calls if c.data.prologue for v in c.data.outputs}

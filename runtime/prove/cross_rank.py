@@ -33,7 +33,7 @@ def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple
     ranks.
     """
     colors = _match_ranks_by_events(program, traces)
-    if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
+    if len(set(colors)) == len(program.stages):  # equal ranks of a stage have equal groups, too
         return tuple(colors)
     axes = {
         e.axes for t in _deduplicate_traces(traces).values() for _, e in t if isinstance(e, CollectiveEvent) and e.axes
@@ -186,9 +186,8 @@ class TraceRunner:
         self.traces = traces = {rank: traces[rank] for rank in sorted(set(self.classes))}
         self.suspects = {self.classes[rank] for rank in suspects}
         self.position = dict.fromkeys(traces, 0)
-        self.inside: dict[
-            int, tuple[_GroupProgress, int]
-        ] = {}  # ranks that wait in an operation, which they have entered
+        # rank that waits for a collective that it has entered -> its group, and the collective's number
+        self.inside: dict[int, tuple[_GroupProgress, int]] = {}
         self.started: dict[int, list[tuple[_GroupProgress, int]]] = {rank: [] for rank in traces}
         self.groups: dict[Hashable, _GroupProgress] = {}
         self.memberships: dict[tuple[int, Hashable], _GroupProgress] = {}

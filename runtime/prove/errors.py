@@ -93,7 +93,7 @@ def _rebuild_error(text: str, rank: int, index: int, instruction: str, node: str
     return error
 
 
-Place = tuple[str, int | None]  # value, microbatch; a total has none
+Place = tuple[str, int | None]  # (value, microbatch); ``None`` for a total, a sum over the batch
 
 
 def format_value_place(place: Place) -> str:

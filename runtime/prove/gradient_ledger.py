@@ -12,7 +12,7 @@ from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.sharded_buckets import Turn, list_reduction_collectives, zero_axes
 from partitioner.runtime.prove.errors import FaultLocation, Refusal
 
-Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
+Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages that send back a gradient
 
 
 def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
@@ -57,9 +57,9 @@ def _has_reachable_addition(value: str, start: int, edges: dict[int, list[int]],
     return False
 
 
-Key = tuple[str, int]  # value, microbatch
+Key = tuple[str, int]  # (value, microbatch)
 
-Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
+Adder = int | tuple[str, int]  # what adds to a gradient: the position of a call, or ("stage", index of another stage)
 
 
 class ValueGradients:
@@ -82,7 +82,7 @@ class ValueGradients:
             for value in call.gives:
                 self.readers.setdefault(value, []).append(position)
         self.added: dict[Key, set[Adder]] = {}
-        self.taken: dict[Key, int] = {}  # by the backward of the call that made the value, or by SEND_B
+        self.taken: dict[Key, int] = {}  # -> instruction: the backward of the call that made the value, or SEND_B
         self.freed: dict[Key, int] = {}
 
     def add(self, key: Key, adder: Adder, index: int) -> None:
@@ -191,7 +191,8 @@ class StateGradients:
         self.program = facts.program
         self.passes_over = facts.passes_over
         self.here = facts.program.stages[stage]
-        self.missing: dict[str, set[tuple[int, int]]] = {}  # state -> (call, microbatch) whose backward is to come
+        # parameter -> (call, microbatch) pairs whose backward is still to come
+        self.missing: dict[str, set[tuple[int, int]]] = {}
         for position, call in enumerate(facts.stages[stage]):
             for state in call.adds:
                 runs = ((position, m) for m in range(facts.program.num_microbatches))
@@ -200,17 +201,17 @@ class StateGradients:
         self.tied = {n for n in held if len(facts.program.states[n].stages) > 1}
         self.shared = {n: b for n, b in enumerate(self.here.buckets) if zero_axes(self.program, b.states)}
         self.home = {state: number for number, bucket in self.shared.items() for state in bucket.states}
-        # what other stages alone add to is zero here, and SYNC makes it: there is nothing to SCATTER or REDUCE
+        # gradients to which only other stages add are zero here and come from SYNC: no SCATTER or REDUCE is needed
         self.idle = {n for n, b in self.shared.items() if self.missing.keys().isdisjoint(b.states)}
-        self.unscattered: set[str] = set()  # what was added to since the last SCATTER
-        self.scattered: dict[int, int] = {}  # bucket -> index of the last
+        self.unscattered: set[str] = set()  # parameters to whose gradients something was added since the last SCATTER
+        self.scattered: dict[int, int] = {}  # bucket -> index of its last SCATTER
         self.synced: dict[str, int] = {}
         self.due = [
             () if n in self.idle else list_reduction_collectives(self.program, b)
             for n, b in enumerate(self.here.buckets)
         ]
-        self.turned: dict[int, list[int]] = {}  # bucket -> index of each turn of its reduction
-        self.sealed: dict[str, int] = {}  # state -> index of what took its gradient
+        self.turned: dict[int, list[int]] = {}  # bucket -> index of each collective of its reduction
+        self.sealed: dict[str, int] = {}  # parameter -> index of the instruction that took its gradient
         self.stepped: int | None = None
 
     def add(self, state: str, position: int, microbatch: int) -> None:
@@ -259,7 +260,7 @@ class StateGradients:
                 f"reduce-scatters bucket {number}, to which nothing was added since instruction "
                 f"{self.scattered.get(number)}: remove the SCATTER",
             )
-        if self.program.zero < 2:  # the whole gradient is kept, and would be counted again
+        if self.program.zero < 2:  # the whole gradient stays, and would be counted again
             for state in states:
                 self.check_whole(state)
                 self.sealed[state] = index

@@ -18,7 +18,7 @@ from partitioner.runtime.program.state_bytes import list_host_states
 from partitioner.runtime.prove.errors import FaultLocation, Refusal
 from partitioner.runtime.prove.gradient_ledger import StateGradients
 
-Run = tuple[int, int]  # call, microbatch
+Run = tuple[int, int]  # (position of a call, microbatch)
 
 
 class ActivationOffloads:
@@ -29,7 +29,7 @@ class ActivationOffloads:
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         self.calls = facts.stages[stage]
         self.offloads = "activations" in facts.program.offload
-        self.away: dict[Run, int] = {}  # -> the instruction that moved it
+        self.away: dict[Run, int] = {}  # -> the instruction that moved the activations to the host
         self.back: dict[Run, int] = {}
 
     def runs(self, i: Instruction, forward: Collection[Run], *backward: Collection[Run]) -> list[Run]:
@@ -129,9 +129,9 @@ class HostStates:
         self.passing = "parameters" in facts.program.offload
         self.sharded = {s for b in self.here.buckets for s in b.states if zero_axes(self.program, b.states)}
         self.wanted = self.hosted & facts.with_gradient
-        self.there: dict[str, int] = {}  # -> the instruction that fetched it
+        self.there: dict[str, int] = {}  # parameter -> the instruction that fetched it
         self.freed: dict[str, int] = {}
-        self.taken: dict[str, int] = {}  # -> the OFFLOAD of its gradient
+        self.taken: dict[str, int] = {}  # parameter -> the OFFLOAD of its gradient
 
     def fetch(self, states: Sequence[str], index: int) -> None:
         """Record that the instruction at position ``index`` copies the parameters ``states`` (names) from host memory
@@ -154,11 +154,11 @@ class HostStates:
         """
         for state in states:
             if state not in self.hosted or (state in self.sharded and not gather):
-                continue  # a call reads what was gathered
+                continue  # a call reads the gathered parameter
             if state not in self.there:
                 gone = f"freed at instruction {self.freed[state]}" if state in self.freed else "never fetched"
                 raise Refusal("order", f"reads {state!r}, which is in host memory and was {gone}: add a FETCH before")
-            if gather and self.passing:  # the GATHER forgets them
+            if gather and self.passing:  # the GATHER frees the fetched pieces
                 self.freed[state] = self.there.pop(state)
 
     def free(self, states: Sequence[str], index: int) -> None:

@@ -102,7 +102,7 @@ def _find_difference(expected: StateData, got: StateData, trained: bool) -> str:
     """
     for what in (*_LAYOUT, *(("requires_grad", "grad_axes") if trained else ())):
         if what == "layout" and not trained and all(Layout.parse(s.layout).is_whole for s in (expected, got)):
-            continue  # whole with either kind of gradient
+            continue  # R and R' differ only in the gradient
         if getattr(expected, what) != getattr(got, what):
             return f"has {what}={getattr(got, what)}; expected {getattr(expected, what)}"
     return ""

@@ -51,7 +51,7 @@ from partitioner.runtime.prove.structure import check_structure
 
 __all__ = ["Proof", "ProofError", "prove"]
 
-Lists = tuple[tuple[Instruction, ...], ...]  # one per stage
+Lists = tuple[tuple[Instruction, ...], ...]  # instructions of each stage
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ def prove(
 
 
 def _check_lists_together(facts: ProgramFacts, rank_lists: Mapping[int, Instructions]) -> tuple[int, int]:
-    """Check the instructions of all ranks together. Return the numbers of collectives and of transfers that they start.
+    """Check the instructions of all ranks together. Return two numbers, summed over all ranks: of the collectives and
+    of the transfers that the instructions start.
 
     ``rank_lists``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
     ``facts``: the program, with gradients, collectives and memory of its calls.
@@ -205,8 +206,8 @@ def _trace_lists(
     edited = dict.fromkeys(rank % stride for rank in sorted(rank_lists))
     first = {share: c for c, share in reversed([*enumerate(shares)]) if c not in edited}
     known: dict[tuple[int, ...], list[Trace]] = {}
-    found: dict[int, list[Trace]] = {}  # by the first rank of the pipeline
-    for column in (*edited, *first.values()):  # faults of lists that were edited come first
+    found: dict[int, list[Trace]] = {}  # first rank of a pipeline -> events of its ranks
+    for column in (*edited, *first.values()):  # edited lists first, so that their faults are reported first
         ranks = range(column, num_stages * stride, stride)
         run = [lists[rank] for rank in ranks]
         key = tuple(map(id, run))

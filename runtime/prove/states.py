@@ -66,7 +66,7 @@ def _find_state_problem(facts: ProgramFacts, name: str) -> str:
     readers |= {
         s for s, stage in enumerate(program.stages) for c in stage.calls if state.update and state.update in c.outputs
     }
-    held = set(state.stages)  # without training, other programs on the same state may read it on more of them
+    held = set(state.stages)  # without training, it may also be on stages where only other programs read it
     if not held or readers - held or (readers and readers != held and program.objective == "train"):
         return f"is on the stages {state.stages} and read on {tuple(sorted(readers))}"
     known = (*AXES[1:], *EXPERT_AXES)
@@ -105,7 +105,7 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
     if state.kind != "parameter" or not state.shape:
         return f"is a {state.kind} of shape {state.shape} and shared over {axes}; expected a parameter with dims"
     if name not in facts.with_gradient:
-        gathered = program.zero == 3 or program.objective == "infer"  # beside a program that trains it
+        gathered = program.zero == 3 or program.objective == "infer"  # another program may train it
         return "" if gathered else f"takes no gradient, but is shared over {axes} under zero={program.zero}"
     added = {*state.grad_axes, *(p for a in state.grad_axes for p in (f"{a}_shard", f"{a}_replicate"))}
     if not set(axes) <= added:
@@ -225,7 +225,7 @@ class Parameters:
         self.there: dict[int, int] = {}  # bucket -> the instruction that gathered it
         self.freed: dict[int, int] = {}
         self.times: Counter[int] = Counter()
-        self.under_way: dict[int, Hashable] = {}  # gathered, and not waited for
+        self.under_way: dict[int, Hashable] = {}  # bucket -> key of an all-gather that was not waited for
 
     def states(self, number: int) -> tuple[str, ...]:
         return self.here.buckets[number].states
@@ -299,9 +299,10 @@ class PendingReductions:
 
     def __init__(self) -> None:
         self._scatters: Counter[int] = Counter()
-        self._scattering = ScatterQueue[tuple[int, Hashable]]()  # (bucket, what)
-        self._turning: dict[int, Hashable] = {}  # bucket -> the turn of its reduction that was not waited for
-        self._gathering: deque[int] = deque()  # buckets on their last turn, where that gathers
+        self._scattering = ScatterQueue[tuple[int, Hashable]]()  # (bucket, key)
+        # bucket -> key of a collective of its reduction that was not waited for
+        self._turning: dict[int, Hashable] = {}
+        self._gathering: deque[int] = deque()  # buckets whose last collective is an all-gather that was not waited for
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
         """Record the reduce-scatter over ZeRO axes of the gradients of ``bucket``, parameters that are reduced
@@ -352,7 +353,8 @@ class PendingReductions:
             yield self._turning.pop(number)
 
 
-Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many
+# axes, key on which ranks must agree, description, node, number of collectives
+Bundle = tuple[tuple[str, ...], Hashable, str, str, int]
 
 
 def list_collective_bundles(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:

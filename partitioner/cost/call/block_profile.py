@@ -63,8 +63,8 @@ _TRANSPOSED = {
 }
 # Collectives whose operand is one rank's part, so that the whole is ``size`` times as large.
 _FROM_PART = frozenset(("all_gather", "all_to_all")) | ROUTED
-_OF_A_MODULE = 2.7  # host work of one Transformer Engine linear layer, in operators
-_IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can overlap with the products next to them
+_OF_A_MODULE = 2.7  # host time of one linear layer of Transformer Engine, in operators
+_IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # collectives that can overlap with the products next to them
 
 
 @dataclass(frozen=True)
@@ -317,13 +317,14 @@ class _BlockProfiler:
         self.learned = learned_nodes(block)
         self.region = expert_region(block)
         self.short = products_in_fp8(block, fp8, self.region)
-        self.has_long_gradients = fp8 is not None and fp8 != "tensor"  # of experts' weights: in 16 bits
+        # products for gradients of experts' weights are in 16 bits
+        self.has_long_gradients = fp8 is not None and fp8 != "tensor"
         self.first = first_readers(block, self.short | self.region.products)
         self.gathers = find_gathered_activations(block) if train else frozenset[fx.Node]()
         self.rows: list[KernelRow] = []
         self.exchanges: list[Exchange] = []
-        self.sources: list[fx.Node] = []  # of each exchange: the collective, or that of whose gradient it is
-        self.places: dict[tuple[fx.Node, int], list[int]] = {}  # operator and way -> its kernels
+        self.sources: list[fx.Node] = []  # for each exchange, the collective that it is, or whose gradient it is
+        self.places: dict[tuple[fx.Node, int], list[int]] = {}  # (operator, 0 forward or 1 backward) -> its kernels
         self.rings: list[tuple[fx.Node, bool]] = []
         self.issued: list[float] = [0.0, 0.0, 0.0]
         self.each: list[float] = [0.0, 0.0, 0.0]
@@ -341,7 +342,7 @@ class _BlockProfiler:
         if merged is not None:
             self.merged = {n: number for n, number in merged.region.items() if n not in self.fused}
             self.compiled = True
-        regions: list[int | None] = []  # of each kernel
+        regions: list[int | None] = []  # the merged region of each kernel
         for node in self.block.graph.nodes:
             if node.op == "call_function":
                 self._profile_operator(node)

@@ -348,7 +348,8 @@ class CallWork:
         addition, in forward and in backward.
 
         ``asked``: the kernels and collectives of the block. ``computed``: seconds of the kernels. ``groups``: mesh axis
-        -> group of ranks. ``spread``: how experts are distributed over ranks, and the execution profile.
+        -> group of ranks. ``device``: the device type of the rank. ``spread``: how experts are distributed over ranks,
+        and the execution profile.
         """
         whole_s = [compute_exchange_seconds(exchange, groups, device) for exchange in asked.exchanges]
         mode = spread.profile.tensor_pieces
@@ -370,8 +371,13 @@ class CallWork:
         device: DeviceType,
         spread: Spread,
     ) -> tuple[list[float], list[float]]:
-        """Return the seconds that each collective adds to the computation, and the operators that the host launches in
-        addition, if the collectives run in ``counts`` pieces; operators in recorded CUDA graphs do not count.
+        """Return two lists: the seconds that each collective of the block (such as a layer) adds to the computation,
+        and the numbers of operators that the host launches in addition in forward and in backward (0 if operators are
+        recorded in CUDA graphs), if the collectives run in ``counts`` pieces.
+
+        ``asked``: the kernels and collectives of the block. ``whole_s``: seconds of each collective in one piece.
+        ``groups``: mesh axis -> group of ranks. ``device``: the device type of the rank. ``spread``: has the execution
+        profile.
         """
         seconds, issued = price_exchanges(asked, whole_s, counts, groups, device)
         return seconds, [n if spread.profile.graphs == "none" else 0 for n in issued]
@@ -386,8 +392,14 @@ class CallWork:
         device: DeviceType,
         spread: Spread,
     ) -> PieceCounts:
-        """Return ``counts`` without the pieces of forward, or of backward, if the host then launches operators for
-        longer than the device gains.
+        """Decide, for forward and for backward separately, whether splitting collectives into ``counts`` pieces saves
+        time although the host has to launch more operators. Return ``counts`` with 0 (not in pieces) in place of the
+        numbers for forward, or for backward, where it does not.
+
+        ``asked``: the kernels and collectives of the block (such as a layer). ``computed``: seconds of the kernels.
+        ``whole_s``: seconds of each collective in one piece. ``groups``: mesh axis -> group of ranks. ``device``: the
+        device type of the rank, with the time in which the host launches an operator. ``spread``: how experts are
+        distributed over ranks, and the execution profile.
         """
         kept: list[int] = []
         for way in (0, 1):

@@ -165,9 +165,9 @@ def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Secon
 
 
 def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
-    """Return the collectives of a block (such as a layer) to which the number at ``place`` of its
-    :class:`PieceCounts` applies. ``asked``: the kernels and collectives of the block.
-    """
+    """Return those collectives of a block (such as a layer) whose number of pieces is entry ``place`` of its
+    :class:`PieceCounts`: 0 all-gathers in forward, 1 reduce-scatters in forward, 2 all-gathers in backward, 3
+    reduce-scatters in backward. ``asked``: the kernels and collectives of the block."""
     op, way = ("all_gather", "reduce_scatter")[place % 2], place // 2
     return [b for b in asked.beside if (asked.exchanges[b.place].op, asked.exchanges[b.place].way) == (op, way)]
 
@@ -175,11 +175,13 @@ def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
 def choose_pieces(
     asked: BlockProfile, whole_s: Mapping[int, float], groups: Mapping[str, Group], device: DeviceType, forced: bool
 ) -> PieceCounts:
-    """Return in how many pieces the collectives of a block (such as a layer) run, so that it takes the least time on
-    the device; 0 where they are faster in one piece.
+    """Return in how many pieces the collectives of a block (such as a layer) run beside matrix products, so that the
+    block takes the least time on ``device``: one number for each kind of collective (all-gather or reduce-scatter, in
+    forward or backward); 0 where they are faster in one piece.
 
     ``asked``: the kernels and collectives of the block. ``whole_s``: index of a collective -> its seconds in one piece.
-    ``groups``: mesh axis -> group of ranks. ``forced``: all collectives that can run in pieces do.
+    ``groups``: mesh axis -> group of ranks. ``forced``: whether all collectives that can run in pieces do so, even if
+    they are faster in one piece.
     """
     counts = []
     for place in range(len(WHOLE)):
@@ -202,11 +204,12 @@ def _list_possible_pieces(ranks: int) -> list[int]:
 def price_pieces(
     asked: BlockProfile, beside: ProductExchange, pieces: int, groups: Mapping[str, Group], device: DeviceType
 ) -> tuple[float, int]:
-    """Return two numbers for the collective ``beside`` that runs in pieces: the seconds that it adds to those of the
-    products in one piece, and the number of operators that the host launches in addition.
+    """Return two numbers for the collective ``beside`` if it runs in pieces next to matrix products: the seconds that
+    it adds to the time that the products would take in one piece without it, and the number of operators that the host
+    launches in addition.
 
-    ``asked``: the kernels and collectives of the block (such as a layer). ``pieces``: the number of pieces.
-    ``groups``: mesh axis -> group of ranks.
+    ``asked``: the kernels and collectives of the block (such as a layer). ``pieces``: the number of pieces. ``groups``:
+    mesh axis -> group of ranks. ``device``: the device type of the rank.
     """
     exchange = asked.exchanges[beside.place]
     group = _find_group(exchange, groups)
@@ -230,7 +233,8 @@ def price_pieces(
 
 
 def _find_group(exchange: Exchange, groups: Mapping[str, Group]) -> Group | None:
-    """Return the group of several ranks over which ``exchange`` runs; ``None`` if it has one rank."""
+    """Return the group of ranks over which the collective ``exchange`` runs; ``None`` if its mesh axis has one rank.
+    ``groups``: mesh axis -> group of ranks."""
     group = groups.get(exchange.axis)
     return None if group is None or group.size == 1 else group
 
@@ -258,7 +262,8 @@ def price_exchanges(
     numbers of operators that the host launches in addition in forward and in backward.
 
     ``asked``: the kernels and collectives of the block. ``whole_s``: seconds of each collective in one piece.
-    ``pieces``: where they run in pieces. ``groups``: mesh axis -> group of ranks.
+    ``pieces``: the number of pieces of each kind of collective. ``groups``: mesh axis -> group of ranks. ``device``:
+    the device type of the rank.
     """
     seconds, issued = [*whole_s], [0, 0]
     for place, count in enumerate(pieces):

@@ -65,7 +65,8 @@ class FusedRegions:
         self.region = _find_regions(block.graph)
 
     def traffic(self) -> dict[int, RegionTraffic]:
-        """Return the memory traffic of each region, by its number."""
+        """Return the memory traffic of each region (operators that a compiler merges to one kernel): number of the
+        region -> bytes read and written in forward and in backward."""
         members: dict[int, list[fx.Node]] = {}
         for node, number in self.region.items():
             members.setdefault(number, []).append(node)
@@ -76,14 +77,14 @@ class FusedRegions:
         }
 
     def _find_saved_values(self) -> set[fx.Node]:
-        """Return the operators whose results backward reads."""
+        """Return the operators of the block (such as a layer) whose results backward reads, so that forward has to
+        write them to memory."""
         marked = (n for n in self.block.graph.nodes if n.op == "call_function" and needs_gradient(n))
         return {value[0] for node in marked for value in find_needed_values(node)}
 
     def _sum_forward(self, nodes: list[fx.Node], needed: set[fx.Node]) -> float:
-        """Return the bytes that the region of ``nodes`` moves in forward. ``needed``: operators whose results are saved
-        for backward.
-        """
+        """Return the bytes that forward reads and writes for the region of the operators ``nodes``, which a compiler
+        merges to one kernel. ``needed``: operators whose results are saved for backward."""
         here = set(nodes)
         read = {s: s.meta["val"] for n in nodes for s in map(_find_source, _tensors_of(n)) if s not in here}
         total = float(sum(_count_bytes(value) for value in read.values()))
@@ -95,9 +96,8 @@ class FusedRegions:
         return total
 
     def _sum_backward(self, nodes: list[fx.Node]) -> tuple[float, int]:
-        """Return the bytes that the region of ``nodes`` moves in backward, and the number of weights whose gradients
-        are sums over rows.
-        """
+        """Return two numbers: the bytes that backward reads and writes for the region of the operators ``nodes``, which
+        a compiler merges to one kernel, and the number of weights whose gradients are sums over rows."""
         here, over_rows = set(nodes), 0
         total = 0.0
         saved: set[Value] = set()
@@ -162,7 +162,8 @@ def find_least_traffic(block: Block, train: bool) -> dict[fx.Node, tuple[float, 
 
 
 def _find_regions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the regions of merged operators of ``graph``, operator -> number of its region."""
+    """Find the regions of ``graph``: sets of operators that a compiler merges to one kernel. Return operator -> number
+    of its region; operators that are not merged are left out."""
     levels: dict[fx.Node, int] = {}
     parent: dict[fx.Node, fx.Node] = {}
 
@@ -202,9 +203,8 @@ def can_merge(node: fx.Node) -> bool:
 
 
 def _reader_ends_region(node: fx.Node) -> bool:
-    """Return whether operators that read the result of ``node`` cannot run in the same kernel as ``node``: it is
-    neither a view nor an operator that can be merged, or it reduces over rows.
-    """
+    """Return whether operators that read the result of ``node`` must run in another kernel than ``node`` if a compiler
+    merges operators: it is neither a view nor an operator that can be merged, or it reduces over rows."""
     if node.op != "call_function" or (collective_name(node.target) is None and _is_free(node)):
         return False
     return not can_merge(node) or _reduces_rows(node)
@@ -254,7 +254,7 @@ def _tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _count_bytes(value: object) -> int:
-    """Return the bytes of ``value``, a tensor or a sequence of tensors and other values."""
+    """Return the bytes of ``value``, a tensor or a sequence of tensors and other values, which count 0."""
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(v.nbytes for v in value if isinstance(v, Tensor)) if isinstance(value, list | tuple) else 0

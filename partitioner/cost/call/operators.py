@@ -323,8 +323,8 @@ def _list_recurrent_kernels(operands: Sequence[Operand], results: Sequence[Opera
     """Return the kernels of one direction of a recurrent layer: the product of all inputs with their weights, and the
     products of each step's state with the weights of the state. ``operands``: the tensors that it reads: the input
     ``[steps, batch, features]``, initial states, weights and biases. ``results``: its output, and what else it returns.
-    ``passes``: how many products of this size there are for each, 1 in forward.
-    """
+    ``passes``: how often each of these products is counted: 1 in forward, more in backward, which has several products
+    of the same size for each product of forward."""
     x, output = operands[0], results[0]
     of_input, of_state, *_ = (o for o in operands[1:] if len(o.shape) == 2)  # of_input: [gates, features]
     precision, steps = _find_precision(operands), x.shape[0]
@@ -378,11 +378,11 @@ def _list_score_kernels(
     backward: bool,
     trained: bool = False,
 ) -> list[Kernel]:
-    """Return the kernels that change the scores of the attention ``node`` block by block, because no fused kernel does;
-    empty for an attention whose scores stay unchanged. ``operands``: queries, keys and values on one rank, and more.
-    ``results``: what it writes. ``products``: the kernel of its products, whose FLOPs give the number of scores.
-    ``backward``: return the kernels of the backward. ``trained``: whether the slopes need a gradient.
-    """
+    """Return the kernels that change the scores of the attention ``node`` between its two products, for an attention
+    that no fused kernel computes (such as one with a position bias); empty for other attentions. ``operands``: queries,
+    keys and values on one rank, and more. ``results``: the tensors that it writes. ``products``: the kernel of its two
+    products, whose FLOPs give the number of scores. ``backward``: return the kernels of the backward. ``trained``:
+    whether the position slopes (ALiBi) of the heads need a gradient."""
     if operator_name(node) not in _SCORED:
         return []
     each = 2.0 * (operands[0].shape[-1] + results[0].shape[-1]) * (_ATTENTION_BACKWARD if backward else 1.0)
@@ -517,8 +517,8 @@ def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Sha
 def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks: tuple[int, bool]) -> _Product:
     """Return the FLOPs of the attention ``node`` and its number of keys, on the rank with the most work. Pairs of query
     and key that a mask excludes are not counted. If the lengths of packed documents are known, only pairs inside one
-    document are counted, and the number of keys is at most the mean length of a document. Pairs that only the prefix of
-    a document shows are added, an equal share for each rank.
+    document are counted, and the number of keys is at most the mean length of a document. If positions of a prefix also
+    attend to later ones (prefix language models), these pairs are added, an equal share for each rank.
 
     ``query``, ``key``: shapes on each rank. ``width``: head width of the values. ``ranks``: the number of ranks that
     share the sequence, and whether each has two distant parts of it.

@@ -92,7 +92,7 @@ class SavedBytes:
 
     ``inside``: tensors that the block computes and keeps for backward. ``inputs``: for each input, whether it is kept.
     ``working``: largest temporary memory, in forward or backward, in addition to what is kept; the block's outputs
-    count as temporary. ``passing``: the same without the block's outputs.
+    count as temporary. ``passing``: like ``working``, without the block's outputs.
     """
 
     inside: int

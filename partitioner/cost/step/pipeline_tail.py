@@ -139,20 +139,19 @@ def bound_stage_ends(
 
 
 def is_priced_by_rank_ends(problem: StageProblem, machine: PlacedMesh) -> bool:
-    """Return whether the collectives at the ends of a step are priced by simulating the schedule with them: ranks have
-    several virtual stages, and collectives overlap with computation. ``problem``: the block calls (such as layers) of
-    the model, to be cut into stages. ``machine``: the devices and links that the mesh is laid over.
-    """
+    """Return whether the collectives at the ends of a step (gathers of parameters at its start, reductions of gradients
+    at its end) are priced by simulating the schedule with them: ranks have several virtual stages, and collectives
+    overlap with computation. ``problem``: the block calls (such as layers) of the model, to be cut into stages.
+    ``machine``: the devices and links that the mesh is laid over."""
     profile = machine.profile
     several = problem.chunks > 1 and problem.train and not problem.overlap_steps
     return several and profile.overlap and profile.gather != "owner"
 
 
 def _bound_seconds_per_byte(key: CollectiveKey, reducer: Reducer, levels: Mapping[tuple[str, ...], bool]) -> float:
-    """Return the seconds that each further byte of a collective takes. ``key``: the name of the collective, its mesh
-    axes, and more. ``reducer``: computes the seconds of collectives. ``levels``: axes of a reduce-scatter -> whether no
-    other data-parallel reduction follows.
-    """
+    """Return the seconds that each further byte of a collective takes. ``key``: (name of the collective, its mesh axes,
+    ZeRO stage, axes of an earlier reduce-scatter). ``reducer``: computes the seconds of collectives. ``levels``: axes
+    of a reduce-scatter -> whether no other data-parallel reduction follows."""
     op, axes, *_ = key
 
     def seconds(num_bytes: float) -> float:

@@ -305,7 +305,7 @@ class PlacedMesh:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """Return the usable bytes of a rank, for each stage. The smallest device of a stage counts."""
+        """Return the usable bytes of a rank, for each pipeline stage. The smallest device of a stage counts."""
         whole = self.compute_once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
         return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
 

@@ -196,10 +196,9 @@ class ModelBounds:
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
         """Return a counter from the name of each block (such as a layer) to how often the model calls the block. Only
-        calls that can be distributed over pipeline stages are counted. Others are calls that run on all microbatches
-        before the pipeline starts, because later calls need sums over the whole batch, and cheap calls, such as those
-        for masks, that each stage runs itself.
-        """
+        calls that can be distributed over pipeline stages are counted. Not counted are calls that run on all
+        microbatches before the pipeline starts, because later calls need sums over the whole batch, and cheap calls,
+        such as those for masks, that each stage runs itself."""
         return Counter(self._cuttable_blocks)
 
     def times(

@@ -141,7 +141,8 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
 
 
 def _sum_kept_inputs(cost: CallCost) -> float:
-    """Return the bytes of the inputs of a block call (such as a layer) that are kept until its backward."""
+    """Return the bytes of the inputs of a block call (such as a layer) that are kept until its backward. ``cost``: the
+    cost of the call."""
     return sum(size for size, is_kept in zip(cost.input_bytes, cost.saved_inputs, strict=True) if is_kept)
 
 
@@ -260,9 +261,8 @@ def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
 def _least_mean(counts: Sequence[Sequence[int]]) -> float:
     """Return a lower bound on the greatest minimum component that a weighted mean of the vectors ``counts`` can have.
     Each vector has, for one moment of a step, the number of microbatches in flight in each virtual stage of a rank. The
-    memory of the rank divided by the result is an upper bound on the memory of one microbatch. It is the value of a
-    matrix game, approximated by multiplicative weights.
-    """
+    memory of the rank divided by the result is an upper bound on the memory of one microbatch. The result is the value
+    of a matrix game, approximated by multiplicative weights."""
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
     total = np.zeros(len(rows))

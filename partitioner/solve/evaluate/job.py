@@ -25,9 +25,10 @@ from partitioner.topology import Topology
 @dataclass(frozen=True)
 class CompanionProgram:
     """A further program of a plan, such as an evaluation, that uses the parameters and buffers in the layout of the
-    first program. It cannot run in every layout, so a layout is searched in which both programs can run.
+    plan's main program, such as training. It cannot run in every layout, so a layout is searched in which both programs
+    can run.
 
-    ``job``: its planning problem. ``weight``: how often it is executed for each execution of the first program.
+    ``job``: its planning problem. ``weight``: how often it is executed for each execution of the main program.
     ``inputs``: name of an input -> layouts over ``tp`` that it may have; others are replicated.
     """
 

@@ -303,8 +303,8 @@ class LocalCosts:
 
     def cache_call_costs(self, job: Job, key: LocalKey, local: LocalModel) -> CallCostCache:
         """Return the cache from which costs of calls of ``local``, the graphs of one rank, are taken. Costs are stored
-        for each kind of rank (device, speed and groups). ``key``: the cache key of ``local``; equal keys share one
-        cache."""
+        for each kind of rank (device, speed and groups). ``job``: the model, batch, cluster and constraints. ``key``:
+        the cache key of ``local``; equal keys share one cache."""
         if key not in self._calls:
             how = recompute_mode(job.constraints.recompute)
             self._calls[key] = CallCostCache(
@@ -320,9 +320,9 @@ class LocalCosts:
         self, job: Job, candidate: MeshCandidate, key: LocalKey, local: LocalModel
     ) -> dict[str, StateCost]:
         """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, which does
-        not depend on the placement (assignment of ranks to devices). ``key``: the cache key of ``local``, the graphs of
-        one rank. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        not depend on the placement (assignment of ranks to devices). ``job``: the model, batch, cluster and
+        constraints. ``key``: the cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage."""
         held = (
             candidate.dp > 1,
             candidate.kind,

@@ -17,12 +17,12 @@ from partitioner.solve.stages.problem import StageCall
 
 @dataclass(frozen=True)
 class PinnedLayout:
-    """The layout of the first program of a plan. Further programs over the same parameters and buffers (states), such
-    as one for evaluation, have to keep it.
+    """The layout of the main program of a plan, such as training. Further programs over the same parameters and buffers
+    (states), such as one for evaluation, have to keep it.
 
     ``states``: name -> layout over ``tp``. ``stages``: module path -> the (virtual) stage indices of its block calls
     (such as layers), in order. ``home``: for each state that only one stage reads, name -> index of that stage.
-    ``program``: the first program. ``inputs``: layouts over ``tp`` of inputs that the ranks keep in shards, by value
+    ``program``: the main program. ``inputs``: layouts over ``tp`` of inputs that the ranks keep in shards, by value
     name, such as key/value caches; other inputs are whole on every rank. ``outputs``: layouts over ``tp`` of outputs,
     by value name; the others are free.
     """
@@ -36,10 +36,9 @@ class PinnedLayout:
 
     @staticmethod
     def of(local: LocalModel, stage_of_call: Sequence[int], program: Program) -> PinnedLayout:
-        """Return the layout of ``program``, the first program of a plan, which further programs of the plan have to
-        keep. ``local``: the graphs of one rank from which ``program`` was written. ``stage_of_call``: the stage index
-        of each block call (such as a layer) of ``local``.
-        """
+        """Return the layout of ``program``, the main program of a plan (such as training), which further programs of
+        the plan have to keep. ``local``: the graphs of one rank from which ``program`` was written. ``stage_of_call``:
+        the stage index of each block call (such as a layer) of ``local``."""
         stages: dict[str, list[int]] = defaultdict(list)
         readers: dict[str, set[int]] = defaultdict(set)
         for call, stage in zip(local.model.calls, stage_of_call, strict=True):
@@ -53,9 +52,8 @@ class PinnedLayout:
 
     def rules(self, model: FoldedModel, train: bool) -> LayoutRules:
         """Return the layouts of parameters and buffers that the sharding of ``model`` over ``tp`` has to keep, because
-        the first program of the plan has them. ``train``: whether parameters receive gradients. ``model``: the model as
-        calls of blocks; equal layers share one block.
-        """
+        the main program of the plan (such as training) has them. ``train``: whether parameters receive gradients.
+        ``model``: the model as calls of blocks; equal layers share one block."""
         found = {n: layout for n, layout in self.states.items() if n in model.states}
         if not train:
             found = {n: REPLICATED if layout == READ_SHARDED else layout for n, layout in found.items()}

@@ -38,10 +38,9 @@ MOST = 200  # greatest number of candidate placements
 
 
 def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
-    """Return distinct candidate placements of the mesh on the topology's devices, at most 200. ``mesh``: axis -> number
-    of ranks. Each placement is an array of shape ``[ranks]`` with the device index of every rank. The first one puts
-    rank ``i`` on device ``i``. With at most four devices, all permutations are returned.
-    """
+    """Return distinct candidate placements of the mesh on the devices of ``topology``, at most 200. ``mesh``: axis ->
+    number of ranks. Each placement is an array of shape ``[ranks]`` with the device index of every rank. The first one
+    puts rank ``i`` on device ``i``. With at most four devices, all permutations are returned."""
     num = topology.num_devices
     plain = np.arange(num)
     if num <= _EVERY:
@@ -167,8 +166,7 @@ def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
 def _measure_device_features(topology: Topology) -> NDArray[np.float64]:
     """Return the features by which the devices of ``topology`` are compared, shape ``[num_devices, 3]``; more is
     better. They are the peak speed (FLOP/s), the usable memory (bytes) and a number for the outward bandwidth: the
-    device's fraction of a network card, or, if it has direct links to other nodes, their bytes/s added to it.
-    """
+    device's fraction of a network card, plus the bytes/s of its direct links to other nodes, if it has any."""
     paces, of_device = topology.paces
     speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     outward = topology.network_share.copy()

@@ -145,8 +145,8 @@ class CandidatePlanner(Protocol):
     schedule and ZeRO stage, and computes its tightest lower bounds on them."""
 
     def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
-        """Return the best plan of a mesh candidate (mesh sizes, microbatch size, schedule and ZeRO stage), with its
-        step time. Raises :class:`PartitionError` if it has none."""
+        """Return the best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage), with its step
+        time. Raises :class:`PartitionError` if it has none."""
 
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
         """Return whether ``candidate`` can be skipped, because an evaluation would probably find no plan that takes

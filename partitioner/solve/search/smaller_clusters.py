@@ -91,8 +91,8 @@ def without_laggards(job: Job, best_s: float, lower_bound_s: Callable[[], float]
     plan. Clusters whose number of nodes is a power of two are returned even if they are only about as fast.
 
     ``lower_bound_s``: function that returns a lower bound on the step with all devices; it is called only if the
-    devices are equal. ``best``: returns the best plan of a job, given the step time in seconds that the plan has to
-    beat.
+    devices are equal. ``job``: the model, batch, cluster and constraints. ``best``: returns the best plan of a job,
+    given the step time in seconds that the plan has to beat.
     """
     found = []
     clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, lower_bound_s)]

@@ -192,9 +192,9 @@ class SearchSpace:
 
     def splits(self, dp: int) -> bool:
         """Return whether the batches of all programs of the plan can be distributed over ``dp`` ranks. Batches of
-        further programs, such as an evaluation, must divide evenly. The batch of the first program must divide evenly
-        or, if ranks may have different numbers of microbatches, have at least one sample (or group of interacting
-        samples) for each rank."""
+        further programs, such as an evaluation, must divide evenly. The batch of the main program, such as training,
+        must divide evenly or, if ranks may have different numbers of microbatches, have at least one sample (or group
+        of interacting samples) for each rank."""
         return self.splits_first(dp) and all(samples % dp == 0 for samples in self.further_samples)
 
     def splits_evenly(self, dp: int) -> bool:
@@ -202,9 +202,9 @@ class SearchSpace:
         return self.units % dp == 0 and self.splits(dp)
 
     def splits_first(self, dp: int) -> bool:
-        """Return whether the batch of the first program of the plan can be distributed over ``dp`` ranks: evenly or, if
-        ranks may have different numbers of microbatches, with at least one sample (or group of interacting samples) for
-        each rank."""
+        """Return whether the batch of the main program of the plan (such as training) can be distributed over ``dp``
+        ranks: evenly or, if ranks may have different numbers of microbatches, with at least one sample (or group of
+        interacting samples) for each rank."""
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     def splits_positions(self, cp: int) -> bool:

@@ -104,10 +104,10 @@ class TensorCosts:
         return self._nodes[key]
 
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
-        """Return the seconds of the operator ``node`` on one rank if each rank computes a part of the result, but reads
-        in whole the operands that ``strategy`` (layouts of its operands and results) stores sharded. ``seconds``: those
-        of the undivided work on one rank. ``num_ranks``: size of the mesh axis over which the model is sharded.
-        """
+        """Return the seconds of the operator ``node`` on one rank if each of ``num_ranks`` ranks computes an equal part
+        of the result. The computation takes ``seconds / num_ranks``. Operands that ``strategy`` (layouts of its
+        operands and results) shards are gathered, so that every rank reads them whole; the time for this is added.
+        ``seconds``: time of the whole operator on one rank."""
         read = sum(
             o.meta["val"].nbytes / num_ranks
             for o, layout in zip(operands_of(node), strategy.operands, strict=True)

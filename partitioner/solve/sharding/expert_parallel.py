@@ -66,8 +66,8 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
     def within(node: fx.Node, strategy: Strategy) -> bool:
         """Return whether ``strategy`` (layouts of operands and results) shards the matrices of each expert if it runs
-        the operator ``node``. It must not give ranks different experts or different rows (tokens). True for operators
-        without experts."""
+        the operator ``node``. The result is false if the strategy gives ranks different experts or different rows
+        (tokens), and true for operators without experts."""
         if node in tables:
             return strategy.results[0] != make_shard_layout(tables[node])
         if node not in rows:

@@ -1,9 +1,10 @@
 """Shard several programs over the same states at once, so that the layout of the states suits all of them.
 
 A plan has one layout of parameters and buffers, and may have several programs that use it: training steps for other
-batch shapes, evaluation, generation. A layout that is the best one for the first program may be impossible for another:
-a table of positions that is read as a whole by the longest batches can be sharded along the positions, but not where a
-shorter batch reads its first rows. The joint problem has the operators of all programs, and each state once.
+batch shapes, evaluation, generation. A layout that is the best one for the main program (such as training) may be
+impossible for another: a table of positions that is read as a whole by the longest batches can be sharded along the
+positions, but not where a shorter batch reads its first rows. The joint problem has the operators of all programs, and
+each state once.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from partitioner.solve.sharding.sharding import (
 
 @dataclass(frozen=True)
 class CompanionModel:
-    """The model of a further program, such as evaluation beside training, that uses parameters and buffers of the first
-    program, in the layouts that they have there.
+    """The model of a further program, such as evaluation beside training, that uses parameters and buffers of the
+    plan's main program, in the layouts that they have there.
 
     ``model``: calls of blocks on one microbatch. ``weight``: how often the program is executed for each execution of
-    the first one. ``inputs``: name of an input -> layouts that it may have; others are replicated.
+    the main program. ``inputs``: name of an input -> layouts that it may have; others are replicated.
     """
 
     model: FoldedModel
@@ -43,7 +44,7 @@ class JointShardingProblem(ShardingProblem):
     as evaluation, that use the same parameters and buffers. These have one layout in all programs. The sum of the costs
     of all programs, by their weights, is minimised.
 
-    ``first``: the model of the first program. ``companions``: those of further programs. ``axis``, ``num_ranks``: name
+    ``first``: the model of the main program. ``companions``: those of further programs. ``axis``, ``num_ranks``: name
     and size of the mesh axis. ``costs``: prices of strategies and layouts.
     """
 
@@ -81,12 +82,11 @@ class JointShardingProblem(ShardingProblem):
         super().__init__(joined, axis, num_ranks, costs, rules)
 
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
-        """Return the sharding of the first program in the cheapest sharding of all programs together. Its ``objective``
-        and ``bound`` are the cost, and a lower bound on the cost, of all programs together. ``allowed``: function of an
-        operator and a strategy (layouts of its operands and results) that says whether the operator may be run in this
-        way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raise ``ShardingError`` if no sharding
-        exists and ``AssignmentTimeLimitError`` if none is found in time.
-        """
+        """Return the sharding of the main program (such as training) in the cheapest sharding of all programs together.
+        Its ``objective`` and ``bound`` are the cost, and a lower bound on the cost, of all programs together.
+        ``allowed``: function of an operator and a strategy (layouts of its operands and results) that says whether the
+        operator may be run in this way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raise
+        ``ShardingError`` if no sharding exists and ``AssignmentTimeLimitError`` if none is found in time."""
         joint, first = super().solve(allowed, time_limit_s), self.first
         blocks = {name: joint.blocks[name] for name in first.blocks}
         sharded, without_rule = sharded_work(first, blocks, self.costs, self.num_ranks)
@@ -108,9 +108,8 @@ class JointShardingProblem(ShardingProblem):
     def list_port_layouts(self, block: Block, value: BlockValue, port: Port) -> tuple[int, list[Layout]]:
         """Return the index of the node of the assignment problem (one choice per node, at the least total cost) that
         chooses the layout of ``value``, a placeholder of ``block`` (such as a layer), and the layouts to choose from.
-        ``port``: the input, parameter or buffer of the block that the placeholder stands for. A program without
-        gradients reads a parameter whole, whatever the training program does with its gradient.
-        """
+        ``port``: the input, parameter or buffer of the block that the placeholder stands for. In a program without
+        gradients, ``R'`` (replicated, with a partial sum as gradient) is replaced by ``R`` (replicated)."""
         variable, layouts = super().list_port_layouts(block, value, port)
         if block.name in self._weight_of and not value.grad:
             layouts = [REPLICATED if layout == READ_SHARDED else layout for layout in layouts]
@@ -120,8 +119,7 @@ class JointShardingProblem(ShardingProblem):
 def _rename(model: FoldedModel, prefix: str, states: Mapping[str, ModelState]) -> FoldedModel:
     """Return a copy of ``model``, the model of a further program, in which the names of blocks (such as layers) and
     values start with ``prefix``. A parameter or buffer keeps its name if ``states``, the parameters and buffers of the
-    first program by name, has one with the same name and shape. All others, and constants, are renamed.
-    """
+    main program by name, has one with the same name and shape. All others, and constants, are renamed."""
 
     def rename_state(name: str) -> str:
         state, known = model.states[name], states.get(name)

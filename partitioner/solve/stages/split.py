@@ -163,7 +163,8 @@ class StageSplit:
 
     @property
     def ended_s(self) -> float:
-        """Return the seconds of the pipeline, with the collectives at the ends of a step if they are known."""
+        """Return the seconds of the pipeline, with the collectives at the ends of a step (gathers of parameters,
+        reductions of gradients) if they are known."""
         return max(self.pipeline_s, self.with_ends_s)
 
     @property

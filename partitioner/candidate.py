@@ -66,8 +66,8 @@ class MeshCandidate:
 
     @property
     def grid(self) -> dict[str, int]:
-        """Return the number of ranks by mesh axis, with ``ep`` set to 1, so that the product is the number of ranks of
-        the job: expert groups reuse the ranks of the other axes.
+        """Return the number of ranks by mesh axis, with ``ep`` set to 1, so that the product is the number of all
+        ranks: expert groups reuse the ranks of the other axes.
         """
         return {**self.mesh, "ep": 1}
 

@@ -47,7 +47,7 @@ _NODES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Size:
-    """The result of planning a job on a cluster of one size.
+    """The result of planning a job (model, batch and constraints) on a cluster of one size.
 
     Attributes:
         nodes: number of nodes.
@@ -153,7 +153,8 @@ def size_cluster(
     every: bool = False,
     **more: Any,
 ) -> Sizing:
-    """Find the best number of nodes for a job. Return it with its plan, and the results of all numbers that were tried.
+    """Find the best number of nodes for a job (model, batch and constraints). Return it with its plan, and the results
+    of all numbers that were tried.
 
     Args:
         model, inputs: as for :func:`partitioner.partition`.
@@ -211,21 +212,21 @@ def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, mor
 
 def _is_fast_enough(size: Size, step_time: float | None) -> bool:
     """Return whether a step of the plan in ``size`` takes at most ``step_time`` seconds; ``None``: no limit. ``size``:
-    the result of planning the job on a cluster of one size.
+    the result of planning a model on a cluster of one size.
     """
     return step_time is None or size.step_time <= step_time
 
 
 def _read_step_money(size: Size) -> float:
     """Return the US dollars per step of the plan in ``size``. Raise :class:`ConstraintError` if the hardware file gives
-    no price. ``size``: the result of planning the job on a cluster of one size.
+    no price. ``size``: the result of planning a model on a cluster of one size.
     """
     return _require_known_value(size.money, "price", "dollars per device and hour")
 
 
 def _read_step_energy(size: Size) -> float:
     """Return the joules per step of the plan in ``size``. Raise :class:`ConstraintError` if the hardware file gives no
-    power. ``size``: the result of planning the job on a cluster of one size.
+    power. ``size``: the result of planning a model on a cluster of one size.
     """
     return _require_known_value(size.energy, "power_busy", "watts")
 
@@ -487,7 +488,8 @@ _TOLERANCE = 1 / 16  # relative accuracy of the largest sizes: a memory estimate
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of :func:`check_fit`. ``str()`` of it has a line for each answer.
+    """Result of :func:`check_fit`. It says whether a job (training of a model with given batch and constraints) fits on
+    a cluster. ``str()`` of it has a line for each answer.
 
     Attributes:
         plan: the job's best plan, as :func:`partitioner.partition` returns it; ``None``: the job does not fit.
@@ -556,8 +558,8 @@ def check_fit(
     constraints: Constraints | None = None,
     **more: Any,
 ) -> Fit:
-    """Find out whether a job fits in the memory of ``topology``, the largest microbatch and the longest sequence that
-    do, and what a training run takes.
+    """Find out whether a job (model, batch and constraints) fits in the memory of ``topology``, the largest microbatch
+    and the longest sequence that do, and what a training run takes.
 
     Args:
         model, topology: as for :func:`partitioner.partition`.

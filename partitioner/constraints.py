@@ -449,8 +449,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     def check_reduction(self, num_nodes: int, train: bool) -> None:
         """Raise :class:`ConstraintError` if ``hierarchical`` or ``grad_compression``, which say how gradients are
-        reduced, has no effect on this job or is impossible with the ZeRO stage. ``num_nodes``: nodes of the cluster.
-        ``train``: whether the job trains."""
+        reduced, has no effect on this cluster or is impossible with the ZeRO stage. ``num_nodes``: nodes of the
+        cluster. ``train``: whether the plan is for training."""
         given = {"hierarchical": self.hierarchical or None, "grad_compression": self.grad_compression}
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         if asked and not train:
@@ -530,9 +530,9 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check(self, world_size: int, global_batch: int | None = None, dims: Iterable[int] | None = None) -> None:
-        """Raise :class:`ConstraintError` if the constraints do not fit a job. ``world_size``: number of ranks.
-        ``global_batch``: samples of the batch; ``None``: not checked. ``dims``: sizes of the dims of all weights, of
-        which ``tp`` must divide one; ``None``: not checked."""
+        """Raise :class:`ConstraintError` if the constraints do not fit the cluster, batch or model. ``world_size``:
+        number of ranks. ``global_batch``: samples of the batch; ``None``: not checked. ``dims``: sizes of the dims of
+        all weights, of which ``tp`` must divide one; ``None``: not checked."""
         self.check_idle()
         self.check_world(world_size)
         if global_batch is not None:

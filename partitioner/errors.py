@@ -19,8 +19,9 @@ class TopologyError(PartitionError):
 
 @dataclass(frozen=True)
 class Change:
-    """A changed version of a job that has no plan; the changed job has one. ``constraints``, ``topology`` and
-    ``global_batch`` (in samples; ``None``: that of the inputs) are the arguments of ``partition`` for the changed job.
+    """A changed version of a job (model, global batch, cluster and constraints) that has no plan; the changed job has
+    one. ``constraints``, ``topology`` and ``global_batch`` (in samples; ``None``: that of the inputs) are the arguments
+    of ``partition`` for the changed job.
 
     ``text``: what was changed, for a message. ``planned_only``: techniques of the new plan that the runtime of this
     version cannot execute, by name; empty if it can execute the plan.
@@ -35,10 +36,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """Why a job has no plan, and which changes would make one possible.
+    """Why a job (model, global batch, cluster and constraints) has no plan, and which changes of it would make one
+    possible.
 
     ``conflict``: a minimal set of the user's constraints that exclude each other, as texts; empty if there is none.
-    ``changes``: the nearest changes with which the job has a plan, nearest first.
+    ``changes``: the changes with which the job has a plan and which need the least effort of the user, in ascending
+    order of the effort.
     """
 
     conflict: tuple[str, ...] = ()
@@ -46,8 +49,9 @@ class Advice:
 
 
 class InfeasibleError(PartitionError):
-    """Error: the job has no plan. ``message``: the reason. ``advise``: a function without arguments that searches for
-    changes of the job and returns an :class:`Advice`; ``None``: there is no such search.
+    """Error: the job (model, global batch, cluster and constraints) has no plan. ``message``: the reason. ``advise``: a
+    function without arguments that searches for changes of the job and returns an :class:`Advice`; ``None``: there is
+    no such search.
 
     :meth:`suggest` runs this search, which takes some seconds. ``str(error)`` never starts it, but lists the changes
     once they are known.

@@ -29,9 +29,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
-    """Return the bytes of an optimizer's states for ``numel`` parameter elements of ``itemsize`` bytes each, float32
-    copies of the parameters included. ``optimizer``: name, such as ``"adamw"``. Raise :class:`ConstraintError` for an
-    unknown one."""
+    """Return the bytes of an optimizer's states for ``numel`` parameter elements of ``itemsize`` bytes each, including
+    the float32 copies of parameters of a shorter type, such as bf16. ``optimizer``: name, such as ``"adamw"``. Raise
+    :class:`ConstraintError` for an unknown one."""
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
         raise ConstraintError(
@@ -45,5 +45,5 @@ def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
 
 def moment_bytes(numel: int, itemsize: int, optimizer: str) -> int:
     """Return the bytes of an optimizer's states for ``numel`` parameter elements of ``itemsize`` bytes each, without
-    float32 copies of the parameters. ``optimizer``: name, such as ``"adamw"``; it must be known."""
+    the float32 copies of parameters of a shorter type. ``optimizer``: name, such as ``"adamw"``; it must be known."""
     return numel * (OPTIMIZERS[optimizer].moment_bytes * max(4, itemsize) // 4)

@@ -35,7 +35,7 @@ def check_request(
 ) -> None:
     """Raise a :class:`partitioner.passes.errors.PartitionError` if an argument of ``partition`` is invalid whatever the
     model is. ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``optimizer``: name, such as
-    ``"adamw"``. ``train``: whether the job trains. ``profile``: the framework that is to execute the plan.
+    ``"adamw"``. ``train``: whether the plan is for training. ``profile``: the framework that is to execute the plan.
     ``precision``: such as ``"bf16"``; ``None``: that of the parameters.
     """
     check_topology(topology)

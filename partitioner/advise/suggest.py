@@ -127,8 +127,8 @@ class _RelaxationSearch:
 
     @property
     def late(self) -> bool:
-        """Return whether the search must stop, because planning one more changed job might take until after the time
-        limit. It is assumed to take as long as the longest job so far.
+        """Return whether the search must stop, because to plan one more variant of the requested job might exceed the
+        time limit. Planning is assumed to take as long as it took for the slowest variant so far.
         """
         return time.monotonic() + self._longest > self.until
 
@@ -159,11 +159,11 @@ class _RelaxationSearch:
         return found or self._then_memory() or self._relax_differing_pins()
 
     def _find_nearest_changes(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
-        """Try the changed jobs ``several``, and return at most three changes of the requested job that give it a plan,
-        nearest first.
+        """Try ``several`` variants of the requested job (model, global batch, cluster and constraints), and return at
+        most three changes with which it has a plan, in ascending order of the summed effort of their parts.
 
-        Each changed job is tried as it is, and also without some of the constraints that the user fixed. With
-        ``all_pins`` it is only tried with all of these constraints.
+        Each variant is tried as it is, and also without some of the constraints that the user fixed. With ``all_pins``
+        it is only tried with all of these constraints.
         """
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
@@ -205,7 +205,8 @@ class _RelaxationSearch:
         """Return a tuple with one change that does two things: it resolves a conflict of constraints, and it adds the
         memory that is still missing then. Empty if none is found, or if the job has no plan only because of memory.
 
-        It starts from the changed jobs that this search has found to lack nothing but memory.
+        The search starts from those variants of the requested job (model, global batch, cluster and constraints) that
+        it has found to lack nothing but memory.
         """
         for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:
@@ -222,8 +223,8 @@ class _RelaxationSearch:
         return ()
 
     def _relax_differing_pins(self) -> tuple[Change, ...]:
-        """Find a plan for the job without any of the constraints that the user fixed. Return a tuple with one change:
-        to give up the constraints whose value differs in this plan.
+        """Find a plan for the job (model, global batch and cluster) without any of the constraints that the user fixed.
+        Return a tuple with one change: to give up the constraints whose value differs in this plan.
 
         If there is no such plan, the change gives up all of these constraints, and changes the batch or the cluster,
         too. Empty if no plan is found in this way either.
@@ -268,9 +269,10 @@ class _RelaxationSearch:
     def _list_relaxed_candidates(
         self, variant: Variant, pins: tuple[str, ...]
     ) -> list[tuple[float, float, MeshCandidate]]:
-        """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of a changed job that
-        differ from the user's value in each of ``pins``, nearest first, as (distance from the user's values, sort key,
-        candidate). Empty if the job is invalid.
+        """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of a changed job (model,
+        global batch, cluster and constraints) that differ from the user's value in each of ``pins``, as (distance from
+        the user's values, sort key, candidate), in ascending order. The distance is the larger, the more a user would
+        have to change. Empty if the job is invalid.
 
         ``variant``: the changed job. ``pins``: names of the fixed constraints to give up. The sort key is a lower
         bound: the step time in seconds or, if memory is lacking, the bytes of a rank.
@@ -329,8 +331,9 @@ class _RelaxationSearch:
 
     def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], candidate: MeshCandidate) -> bool:
         """Return whether the lower bounds on memory leave a plan possible with the mesh sizes and techniques of
-        ``candidate``, for the changed job ``variant`` without the fixed constraints named in ``pins``. If only memory
-        is lacking, remember the candidate, so that a change that also adds memory can be tried later.
+        ``candidate``, for the changed job ``variant`` (model, global batch, cluster and constraints) without the fixed
+        constraints named in ``pins``. If only memory is lacking, remember the candidate, so that a change that also
+        adds memory can be tried later.
         """
         try:
             self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(candidate)
@@ -344,9 +347,10 @@ class _RelaxationSearch:
     def _plan_relaxed_candidate(
         self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate
     ) -> SolvedCandidate | None:
-        """Plan the changed job ``variant`` with the mesh sizes and techniques of ``candidate``, with each kind of
-        offload that ``partition`` tries in turn. Return the first solution that fits in memory; ``None`` if none fits.
-        ``pins``: names of the fixed constraints that take the candidate's values.
+        """Plan the changed job ``variant`` (model, global batch, cluster and constraints) with the mesh sizes and
+        techniques of ``candidate``, with each kind of offload that ``partition`` tries in turn. Return the first
+        solution that fits in memory; ``None`` if none fits. ``pins``: names of the fixed constraints that take the
+        candidate's values.
         """
         lacking: list[CandidateEvaluator] = []
         changed = replace(
@@ -372,8 +376,8 @@ class _RelaxationSearch:
         return None
 
     def _is_possible_by_bounds(self, constraints: Constraints) -> bool:
-        """Return whether the lower bounds on memory allow a plan of the job if the user's constraints are replaced by
-        ``constraints``.
+        """Return whether the lower bounds on memory allow a plan of the requested model, batch and cluster if the
+        user's constraints are replaced by ``constraints``.
         """
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
@@ -396,14 +400,15 @@ class _RelaxationSearch:
         return False
 
     def _constrain_to_candidate(self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate) -> Constraints:
-        """Return the constraints of the changed job ``variant``, where those named in ``pins`` have the values of
-        ``candidate``.
+        """Return the constraints of the changed job ``variant`` (model, global batch, cluster and constraints), where
+        those named in ``pins`` have the values of ``candidate``.
         """
         return _update_constraints(relax_pins(variant.constraints, pins), _find_new_pin_values(pins, candidate).items())
 
     def _step_time(self, variant: Variant, constraints: Constraints, known_s: float) -> float:
-        """Return the step time in seconds of the best plan of the changed job ``variant`` under ``constraints``. If the
-        search fails, return ``known_s``, the step time of a plan that is already known.
+        """Return the step time in seconds of the best plan of the changed job ``variant`` (model, global batch, cluster
+        and constraints) under ``constraints``. If the search fails, return ``known_s``, the step time of a plan that is
+        already known.
         """
         job = self.asked.prepare(variant.topology, constraints, variant.global_batch)
         try:
@@ -460,9 +465,10 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
 
 
 def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
-    """Return the nearest change that ``search`` finds, as a tuple of one; empty if it finds none. ``search`` starts
-    from a job that has been changed once already. ``text``: the description of that first change; it is put in front of
-    the description of the found change, separated by a comma.
+    """Return the change of a job (model, global batch, cluster and constraints) that needs the least effort among those
+    that ``search`` finds, as a tuple of one; empty if it finds none. ``search`` starts from a job that has been changed
+    once already. ``text``: the description of that first change; it is put in front of the description of the found
+    change, separated by a comma.
     """
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.find_changes()[:1])
 
@@ -480,7 +486,8 @@ def _update_constraints(constraints: Constraints, new: Iterable[tuple[str, Any]]
 
 
 def _check_job_request(job: Job) -> None:
-    """Raise the errors that ``partition`` raises for an invalid request in ``job``."""
+    """Raise the errors that ``partition`` raises if its arguments (cluster, constraints and so on), which ``job``
+    holds, are invalid."""
     check_request(job.topology, job.constraints, job.optimizer, job.train, job.profile)
 
 
@@ -493,7 +500,7 @@ def _is_possible(job: Job) -> bool:
 
 
 def _maximise_offload(job: Job) -> Job:
-    """Return ``job`` with as much offload to host memory as ``partition`` would try. If lower bounds on memory exclude
-    the returned job, then ``job`` has no plan with any offload.
+    """Return ``job`` (model, batch, cluster and constraints) with as much offload to host memory as ``partition`` would
+    try. If lower bounds on memory exclude the returned job, then ``job`` has no plan with any offload.
     """
     return list(list_offload_variants(job))[-1]

@@ -184,9 +184,9 @@ class Variant:
 
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
-    """Return the changed job ``variant`` with one more change, which replaces the fields ``changed`` (name -> value).
-    ``cost``: the effort of this change; it is added to the effort of ``variant``. ``kind``: its kind as text, such as
-    ``offload``. ``text``: its description.
+    """Return ``variant``, a variant of the requested job (model, global batch, cluster and constraints), with one more
+    change, which replaces the fields ``changed`` (name -> value). ``cost``: the effort of this change; it is added to
+    the effort of ``variant``. ``kind``: its kind as text, such as ``offload``. ``text``: its description.
     """
     return replace(
         variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
@@ -194,9 +194,9 @@ def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **chang
 
 
 def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield the job as requested, and then jobs with one or two changes each. ``short_of_memory``: whether missing
-    memory is the reason that the requested job has no plan; it decides which changes are tried. ``asked``: the job as
-    the user requested it.
+    """Yield the job (model, global batch, cluster and constraints) as requested, and then variants of it with one or
+    two changes each, such as other constraints. ``short_of_memory``: whether missing memory is the reason that the
+    requested job has no plan; it decides which changes are tried. ``asked``: the job as the user requested it.
     """
     base = Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
     yield base
@@ -221,18 +221,19 @@ def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[V
 
 
 def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
-    """Yield changed jobs with up to 16,384 times as much memory per device, or as many nodes. They are tried for a job
-    that lacks memory even with the smaller changes that are tried first. ``asked``: the job as the user requested
-    it."""
+    """Yield variants of a job (model, global batch, cluster and constraints) with up to 16,384 times as much memory per
+    device, or as many nodes. They are tried if the job lacks memory even with smaller changes. ``asked``: the job as
+    the user requested it."""
     base = next(list_variants(asked, True))
     yield from _list_memory_variants(base, (*_TIMES, *_FAR))
     yield from _list_node_variants(base, [math.ceil(base.topology.num_nodes * times) for times in (*_TIMES, *_FAR)])
 
 
 def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Yield changed jobs in which one entry of the constraint ``stage_of`` (module path -> pipeline stage) is
-    corrected: a path that does not exist becomes the most similar one, and a stage that does not exist becomes the
-    first or the last. ``base``: the job that is changed. ``asked``: the job as the user requested it.
+    """Yield variants of a job (model, global batch, cluster and constraints) in which one entry of the constraint
+    ``stage_of`` (module path -> pipeline stage) is corrected: a path that does not exist becomes the most similar one,
+    and a stage that does not exist becomes the first or the last. ``base``: the job that is varied. ``asked``: the job
+    as the user requested it.
     """
     given = base.constraints.stage_of
     stages = _num_stages(base.constraints)
@@ -263,11 +264,11 @@ def _replace_stage_places(base: Variant, places: dict[str, int], text: str) -> V
 
 
 def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
-    """Yield changed jobs with other global batch sizes. These are the nearest multiples of two kinds of numbers: the
-    fixed ``dp`` times the fixed microbatch size, and the divisors of the number of devices (times the group size, if
-    samples interact in groups, as in batch norm).
+    """Yield variants of a job (model, global batch, cluster and constraints) with other global batch sizes. These are
+    the nearest multiples of two kinds of numbers: the fixed ``dp`` times the fixed microbatch size, and the divisors of
+    the number of devices (times the group size, if samples interact in groups, as in batch norm).
 
-    ``base``: the job that is changed. ``asked``: the job as the user requested it.
+    ``base``: the job that is varied. ``asked``: the job as the user requested it.
     """
     given = base.constraints
     batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch
@@ -282,8 +283,8 @@ def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Va
 
 
 def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
-    """Yield changed jobs with another ``dp_shard`` (number of data-parallel ranks that ZeRO shards over), if the user
-    fixed it. ``base``: the job that is changed.
+    """Yield variants of a job (model, global batch, cluster and constraints) with another ``dp_shard`` (number of
+    data-parallel ranks that ZeRO shards over), if the user fixed it. ``base``: the job that is varied.
     """
     given = base.constraints.dp_shard
     if given is None:
@@ -297,8 +298,9 @@ def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
 
 
 def _list_offload_pin_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield changed jobs with other kinds of data offloaded to host memory. ``base``: the job that is changed.
-    ``short_of_memory``: whether missing memory is the reason that it has no plan.
+    """Yield variants of a job (model, global batch, cluster and constraints) with other kinds of data offloaded to host
+    memory. ``base``: the job that is varied. ``short_of_memory``: whether missing memory is the reason that it has no
+    plan.
 
     If the user fixed the offload, the other kinds are tried; optimizer states in host memory may also move to disk. If
     the user fixed the mesh but not the offload, the kinds are tried too, because ``partition`` then tries none by
@@ -330,11 +332,12 @@ def _has_its_disk(base: Variant) -> bool:
 
 
 def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
-    """Yield changed jobs with other devices: without slower or smaller devices; with more nodes; or with another number
-    of devices that is a power of two or a multiple of the product of the fixed mesh sizes.
+    """Yield variants of a job (model, global batch, cluster and constraints) with other devices: without slower or
+    smaller devices; with more nodes; or with another number of devices that is a power of two or a multiple of the
+    product of the fixed mesh sizes.
 
-    ``base``: the job that is changed. ``short_of_memory``: whether missing memory is the reason that it has no plan;
-    the last kind of change is then not tried.
+    ``base``: the job that is varied. ``short_of_memory``: whether missing memory is the reason that it has no plan; the
+    last kind of change is then not tried.
     """
     topology, now = base.topology, base.topology.num_devices
     for smaller in () if is_even(topology) else smaller_clusters(topology):
@@ -359,8 +362,8 @@ def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Vari
 
 
 def _list_node_variants(variant: Variant, counts: Sequence[int]) -> Iterator[Variant]:
-    """Yield changed jobs with more nodes of the same kind. ``variant``: the job that is changed. ``counts``: total
-    numbers of nodes to try.
+    """Yield variants of a job (model, global batch, cluster and constraints) with more nodes of the same kind.
+    ``variant``: the job that is varied. ``counts``: total numbers of nodes to try.
     """
     topology = variant.topology
     for nodes in sorted({n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES}):
@@ -373,8 +376,8 @@ def _list_node_variants(variant: Variant, counts: Sequence[int]) -> Iterator[Var
 
 
 def _list_memory_variants(base: Variant, several: Sequence[float]) -> Iterator[Variant]:
-    """Yield changed jobs with more memory on every device. ``base``: the job that is changed. ``several``: factors by
-    which the memory is multiplied.
+    """Yield variants of a job (model, global batch, cluster and constraints) with more memory on every device.
+    ``base``: the job that is varied. ``several``: factors by which the memory is multiplied.
     """
     for times in several:
         larger = with_memory(base.topology, times)

@@ -251,8 +251,8 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
 
 def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
     """Return the standard layouts (baselines) in the certificate of ``plan`` that have a computed step time and can
-    fairly be compared with the plan: they are for the same job, devices and offload, and the plan's constraints allow
-    them.
+    fairly be compared with the plan: they are for the same model, batch, devices and offload, and the plan's
+    constraints allow them.
     """
     return [
         baseline.candidate

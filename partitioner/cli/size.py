@@ -37,7 +37,8 @@ _EPILOG = format_examples(
 
 
 def add_size_command(app: typer.Typer) -> None:
-    """Add the command ``size``, which finds how many nodes a job needs, to the command line ``app``."""
+    """Add the command ``size``, which finds how many nodes a job (model, batch and constraints) needs, to the command
+    line ``app``."""
     app.command(epilog=_EPILOG)(size)
 
 
@@ -219,7 +220,8 @@ _FIT_EPILOG = format_examples(
 
 
 def add_fit_command(app: typer.Typer) -> None:
-    """Add the command ``fit``, which says whether a job fits on a cluster, to the command line ``app``."""
+    """Add the command ``fit``, which says whether a job (model, batch and constraints) fits on a cluster, to the
+    command line ``app``."""
     app.command(epilog=_FIT_EPILOG)(fit)
 
 

@@ -159,8 +159,8 @@ class WireLanes:
 
     ``boxes``: the position of each panel. ``wires``: all wires. ``right``: x coordinate at which the panels end.
     ``ends``: (index of a wire, whether at its target) -> x coordinate of that end. ``runs``: index of a wire -> its
-    horizontal segments. ``margins``: index of a wire between distant rows -> x coordinate of its vertical part beside
-    the panels.
+    horizontal pieces. ``margins``: index of a wire between distant rows -> x coordinate of its vertical part beside the
+    panels.
     """
 
     boxes: Sequence[PanelBox]

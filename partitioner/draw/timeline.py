@@ -269,8 +269,9 @@ class _TimelineChart:
         return sum(_LANE_HEIGHTS[lane] for lane in self.lanes) + _LANE_GAP * (len(self.lanes) - 1)
 
     def draw_chart(self) -> ET.Element:
-        """Return the whole picture: header, time axis, one row per pipeline stage, and marks where repetitions are left
-        out.
+        """Return the whole picture as an SVG element: header, time axis, one row per pipeline stage. Of a period that
+        repeats, such as one forward and one backward in steady state, the picture shows one; marks on the axis show
+        where the others are left out.
         """
         right = 84.0
         width = self.left + self.width + right
@@ -392,8 +393,8 @@ class _TimelineChart:
             draw_text(outer, x + width / 2, base, label, size=size, fill=on, anchor="middle")
 
     def format_bar_label(self, bar: Bar) -> str:
-        """Return the text inside the box of ``bar``: the index of its microbatch or gradient bucket; empty for merged
-        boxes.
+        """Return the text inside the box of ``bar``: the index of its microbatch or gradient bucket; empty for a box
+        that stands for several instructions.
         """
         if bar.merged > 1 or self.find_bar_style(bar).lane == "exchange":
             return ""
@@ -458,8 +459,8 @@ def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
 
 
 def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
-    """Return ``bars`` by start time. Adjacent bars of the same kind of instruction are merged into one if each is
-    shorter than ``narrow`` seconds.
+    """Return ``bars`` (boxes of instructions in the picture) by start time. Adjacent bars of the same kind of
+    instruction are merged into one if each is shorter than ``narrow`` seconds.
     """
     merged: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):

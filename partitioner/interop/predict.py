@@ -47,7 +47,7 @@ _MODEL_FIELDS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Prediction:
     """The predicted cost of another framework's configuration on a cluster, compared with this project's plan for the
-    same job.
+    same model, batch and cluster.
 
     ``layout``: how the configuration divides the training on the cluster's devices. ``plan``: that layout as a plan
     without a program, with the step time and the memory of each rank. ``missing_bytes``: bytes that the fullest rank
@@ -101,7 +101,7 @@ def predict_layout(
         inputs: one global batch, or a sample of it if the layout says how large the batch is; ``None`` as for
             ``partition``.
         loss: as for :func:`partitioner.partition`.
-        compare: also make this project's own plan for the job.
+        compare: also make this project's own plan for the same model, batch and cluster.
         time_limit_s: seconds after which each search ends with its best plan so far; ``None``: no limit.
 
     Raises :class:`partitioner.ContradictionError` if the layout does not fit the devices, the batch or the model, and

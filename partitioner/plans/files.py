@@ -179,9 +179,9 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _upgrade_first_version(body: dict[str, Any]) -> dict[str, Any]:
-    """Convert ``body``, the content of a plan file of version 1, to version 2, and return it. Entries of
-    ``constraints`` that say how the plan is executed (such as the framework's kernels) move to the new entry
-    ``profile``.
+    """Convert ``body``, the content of a plan file of version 1, to version 2, and return it. Entries of its dict
+    ``constraints`` that are no constraint but describe the framework that executes the plan (such as its kernels) move
+    to the new dict ``profile``.
     """
     given = body.get("constraints")
     if not isinstance(given, dict):

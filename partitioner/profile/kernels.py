@@ -86,8 +86,9 @@ class _OperandPool:
         self.next = 0
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of ``shape`` with random numbers: a view of the next part of the pool, or a new tensor if it
-        needs more than half of the pool. After the end of the pool, parts are taken from its start again."""
+        """Return a tensor of ``shape`` with random numbers: a view of the next part of the pool (one large tensor of
+        random numbers), or a new tensor if the result needs more than half of the pool. After the end of the pool,
+        parts are taken from its start again."""
         count = math.prod(shape)
         if 2 * count > len(self.numbers):  # otherwise the next operand would be the same numbers
             return torch.randn(shape, device=self.numbers.device)

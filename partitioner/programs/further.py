@@ -223,8 +223,8 @@ class FirstProgram:
         problem. ``first``: for a model with an encoder, the id of the token with which its decoder starts; ``None``
         without an encoder.
 
-        Raise :class:`PlanError` if one of them has no plan, and :class:`LayoutError` if the two would place their
-        caches differently, or copy caches instead of writing to them in place.
+        Raise :class:`PlanError` if one of the two programs has no plan, and :class:`LayoutError` if they would place
+        their caches differently, or copy caches instead of writing to them in place.
         """
         found: dict[str, FurtherProgram] = {}
         for purpose, job in jobs.items():
@@ -328,10 +328,10 @@ def solve_microbatchings(
     """Solve ``candidate`` (mesh sizes, schedule, ZeRO stage) with several microbatch sizes. Return two lists: the
     solutions, fastest first, and the errors of the sizes that have no solution.
 
-    The sizes that come into question divide the global batch of the job, are at most ``candidate.microbatch_size``, and
-    give all ranks of ``dp`` equally many microbatches. They are tried from the largest on until three have a solution,
-    or one without a pipeline. ``evaluator``: finds the best plan of a candidate for one job. ``devices``: the device
-    index of each rank; ``None``: the solver places the ranks.
+    The sizes that come into question divide the global batch, are at most ``candidate.microbatch_size``, and give all
+    ranks of ``dp`` equally many microbatches. They are tried from the largest on until three have a solution, or one
+    without a pipeline. ``evaluator``: finds the best plan of a candidate. ``devices``: the device index of each rank;
+    ``None``: the solver places the ranks.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
@@ -354,7 +354,8 @@ def choose_expected_layout(
     (weighted by how frequent they are) by more than 1%.
 
     At most four layouts are compared: the chosen one, and the fastest others that the search solved for the largest
-    shape. ``constraints``: the user's constraints. ``plan``: a function that plans a job.
+    shape. ``constraints``: the user's constraints. ``plan``: a function that solves a planning problem (model, batch,
+    cluster and constraints).
     """
     family, found = first.family, first.found
     if family is None or len(family.shapes) == 1 or found.program is None:
@@ -453,8 +454,8 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Request]) 
     evaluation or the two programs of a generation for each entry of ``programs``.
 
     Raise :class:`ConstraintError` if the plan of ``first`` cannot have further programs (it cannot be executed, keeps
-    data in host memory, or gives ranks different parts of the batch), and :class:`PlanError` if one of them has no
-    plan.
+    data in host memory, or gives data-parallel ranks different numbers of samples), and :class:`PlanError` if one of
+    them has no plan.
     """
     shapes = () if first.family is None else first.family.shapes[1:]
     if not programs and not shapes:

@@ -63,7 +63,7 @@ class Timetable:
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
         """Return, for each pipeline rank, the indices of its virtual stages (parts of the model) in increasing order.
-        ``held[rank][action.chunk]`` is the virtual stage that an action of ``rank`` runs.
+        ``held[rank][action.chunk]`` is the virtual stage that ``action``, a forward or backward of ``rank``, runs.
         """
         return group_stages_by_rank(self.ranks, len(self.orders))
 
@@ -121,8 +121,9 @@ def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
 
 
 def stuck_at(timetable: Timetable) -> list[tuple[int, int]]:
-    """Simulate the order of actions of each rank in ``timetable`` and return the ranks that deadlock, as pairs
-    (pipeline rank, index in its order of the action that never starts). An empty list means that all ranks finish.
+    """Simulate the order of actions (forwards and backwards of one microbatch) of each rank in ``timetable`` and return
+    the ranks that deadlock, as pairs (pipeline rank, index in its order of the action that never starts). An empty list
+    means that all ranks finish.
     """
     orders, last = timetable.orders, len(timetable.ranks) - 1
     done: set[tuple[str, int, int]] = set()  # kind, microbatch, virtual stage
@@ -149,9 +150,10 @@ _ONCE: tuple[tuple[str, frozenset[ActionKind]], ...] = (
 
 
 def _is_action_ready(action: Action, virtual: int, last: int, done: set[tuple[str, int, int]]) -> bool:
-    """Return whether the inputs of ``action`` are available. ``virtual``: index of the virtual stage that it runs,
-    counted over all ranks. ``last``: index of the model's last virtual stage. ``done``: completed passes as (``F`` or
-    ``B``, microbatch, virtual stage), where ``B`` means that the input gradients exist."""
+    """Return whether the inputs of ``action``, a forward or backward of one microbatch, are available. ``virtual``:
+    index of the virtual stage that it runs, counted over all ranks. ``last``: index of the model's last virtual stage.
+    ``done``: completed passes as (``F`` or ``B``, microbatch, virtual stage), where ``B`` means that the input
+    gradients exist."""
     if action.kind == "F":
         return virtual == 0 or ("F", action.microbatch, virtual - 1) in done
     if action.kind == "W":
@@ -168,10 +170,10 @@ def peak_in_flight(order: Order) -> int:
 
 
 def count_halves_in_flight(order: Order, chunks: int) -> NDArray[np.int64]:
-    """Return, for each action of a rank, the numbers of microbatches in flight after it, shape ``[actions, chunks,
-    2]``. The last dim is microbatches whose forward has run and whose backward has not begun, then microbatches whose
-    backward has run for inputs but not yet for weights. ``order``: the actions of the rank in the order of execution.
-    ``chunks``: number of virtual stages of the rank.
+    """Return, for each action of a rank (a forward or backward of one microbatch), the numbers of microbatches in
+    flight after it, shape ``[actions, chunks, 2]``. The last dim is microbatches whose forward has run and whose
+    backward has not begun, then microbatches whose backward has run for inputs but not yet for weights. ``order``: the
+    actions of the rank in the order of execution. ``chunks``: number of virtual stages of the rank.
     """
     split = {(action.microbatch, action.chunk) for action in order if action.kind == "W"}
     changes = {"F": (1, 0), "W": (0, -1), "B": (-1, 0), "I": (-1, 0)}
@@ -184,8 +186,8 @@ def count_halves_in_flight(order: Order, chunks: int) -> NDArray[np.int64]:
 
 
 def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return, for each action of a rank, the numbers of microbatches in flight after it: a tuple with one pair per
-    virtual stage of the rank.
+    """Return, for each action of a rank (a forward or backward of one microbatch), the numbers of microbatches in
+    flight after it: a tuple with one pair per virtual stage of the rank.
 
     The first number of a pair counts microbatches whose forward has run and whose backward has not begun. The second
     counts those whose backward has run for inputs but not yet for weights. ``order``: the actions of the rank in the
@@ -195,8 +197,9 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
 
 
 def in_flight(order: Order) -> list[Counter[int]]:
-    """Return, for each action of a rank, the number of microbatches in flight after it: their forward has run and their
-    backward is not complete. An entry maps the index of a virtual stage on the rank to the number of microbatches in
-    flight in this stage. ``order``: the actions of the rank in the order of execution."""
+    """Return, for each action of a rank (a forward or backward of one microbatch), the number of microbatches in flight
+    after it: their forward has run and their backward is not complete. An entry maps the index of a virtual stage on
+    the rank to the number of microbatches in flight in this stage. ``order``: the actions of the rank in the order of
+    execution."""
     chunks = 1 + max((action.chunk for action in order), default=0)
     return [Counter(dict(enumerate(map(sum, counts)))) for counts in halves_in_flight(order, chunks)]

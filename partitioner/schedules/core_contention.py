@@ -97,8 +97,9 @@ class _ContentionSimulation:
     """Event simulation of one step of a pipeline whose ranks share the processor cores of their node. It tracks for
     each rank whether it waits or computes, and how fast it computes given the other ranks that compute on its node.
 
-    ``table``: the actions of each rank. ``works``: the seconds of one microbatch in each virtual stage. ``cores``: the
-    ranks and cores of each node. ``train``: whether backwards take time.
+    ``table``: the actions (forwards and backwards of one microbatch) of each rank. ``works``: the seconds of one
+    microbatch in each virtual stage. ``cores``: the ranks and cores of each node. ``train``: whether backwards take
+    time.
     """
 
     def __init__(self, table: Timetable, works: Sequence[VirtualStageTime], cores: NodeCores, train: bool) -> None:
@@ -117,15 +118,15 @@ class _ContentionSimulation:
         ]
 
     def _sum_phase_parts(self, phases: Phases, kind: str) -> float:
-        """Return the seconds of one action. ``phases``: seconds of the forward and of both halves of the backward.
-        ``kind``: ``F`` forward, ``B`` backward, ``I`` or ``W`` its half for input or weight gradients. Backwards take 0
-        seconds without training."""
+        """Return the seconds of one action (a forward or backward of one microbatch). ``phases``: seconds of the
+        forward and of both halves of the backward. ``kind``: ``F`` forward, ``B`` backward, ``I`` or ``W`` its half for
+        input or weight gradients. Backwards take 0 seconds without training."""
         of_parts = phases.forward, phases.inputs, phases.weights
         return sum(of_parts[part] for part in PARTS[kind]) if self.train or kind == "F" else 0.0
 
     def run(self) -> float:
-        """Simulate all actions of all ranks. Return the seconds from the start of the first to the end of the last
-        action."""
+        """Simulate all actions (forwards and backwards of one microbatch) of all ranks. Return the seconds from the
+        start of the first to the end of the last action."""
         clock = 0.0
         self._start_idle_ranks(range(len(self.at)))
         while self.waiting or self.computing:
@@ -146,14 +147,14 @@ class _ContentionSimulation:
         return clock
 
     def _get_next_seconds(self, rank: int) -> tuple[float, float]:
-        """Return two numbers for the next action of the pipeline rank ``rank``: its seconds of waiting, and its seconds
-        of computation on a processor core of its own."""
+        """Return two numbers for the next action (forward or backward of one microbatch) of the pipeline rank ``rank``:
+        its seconds of waiting, and its seconds of computation on a processor core of its own."""
         action = self.table.orders[rank][self.at[rank]]
         return self.work[self.table.held[rank][action.chunk]][action.kind]
 
     def _start_idle_ranks(self, ranks: Sequence[int]) -> None:
-        """For each pipeline rank in ``ranks`` that is idle, start its next action if the inputs of this action are
-        available.
+        """For each pipeline rank in ``ranks`` that is idle, start its next action (forward or backward of one
+        microbatch) if the inputs of this action are available.
         """
         for rank in ranks:
             idle = rank not in self.waiting and rank not in self.computing
@@ -161,8 +162,8 @@ class _ContentionSimulation:
                 self.waiting[rank] = self._get_next_seconds(rank)[0]
 
     def _is_rank_ready(self, rank: int) -> bool:
-        """Return whether the inputs of the next action of the pipeline rank ``rank`` have been computed by other
-        virtual stages."""
+        """Return whether the inputs of the next action (forward or backward of one microbatch) of the pipeline rank
+        ``rank`` have been computed by other virtual stages."""
         action = self.table.orders[rank][self.at[rank]]
         k, i = self.table.held[rank][action.chunk], action.microbatch
         if action.kind == "F":
@@ -170,8 +171,8 @@ class _ContentionSimulation:
         return not self.train or action.kind == "W" or k == self.last or ("B", i, k + 1) in self.done
 
     def _finish_actions(self, ranks: Sequence[int]) -> None:
-        """Record the current action of each pipeline rank in ``ranks`` as finished and move the rank to its next
-        action. Then start all idle ranks whose inputs are ready."""
+        """Record the current action (forward or backward of one microbatch) of each pipeline rank in ``ranks`` as
+        finished and move the rank to its next action. Then start all idle ranks whose inputs are ready."""
         for rank in ranks:
             del self.computing[rank]
             action = self.table.orders[rank][self.at[rank]]

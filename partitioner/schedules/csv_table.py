@@ -33,7 +33,7 @@ _HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")} 
 
 
 class _ScheduleCell(NamedTuple):
-    """One action of a schedule table and its position there.
+    """One action (forward or backward of one microbatch) of a schedule table and its position there.
 
     ``kind``: ``F`` forward, ``B`` backward, ``I`` or ``W`` the half of the backward for input or weight gradients.
     ``stage``: index of the virtual stage, from 0. ``microbatch``: index of the microbatch, from 0. ``row``, ``cell``:
@@ -48,7 +48,8 @@ class _ScheduleCell(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the action as it is written in a table, such as ``3F0``: virtual stage, kind, microbatch."""
+        """Return the action as it is written in a table, such as ``3F0``: virtual stage, kind (``F`` forward),
+        microbatch."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @property
@@ -105,9 +106,9 @@ class ScheduleTable(Data):
 
     @cached_property
     def own(self) -> Timetable:
-        """Return the timetable that the rows describe: each rank's order of actions, and the rank of each virtual
-        stage. It is built and checked at the first access, which raises :class:`ScheduleError` if the table is no valid
-        schedule."""
+        """Return the timetable that the rows describe: each rank's order of actions (forwards and backwards of one
+        microbatch), and the rank of each virtual stage. It is built and checked at the first access, which raises
+        :class:`ScheduleError` if the table is no valid schedule."""
         return _ScheduleTableReader(self).parse_timetable()
 
     @cached_property
@@ -116,9 +117,9 @@ class ScheduleTable(Data):
         return 1 + max(action.microbatch for order in self.own.orders for action in order)
 
     def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
-        """Return each rank's order of actions and the rank of each virtual stage under this schedule. Raise
-        :class:`ScheduleError` unless the table has exactly ``num_ranks`` pipeline ranks and ``num_microbatches``
-        microbatches."""
+        """Return each rank's order of actions (forwards and backwards of one microbatch) and the rank of each virtual
+        stage under this schedule. Raise :class:`ScheduleError` unless the table has exactly ``num_ranks`` pipeline
+        ranks and ``num_microbatches`` microbatches."""
         own = self.own
         if (len(own.orders), self.num_microbatches) != (num_ranks, num_microbatches):
             raise ScheduleError(
@@ -157,7 +158,8 @@ def _parse_schedule_table(name: str, content: str) -> ScheduleTable:
 
 class _ScheduleTableReader:
     """Parser of a schedule table: it validates the texts of the cells and builds a timetable from them. Its errors name
-    the row and the cell. ``table``: the table; its constructor raises :class:`ScheduleError` if a cell is no action."""
+    the row and the cell. ``table``: the table; its constructor raises :class:`ScheduleError` if a cell is no action
+    (forward or backward of one microbatch)."""
 
     def __init__(self, table: ScheduleTable) -> None:
         self.name = table.name
@@ -168,8 +170,9 @@ class _ScheduleTableReader:
         return ScheduleError(f"the schedule {self.name!r}, {message}")
 
     def parse_row(self, number: int, row: Sequence[str]) -> Iterator[_ScheduleCell]:
-        """Yield the actions of one row in order; a cell with a pair of overlapped actions yields both, and an empty
-        cell none. ``number``: number of the row, from 1. ``row``: the texts of its cells."""
+        """Yield the actions (forwards and backwards of one microbatch) of one row in order; a cell with a pair of
+        overlapped actions yields both, and an empty cell none. ``number``: number of the row, from 1. ``row``: the
+        texts of its cells."""
         for place, text in enumerate(row, 1):
             pair = _OVERLAP.fullmatch(text.strip())
             for part in pair[1].split(";") if pair else [text]:
@@ -177,8 +180,9 @@ class _ScheduleTableReader:
                     yield self.parse_cell(part.strip(), number, place)
 
     def parse_cell(self, text: str, row: int, place: int) -> _ScheduleCell:
-        """Return the action that the cell ``text`` describes, such as ``3F0``. ``row`` and ``place``: row and column of
-        the cell, counted from 1, for errors. Raise ``ScheduleError`` if the text is no action."""
+        """Return the action that the cell ``text`` describes, such as ``3F0`` (virtual stage 3, forward, microbatch 0).
+        ``row`` and ``place``: row and column of the cell, counted from 1, for errors. Raise ``ScheduleError`` if the
+        text is no action."""
         found = _ACTION.fullmatch(text)
         if found:
             return _ScheduleCell(found[2], int(found[1]), int(found[3]), row, place)
@@ -188,9 +192,9 @@ class _ScheduleTableReader:
         raise self.create_schedule_error(f"row {row}, cell {place}: {text!r} is not an action; expected {hint}")
 
     def parse_timetable(self) -> Timetable:
-        """Return the timetable that the rows describe, one row per pipeline rank: each rank's order of actions, and the
-        rank of each virtual stage. Raise ``ScheduleError`` if an action is missing or occurs twice, or if the ranks
-        deadlock."""
+        """Return the timetable that the rows describe, one row per pipeline rank: each rank's order of actions
+        (forwards and backwards of one microbatch), and the rank of each virtual stage. Raise ``ScheduleError`` if an
+        action is missing or occurs twice, or if the ranks deadlock."""
         cells = [cell for row in self.rows for cell in row]
         if not cells:
             raise ScheduleError(f"the schedule {self.name!r} has no actions; expected a row for each pipeline rank")
@@ -206,10 +210,10 @@ class _ScheduleTableReader:
         return Timetable(tuple(orders), ranks)
 
     def find_first_actions(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
-        """Return, for each virtual stage, the first cell that has an action of this stage (index of the virtual stage
-        -> cell). The row of this cell tells which pipeline rank runs the stage. ``cells``: all cells of the table, row
-        by row. Raise :class:`ScheduleError` if the actions of a virtual stage are in several rows, a row is empty, or
-        an index between 0 and the largest one has no actions."""
+        """Return, for each virtual stage, the first cell that has an action (forward or backward of one microbatch) of
+        this stage (index of the virtual stage -> cell). The row of this cell tells which pipeline rank runs the stage.
+        ``cells``: all cells of the table, row by row. Raise :class:`ScheduleError` if the actions of a virtual stage
+        are in several rows, a row is empty, or an index between 0 and the largest one has no actions."""
         first: dict[int, _ScheduleCell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)
@@ -283,8 +287,9 @@ class _ScheduleTableReader:
                 seen.add((cell.kind, cell.stage, cell.microbatch))
 
     def check_progress(self, timetable: Timetable) -> None:
-        """Raise ``ScheduleError`` if the ranks of ``timetable`` deadlock: each of them waits for an action that comes
-        later in the order of another rank. The error names the cells that wait."""
+        """Raise ``ScheduleError`` if the ranks of ``timetable`` deadlock: each of them waits for an action (forward or
+        backward of one microbatch) that comes later in the order of another rank. The error names the cells that
+        wait."""
         stuck = stuck_at(timetable)
         if stuck:
             cells = [self.rows[rank][place] for rank, place in stuck]

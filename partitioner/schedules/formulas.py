@@ -69,9 +69,9 @@ def is_formula(schedule: str | ScheduleTable) -> bool:
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Return whether the number of microbatches in flight on a rank has a closed formula, so that the actions need not
-    be simulated. This requires one stage on each rank. ``schedule``: name or table of the pipeline schedule. ``v``:
-    number of virtual stages of each rank."""
+    """Return whether the number of microbatches in flight on a rank has a closed formula, so that forwards and
+    backwards need not be simulated. This requires one stage on each rank. ``schedule``: name or table of the pipeline
+    schedule. ``v``: number of virtual stages of each rank."""
     return schedule in _IN_FLIGHT and v == 1
 
 
@@ -138,7 +138,7 @@ class InFlightMicrobatches:
     weights).
 
     ``pairs[k]``: the pairs of virtual stage ``k`` at which its memory may peak. Which of them is the peak depends on
-    the bytes of the two kinds of microbatches. ``together[s]``: the combinations that rank ``s`` reaches at one moment,
+    the bytes of the two kinds of microbatches. ``together[s]``: the combinations that rank ``s`` reaches at one time,
     each with one pair per virtual stage of the rank. Combinations that another one equals or exceeds in every number
     are left out.
     """
@@ -149,11 +149,12 @@ class InFlightMicrobatches:
 
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> InFlightMicrobatches:
-    """Return the numbers of microbatches in flight on each rank and virtual stage, found from the order of actions.
+    """Return the numbers of microbatches in flight on each rank and virtual stage, found from the order in which each
+    rank runs forwards and backwards.
 
     ``schedule``: name or table of the pipeline schedule. ``p``, ``m``, ``v``: numbers of ranks, microbatches, and
-    virtual stages of each rank (``None``: the default of the schedule). To save time, a long step is replaced by a
-    shorter one with the same steady state, which has the same result.
+    virtual stages of each rank (``None``: the default of the schedule). To save time, a step of many microbatches is
+    replaced by one of fewer with the same steady state, which has the same result.
     """
     # all orders but GPipe's reach their steady state within two rounds of p microbatches
     is_long = table_of(schedule) is None and schedule != "gpipe" and m % p == 0 and m > _FEW_ROUNDS * p
@@ -237,8 +238,8 @@ def shorten_timetable(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
     """Return the pipeline timetable of ``schedule`` for ``m`` microbatches, and ``None``. If it would have more than
-    about ``most`` actions, return instead two shorter timetables, from which a caller can extrapolate to ``m``
-    microbatches.
+    about ``most`` actions (forwards and backwards of one microbatch), return instead two shorter timetables, from which
+    a caller can extrapolate to ``m`` microbatches.
 
     The first result is then the shorter one. The second is a tuple: the longer one, the number of microbatches that it
     has more than the shorter one, and the number that the full step has more than the shorter one. The two timetables

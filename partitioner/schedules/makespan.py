@@ -67,7 +67,8 @@ def compute_makespan(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> float:
     """Return the seconds from the start of a step until all ranks have finished their actions, if each action starts as
-    soon as its inputs are available. ``table``: the actions of each rank. ``phases``: the times of each virtual stage.
+    soon as its inputs are available. ``table``: the actions (forwards and backwards of one microbatch) of each rank.
+    ``phases``: the times of each virtual stage.
 
     ``overlap_steps``: return instead the step time in steady state, if a rank begins the next step as soon as it has
     finished its part of this one; collectives at the ends of a step (gathers of parameters, reductions of gradients)
@@ -87,11 +88,11 @@ def follow_all(
     """Return the seconds of a step for each of ``n`` sets of durations on one timetable, shape ``[n]``: the time until
     all ranks have finished their actions.
 
-    ``table``: the actions of each rank. ``phases``: seconds, shape ``[n, virtual stages, 7]``; the last dimension is
-    forward, backward for inputs, backward for weights, message of the forward's input, message of the backward's input,
-    gathers of parameters, reductions of gradients (``[n, virtual stages, 5]`` without the last two).
-    ``train``: whether backwards take time. ``overlap_steps``: return the step time in steady state, if a rank begins
-    the next step as soon as it has finished its part of this one.
+    ``table``: the actions (forwards and backwards of one microbatch) of each rank. ``phases``: seconds, shape ``[n,
+    virtual stages, 7]``; the last dimension is forward, backward for inputs, backward for weights, message of the
+    forward's input, message of the backward's input, gathers of parameters, reductions of gradients (``[n, virtual
+    stages, 5]`` without the last two). ``train``: whether backwards take time. ``overlap_steps``: return the step time
+    in steady state, if a rank begins the next step as soon as it has finished its part of this one.
     """
     ends = not overlap_steps and bool(phases[:, :, _ENDS].any())
     waits = waits_of(table, train, ends=ends)
@@ -120,8 +121,8 @@ def longest_path(
 ) -> tuple[float, NDArray[np.float64]]:
     """Return two values: the seconds of the longest path through the actions of a step, and how often each phase is on
     this path, shape ``[virtual stages, 7]``: forward, backward for inputs, backward for weights, message of the
-    forward's input, message of the backward's input, gathers, reductions. ``table``: the actions of each rank.
-    ``phases``: the seconds of these phases for each virtual stage.
+    forward's input, message of the backward's input, gathers, reductions. ``table``: the actions (forwards and
+    backwards of one microbatch) of each rank. ``phases``: the seconds of these phases for each virtual stage.
 
     With ``overlap_steps``, the seconds are the step time in steady state, if a rank begins the next step as soon as its
     part of this one has ended. The counts are then for the longest path from the first to the last action of the
@@ -164,10 +165,11 @@ def _has_ends(phases: Sequence[Phases]) -> bool:
 
 
 class Waits(NamedTuple):
-    """What each action of all pipeline ranks in one step waits for: parallel lists with one entry per action, in
-    topological order. The first entries, one per rank, are no actions: they stand for the start of the step on that
-    rank. If the collectives at the ends of the step are counted, a second entry per rank stands for the start of the
-    step on its links, on which collectives run beside the computation, and collectives are entries like actions.
+    """What each action (forward or backward of one microbatch) of all pipeline ranks in one step waits for: parallel
+    lists with one entry per action, in topological order. The first entries, one per rank, are no actions: they stand
+    for the start of the step on that rank. If the collectives at the ends of the step are counted, a second entry per
+    rank stands for the start of the step on its links, on which collectives run beside the computation, and collectives
+    are entries like actions.
 
     ``before``: index of the previous action of the same rank. ``needed``: index of the action on another virtual stage
     that computes the input; the start of the rank if there is none. ``what``: six times the index of the virtual stage,
@@ -187,19 +189,19 @@ class Waits(NamedTuple):
 
 
 def waits_of(table: Timetable, train: bool = True, *, ends: bool = False) -> Waits:
-    """Return, for all actions of ``table`` in topological order, the actions and messages that each of them waits for.
-    Without ``train`` backwards do not wait for other virtual stages. ``ends``: include the collectives at the ends of
-    the step (gathers of parameters at its start, reductions of gradients at its end). The result is cached by the
-    identity of ``table``."""
+    """Return, for all actions (forwards and backwards of one microbatch) of ``table`` in topological order, the actions
+    and messages that each of them waits for. Without ``train`` backwards do not wait for other virtual stages.
+    ``ends``: include the collectives at the ends of the step (gathers of parameters at its start, reductions of
+    gradients at its end). The result is cached by the identity of ``table``."""
     return _compute_waits(SameObject(table), train, ends)
 
 
 @lru_cache(maxsize=32)
 def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Waits:
-    """Return, for all actions of a timetable in topological order, the actions and messages that each of them waits
-    for. ``same``: a wrapper of the timetable that compares by identity, so that the result can be cached. Without
-    ``train`` backwards do not wait for other virtual stages. ``ends``: include the collectives at the ends of the step
-    (gathers of parameters at its start, reductions of gradients at its end)."""
+    """Return, for all actions (forwards and backwards of one microbatch) of a timetable in topological order, the
+    actions and messages that each of them waits for. ``same``: a wrapper of the timetable that compares by identity, so
+    that the result can be cached. Without ``train`` backwards do not wait for other virtual stages. ``ends``: include
+    the collectives at the ends of the step (gathers of parameters at its start, reductions of gradients at its end)."""
     table, last = same.value, len(same.value.ranks) - 1
     starts = range((1 + ends) * len(table.orders))
     nothing = 2 * len(table.ranks)
@@ -240,7 +242,7 @@ def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Wait
 def _add_gathers(table: Timetable, found: Waits) -> dict[int, int]:
     """Append to ``found`` the gathers of parameters, which run one after the other on the links of each rank from the
     start of the step, in the order of its virtual stages. Return the index of each: virtual stage -> index of its
-    gathers. ``table``: the actions of each rank.
+    gathers. ``table``: the actions (forwards and backwards of one microbatch) of each rank.
     """
     places: dict[int, int] = {}
     for rank, stages in enumerate(table.held):
@@ -252,7 +254,8 @@ def _add_gathers(table: Timetable, found: Waits) -> dict[int, int]:
 
 def _add_reductions(table: Timetable, found: Waits) -> None:
     """Append to ``found`` the reductions of gradients, which run one after the other on the links of each rank. The
-    reductions of a virtual stage begin no earlier than its last backward. ``table``: the actions of each rank."""
+    reductions of a virtual stage begin no earlier than its last backward. ``table``: the actions (forwards and
+    backwards of one microbatch) of each rank."""
     final: dict[int, int] = {}  # virtual stage -> its last backward
     for place in range(2 * len(table.orders), len(found.before)):
         stage, kind = divmod(found.what[place], ENTRIES)
@@ -266,7 +269,7 @@ def _add_reductions(table: Timetable, found: Waits) -> None:
 def _add_collective(table: Timetable, found: Waits, rank: int, what: int, needed: int) -> None:
     """Append to ``found`` a collective on the links of ``rank``, after the previous one. ``what``: index of its seconds
     in the list of durations (see :func:`seconds_of`). ``needed``: index of the entry that it also waits for. ``table``:
-    the actions of each rank."""
+    the actions (forwards and backwards of one microbatch) of each rank."""
     lane = len(table.orders) + rank
     found.before.append(found.last[lane])
     found.needed.append(needed)
@@ -279,7 +282,7 @@ def _add_collective(table: Timetable, found: Waits, rank: int, what: int, needed
 def _add_pause(table: Timetable, found: Waits, rank: int, before: int, needed: int, message: int | None = None) -> None:
     """Append to ``found`` an entry that takes no time and waits for two entries, the indices ``before`` and ``needed``,
     and for the message with the index ``message`` from the second. ``rank``: the rank that it is on. ``table``: the
-    actions of each rank.
+    actions (forwards and backwards of one microbatch) of each rank.
     """
     found.before.append(before)
     found.needed.append(needed)

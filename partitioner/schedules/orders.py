@@ -14,46 +14,50 @@ from partitioner.schedules.actions import Action, ActionKind, Order
 
 
 def gpipe(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` pipeline ranks under GPipe (Huang et al. 2019): all forwards, then
-    all backwards of ``m`` microbatches. All microbatches are in flight at once. Each rank has one virtual stage, so
-    ``v`` is not used."""
+    """Return the order of actions (forwards and backwards of one microbatch) of each of ``p`` pipeline ranks under
+    GPipe (Huang et al. 2019): all forwards, then all backwards of ``m`` microbatches. All microbatches are in flight at
+    once. Each rank has one virtual stage, so ``v`` is not used."""
     order = tuple(Action(kind, i) for kind in ("F", "B") for i in range(m))
     return (order,) * p
 
 
 def one_forward_one_backward(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` pipeline ranks under 1F1B (Narayanan et al. 2019, 2021) for ``m``
-    microbatches. Rank ``s`` (from 0) has at most ``min(p - s, m)`` microbatches in flight: their forward has run and
-    their backward has not. Each rank has one virtual stage, so ``v`` is not used."""
+    """Return the order of actions (forwards and backwards of one microbatch) of each of ``p`` pipeline ranks under 1F1B
+    (Narayanan et al. 2019, 2021) for ``m`` microbatches. Rank ``s`` (from 0) has at most ``min(p - s, m)`` microbatches
+    in flight: their forward has run and their backward has not. Each rank has one virtual stage, so ``v`` is not
+    used."""
     return tuple(_alternate_forwards_backwards(p, m, 1, p - s - 1, None) for s in range(p))
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` pipeline ranks under interleaved 1F1B (Narayanan et al. 2021,
-    section 2.2.2), with ``m`` microbatches and ``v`` virtual stages (parts of the model) on each rank. If ``v`` is 1,
-    this is 1F1B."""
+    """Return the order of actions (forwards and backwards of one microbatch) of each of ``p`` pipeline ranks under
+    interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), with ``m`` microbatches and ``v`` virtual stages (parts of
+    the model) on each rank. If ``v`` is 1, this is 1F1B."""
     if v == 1:
         return one_forward_one_backward(p, m, v)
     return tuple(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), None) for s in range(p))
 
 
 def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` pipeline ranks under ZB-1p (Qi et al. 2023, ZB-H1), with ``m``
-    microbatches and ``v`` virtual stages on each rank; with more than one the orders are interleaved. Backwards for
-    weight gradients are delayed to fill idle time. Every rank needs the memory of the first stage under 1F1B."""
+    """Return the order of actions (forwards and backwards of one microbatch) of each of ``p`` pipeline ranks under
+    ZB-1p (Qi et al. 2023, ZB-H1), with ``m`` microbatches and ``v`` virtual stages on each rank; with more than one the
+    orders are interleaved. Backwards for weight gradients are delayed to fill idle time. Every rank needs the memory of
+    the first stage under 1F1B."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, p - s - 1, s) for s in range(p))
 
 
 def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` pipeline ranks under ZB-2p (Qi et al. 2023, ZB-H2), with ``m``
-    microbatches and ``v`` virtual stages on each rank. Each rank runs twice as many forwards before its first backward
-    as in ZB-1p. There is no bubble if the forward and both halves of the backward take equally long."""
+    """Return the order of actions (forwards and backwards of one microbatch) of each of ``p`` pipeline ranks under
+    ZB-2p (Qi et al. 2023, ZB-H2), with ``m`` microbatches and ``v`` virtual stages on each rank. Each rank runs twice
+    as many forwards before its first backward as in ZB-1p. There is no bubble if the forward and both halves of the
+    backward take equally long."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
 
 
 def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
-    """Return the order of actions of one pipeline rank: first some warm-up forwards, then backwards and forwards in
-    alternation. ``p``, ``m``, ``v``: numbers of ranks, of microbatches, and of the rank's virtual stages.
+    """Return the order of actions (forwards and backwards of one microbatch) of one pipeline rank: first some warm-up
+    forwards, then backwards and forwards in alternation. ``p``, ``m``, ``v``: numbers of ranks, of microbatches, and of
+    the rank's virtual stages.
 
     The warm-up consists of ``v - 1`` times a first round of microbatches (about ``p``), plus ``ahead`` forwards.
     ``behind``: number of backwards for inputs by which each backward for weights is delayed; ``None``: backwards are
@@ -96,15 +100,16 @@ def _order_by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[i
 
 
 def zero_bubble_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` pipeline ranks under ZB-V (Qi et al. 2024, "Pipeline Parallelism
-    with Controllable Memory"), with ``m`` microbatches and two virtual stages per rank, so ``v`` is not used. Every
-    rank needs as much memory as the first stage under 1F1B."""
+    """Return the order of actions (forwards and backwards of one microbatch) of each of ``p`` pipeline ranks under ZB-V
+    (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"), with ``m`` microbatches and two virtual stages
+    per rank, so ``v`` is not used. Every rank needs as much memory as the first stage under 1F1B."""
     return _joined_first(_drop_missing_microbatches(_zero_bubble_v(p, s, max(m, 2 * p - 1)), m) for s in range(p))
 
 
 def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
-    """Return the order of actions of one rank under the pipeline schedule ZB-V. ``p``: number of ranks. ``s``: index of
-    the rank, from 0. ``m``: number of microbatches, at least ``2p - 1``."""
+    """Return the order of actions (forwards and backwards of one microbatch) of one rank under the pipeline schedule
+    ZB-V. ``p``: number of ranks. ``s``: index of the rank, from 0. ``m``: number of microbatches, at least ``2p -
+    1``."""
     lane = _RankOrderBuilder()
     lane.add_actions("F0", 2 * (p - s) - 1)
     lane.add_actions("F1 F0", s)
@@ -121,16 +126,17 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 
 
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``p`` pipeline ranks under DualPipe-V (DeepSeek-AI 2024,
-    github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per rank, so ``v`` is not used.
-    Forwards in one virtual stage come next to backwards in the other. DualPipe runs these two at the same time; here
-    they are consecutive, and computation hides their transfers."""
+    """Return the order of actions (forwards and backwards of one microbatch) of each of ``p`` pipeline ranks under
+    DualPipe-V (DeepSeek-AI 2024, github.com/deepseek-ai/DualPipe), with ``m`` microbatches and two virtual stages per
+    rank, so ``v`` is not used. Forwards in one virtual stage come next to backwards in the other. DualPipe runs these
+    two at the same time; here they are consecutive, and computation hides their transfers."""
     return _joined_first(_drop_missing_microbatches(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
 def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
-    """Return the order of actions of one rank under the pipeline schedule DualPipe-V. ``p``: number of ranks. ``s``:
-    index of the rank, from 0. ``m``: number of microbatches, at least ``2p``."""
+    """Return the order of actions (forwards and backwards of one microbatch) of one rank under the pipeline schedule
+    DualPipe-V. ``p``: number of ranks. ``s``: index of the rank, from 0. ``m``: number of microbatches, at least
+    ``2p``."""
     lane = _RankOrderBuilder()
     last = p - s - 1
     lane.add_actions("F0", 2 * last)
@@ -159,7 +165,7 @@ class _RankOrderBuilder:
         self.counts: dict[tuple[str, int], int] = {}
 
     def count_actions(self, kind: str, chunk: int) -> int:
-        """Return for how many microbatches an action of this kind was added to the order so far. ``kind``: ``F``
+        """Return for how many microbatches an action of the given kind was added to the order so far. ``kind``: ``F``
         forward, ``I`` or ``W`` the half of the backward for input or weight gradients. ``chunk``: index of the virtual
         stage on the rank.
         """
@@ -195,16 +201,17 @@ class _RankOrderBuilder:
         self.order.append(Action("W", i, chunk))
 
     def _take_next_microbatch(self, kind: ActionKind, chunk: int) -> int:
-        """Return the index of the next microbatch for an action of this kind, and count it as taken. ``kind``: ``F``,
-        ``I`` or ``W``. ``chunk``: index of the virtual stage on the rank."""
+        """Return the index of the next microbatch for an action of the given kind, and count it as taken. ``kind``:
+        ``F`` forward, ``I`` or ``W`` the half of the backward for input or weight gradients. ``chunk``: index of the
+        virtual stage on the rank."""
         i = self.count_actions(kind, chunk)
         self.counts[kind, chunk] = i + 1
         return i
 
 
 def _drop_missing_microbatches(order: Iterable[Action], m: int) -> Order:
-    """Return the actions of ``order`` whose microbatch has an index below ``m``, in the same order. It cuts an order
-    that was built for more microbatches than the step has."""
+    """Return the actions (forwards and backwards of one microbatch) of ``order`` whose microbatch has an index below
+    ``m``, in the same order. It cuts an order that was built for more microbatches than the step has."""
     return tuple(action for action in order if action.microbatch < m)
 
 

@@ -57,9 +57,9 @@ __all__ = [
 class Schedule:
     """Definition of a built-in pipeline schedule.
 
-    ``orders(num_ranks, num_microbatches, chunks)`` returns one order of actions per rank. ``placement(num_ranks,
-    chunks)`` returns the rank of each virtual stage. ``chunks``: number of virtual stages per rank; ``None``: the user
-    chooses. ``doc``: a short description for the user.
+    ``orders(num_ranks, num_microbatches, chunks)`` returns one order of actions (forwards and backwards of one
+    microbatch) per rank. ``placement(num_ranks, chunks)`` returns the rank of each virtual stage. ``chunks``: number of
+    virtual stages per rank; ``None``: the user chooses. ``doc``: a short description for the user.
     """
 
     orders: Callable[[int, int, int], tuple[Order, ...]]
@@ -84,10 +84,11 @@ SCHEDULES: dict[str, Schedule] = {
 def build_timetable(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Timetable:
-    """Return the timetable of ``schedule``: each pipeline rank's order of actions, and the rank of each virtual stage.
-    It is checked for completeness and deadlocks. ``schedule``: the name of a built-in schedule, a path ending in
-    ``.csv``, or a table. ``num_ranks``, ``num_microbatches``: numbers of pipeline ranks and of microbatches.
-    ``chunks``: number of virtual stages per rank; ``None``: the default of the schedule.
+    """Return the timetable of ``schedule``: each pipeline rank's order of actions (forwards and backwards of one
+    microbatch), and the rank of each virtual stage. It is checked for completeness and deadlocks. ``schedule``: the
+    name of a built-in schedule, a path ending in ``.csv``, or a table. ``num_ranks``, ``num_microbatches``: numbers of
+    pipeline ranks and of microbatches. ``chunks``: number of virtual stages per rank; ``None``: the default of the
+    schedule.
 
     Raises :class:`ScheduleError` if the schedule does not exist or does not support these numbers.
     """
@@ -174,8 +175,9 @@ def schedule_name(schedule: str | ScheduleTable) -> str:
 def schedule_orders(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> tuple[Order, ...]:
-    """Return the order of actions of each of ``num_ranks`` pipeline ranks for ``num_microbatches`` microbatches,
-    checked for completeness and deadlocks. ``schedule``: the name of a built-in schedule, a path ending in ``.csv``, or
-    a table. ``chunks``: number of virtual stages per rank; ``None``: the default of the schedule. Raise
-    :class:`ScheduleError` if the schedule does not exist or does not support these numbers."""
+    """Return the order of actions (forwards and backwards of one microbatch) of each of ``num_ranks`` pipeline ranks
+    for ``num_microbatches`` microbatches, checked for completeness and deadlocks. ``schedule``: the name of a built-in
+    schedule, a path ending in ``.csv``, or a table. ``chunks``: number of virtual stages per rank; ``None``: the
+    default of the schedule. Raise :class:`ScheduleError` if the schedule does not exist or does not support these
+    numbers."""
     return build_timetable(schedule, num_ranks, num_microbatches, chunks).orders

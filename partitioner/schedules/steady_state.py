@@ -30,9 +30,9 @@ _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC"
 
 @dataclass(frozen=True)
 class Growth:
-    """A repeated section of a rank's list of actions (or instructions), with the number of its repetitions in longer
-    lists of the same pipeline schedule. Long lists are stored as a short list and its sections. Each longer list has a
-    fixed number of microbatches more than the list before.
+    """A repeated section of a rank's list of actions (forwards and backwards of one microbatch) or instructions, with
+    the number of its repetitions in longer lists of the same pipeline schedule. Long lists are stored as a short list
+    and its sections. Each longer list has a fixed number of microbatches more than the list before.
 
     The section has ``length`` items from index ``start`` of the shortest list. In the shortest list it is executed
     ``times`` times, with microbatch indices raised by ``shift`` at each repetition. In each longer list it is executed
@@ -49,9 +49,9 @@ class Growth:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Numbers of microbatches from which the lists of actions of a long schedule can be extrapolated. The lists for
-    ``least`` and for ``least + unit`` microbatches determine the full list, which has ``least + steps * unit``
-    microbatches."""
+    """Numbers of microbatches from which the lists of actions (forwards and backwards) of a long schedule can be
+    extrapolated. The lists for ``least`` and for ``least + unit`` microbatches determine the full list, which has
+    ``least + steps * unit`` microbatches."""
 
     least: int
     unit: int
@@ -59,10 +59,10 @@ class SteadyState:
 
 
 def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
-    """Find how the list of actions ``shorter`` grows to ``longer``, which has ``unit`` more microbatches, by repeating
-    some of its sections more often. Return these sections in order, each with its numbers of repetitions. An item of a
-    list is (what is done, index of the microbatch or ``None``). Return ``None`` if repetition alone does not explain
-    the difference.
+    """Find how the list of actions (forwards and backwards of one microbatch) ``shorter`` grows to ``longer``, which
+    has ``unit`` more microbatches, by repeating some of its sections more often. Return these sections in order, each
+    with its numbers of repetitions. An item of a list is (what is done, index of the microbatch or ``None``). Return
+    ``None`` if repetition alone does not explain the difference.
     """
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
@@ -84,9 +84,10 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
 
 
 def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
-    """Yield the items of a longer list of actions, which has ``steps`` times a fixed number of microbatches more than
-    the list ``items``. An item is (what is done, index of the microbatch or ``None``). ``parts``: the sections of
-    ``items``, with the number of repetitions that this fixed number of microbatches adds to each.
+    """Yield the items of a longer list of actions (forwards and backwards of one microbatch), which has ``steps`` times
+    a fixed number of microbatches more than the list ``items``. An item is (what is done, index of the microbatch or
+    ``None``). ``parts``: the sections of ``items``, with the number of repetitions that this fixed number of
+    microbatches adds to each.
     """
     for part in parts:
         body = items[part.start : part.start + part.length]
@@ -97,16 +98,16 @@ def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> It
 def find_steady_state(
     schedule: str | ScheduleTable, num_stages: int, num_microbatches: int, chunks: int | None = None
 ) -> SteadyState | None:
-    """Return small numbers of microbatches from which each rank's order of actions for ``num_microbatches`` can be
-    extrapolated exactly. Return ``None`` if none of the tried numbers is sufficient, the step is short, or the schedule
-    is a user-defined table. ``schedule``: name or table. ``num_stages``: number of pipeline ranks. ``chunks``: number
-    of virtual stages per rank; ``None``: the default of the schedule."""
+    """Return small numbers of microbatches from which each rank's order of actions (forwards and backwards of one
+    microbatch) for ``num_microbatches`` can be extrapolated exactly. Return ``None`` if none of the tried numbers is
+    sufficient, the step is short, or the schedule is a user-defined table. ``schedule``: name or table. ``num_stages``:
+    number of pipeline ranks. ``chunks``: number of virtual stages per rank; ``None``: the default of the schedule."""
     if table_of(schedule) is not None:
         return None  # a table is for one number of microbatches
 
     def orders(p: int, m: int) -> tuple[Order, ...]:
-        """Return each rank's order of actions for ``p`` pipeline ranks and ``m`` microbatches, under the schedule that
-        the enclosing function got.
+        """Return each rank's order of actions (forwards and backwards of one microbatch) for ``p`` pipeline ranks and
+        ``m`` microbatches, under the schedule that the enclosing function got.
         """
         return schedule_orders(schedule, p, m, chunks)
 
@@ -152,8 +153,8 @@ def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit
 
 
 def _actions_to_items(order: Sequence[Action]) -> list[Item]:
-    """Return ``order``, the actions of a rank in order, as a list of items of the form ((kind, index of the virtual
-    stage on the rank), microbatch).
+    """Return ``order``, the actions (forwards and backwards of one microbatch) of a rank in order, as a list of items
+    of the form ((kind, index of the virtual stage on the rank), microbatch).
     """
     return [((a.kind, a.chunk), a.microbatch) for a in order]
 
@@ -205,9 +206,10 @@ def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> i
 
 
 def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
-    """Divide a list of actions into repeated sections and single items, and return them in order. At each index the
-    section that reaches furthest is chosen. Its repetitions are equal except that microbatch indices rise by 1 or by
-    ``unit`` each time. An element of ``items`` is (what is done, index of the microbatch or ``None``)."""
+    """Divide a list of actions (forwards and backwards of one microbatch) into repeated sections and single items, and
+    return them in order. At each index the section that reaches furthest is chosen. Its repetitions are equal except
+    that microbatch indices rise by 1 or by ``unit`` each time. An element of ``items`` is (what is done, index of the
+    microbatch or ``None``)."""
     numbers: dict[Hashable, int] = {}
     kinds = np.array([numbers.setdefault(key, len(numbers)) for key, _ in items], np.int64)
     times = np.array([_NONE if m is None else m for _, m in items], np.int64)

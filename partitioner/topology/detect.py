@@ -270,7 +270,7 @@ def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict
 def _has_nvlink_switches(wires: Wiring) -> bool:
     """Return whether, in ``wires``, all NVLinks of a GPU lead to switches. ``nvidia-smi`` then reports, for each pair
     of GPUs, the number of all NVLinks of one GPU. For two GPUs the result is true, because switches and direct links
-    cannot be told apart and are equally fast.
+    cannot be distinguished and are equally fast.
     """
     apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
     count = int(apart[0])

@@ -315,7 +315,7 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
 
 def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
     """Return the bandwidth (bytes/s) and latency (s) of messages between devices of ``topology``, each of shape
-    ``[moments, messages]``. ``a``, ``b``: the device indices of the senders and the receivers, of the same shape. The
+    ``[rows, messages]``. ``a``, ``b``: the device indices of the senders and the receivers, of the same shape. The
     messages of one row are under way at the same time, and no others.
 
     Messages between nodes share the network cards of the sending and the receiving device. A card sends and receives at

@@ -334,10 +334,10 @@ def _check_traced_constants(program: ExportedProgram, tensor_names: Mapping[int,
 
 
 def _untie_buffers(program: ExportedProgram) -> None:
-    """Merge the placeholders of each buffer that has several names into one placeholder. ``program`` is changed in
-    place.
+    """Merge the placeholders of each buffer that has several names into one placeholder. ``program``, the exported
+    model, is changed in place.
 
-    Later steps treat each placeholder as a separate tensor.
+    Later passes treat each placeholder as a separate tensor.
     """
     by_tensor: dict[int, fx.Node] = {}
     held: dict[str, Any] = {**program.constants, **program.state_dict}

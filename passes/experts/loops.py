@@ -283,13 +283,13 @@ class _LoopMerger:
         return ExpertMask(along[0], mask.negated)
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
-        """Merge the ``masked_fill`` operators of all experts, each of which keeps the rows (tokens) of one expert and
-        sets all other rows to a number. Return the merged rows, each computed by its own expert. Raises
-        :class:`NotMergeable` if the masks are not those of the rows that did not choose the expert, or do not lie along
-        the rows of ``value``.
+        """Replace the ``masked_fill`` operators of all experts, each of which keeps the rows (tokens) of one expert and
+        sets all other rows to a number. Return one tensor that stands for the results of all of them: each row is the
+        one that the row's own expert keeps. Raises :class:`NotMergeable` if the masks are not those of the rows that
+        did not choose the expert, or do not lie along the rows of ``value``.
 
-        ``node``: the operator of the first expert. ``value``, ``mask``: its first two operands, each merged over all
-        experts.
+        ``node``: the operator of the first expert. ``value``, ``mask``: what stands for its first two operands, for all
+        experts at once.
         """
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):

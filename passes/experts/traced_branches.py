@@ -55,8 +55,8 @@ _MAX_ROWS = 1 << 20  # a number of rows that stands for any large one
 class TracedBranches:
     """Record of the branches of forward, in one trace, on whether an expert has rows (tokens that chose it).
 
-    A listing is one place of the trace that lists or counts the rows of an expert; listings are numbered from 1, and
-    ``num_listings`` is their number. ``leaves_out``: branches are decided as if experts with even (0) or odd (1)
+    A listing is one operator call in the trace that lists or counts the rows of an expert; listings are numbered from
+    1, and ``num_listings`` is their number. ``leaves_out``: branches are decided as if experts with even (0) or odd (1)
     numbers had no rows; ``None``: as if all experts had rows. ``num_branches``: the number of branches. ``decided``:
     the listings on which a branch depended. ``changed``: whether a mask on which a branch depended was later written in
     place. ``marked``: pairs of a node and the marker operator through which the trace reads it. ``counted``: symbol of
@@ -184,7 +184,7 @@ class _BranchMode(TorchFunctionMode):
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
         """Call ``func``, which lists the rows (tokens) where ``mask`` is true, and return its result. If ``mask`` is
-        that of an expert, ``func`` gets it through a marker operator, by which the listing is found in the graph later,
+        that of an expert, ``func`` gets it through a marker operator, by which this place is found in the graph later,
         and the number of rows is registered for branches.
 
         ``kwargs``: further arguments of ``func``.
@@ -199,8 +199,8 @@ class _BranchMode(TorchFunctionMode):
 
     def _mark_queried_rows(self, query: _ExpertRowsQuery) -> int:
         """Insert marker operators, which return their operand unchanged, after a mask and after chosen expert numbers,
-        so that the rest of the trace reads them through markers. Return the number of this listing, the place in the
-        trace.
+        so that the rest of the trace reads them through markers. Return the number of this listing (an operator call of
+        the trace that lists or counts rows), from 1.
 
         Args:
             query: what forward asks about the rows (tokens) of an expert, with the nodes of the mask and of the chosen

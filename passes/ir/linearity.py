@@ -50,8 +50,8 @@ class AffinePart:
 def find_affine_parts(
     graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]
 ) -> dict[fx.Node, AffinePart]:
-    """Return a dict from every placeholder and operator of ``graph`` to how its value depends on ``inputs``: whether it
-    does, and whether it is zero if they are zero.
+    """Return a dict from every placeholder and operator of ``graph`` to how its value depends on ``inputs``: whether
+    the value depends on them, and whether the value is zero if they are all zero.
 
     Raises :class:`NotAffine` if an operator reads a value that depends on ``inputs`` and is not linear in it.
 

@@ -33,10 +33,10 @@ class Strategy:
     """One way to run an operator on the ranks of one mesh axis: the layouts of its operands and results. A layout is
     sharded along a dim, whole on every rank, or a partial sum.
 
-    ``factor``: the name of the loop dimension of the operator that is sharded; ``None`` if there is none.
-    ``sections``: the sizes of parts of this dimension that are each divided over all ranks; ``()`` for one part.
-    ``operands``, ``results``: the layouts, in order. ``form``: the name of a special way to run the operator that
-    shards several loop dimensions (see :attr:`OpFactors.forms`); empty for an ordinary strategy.
+    ``factor``: the name of the loop dimension of the operator that is sharded; ``None`` if there is none. ``sections``:
+    if this dimension joins several tensors, such as queries, keys and values, each of which is sharded by itself: their
+    sizes; ``()`` otherwise. ``operands``, ``results``: the layouts, in order. ``form``: the name of a special way to
+    run the operator that shards several loop dimensions (see :attr:`OpFactors.forms`); empty for an ordinary strategy.
     """
 
     factor: str | None

@@ -88,8 +88,8 @@ class _BufferSumRewriter:
         self._looking: set[fx.Node] = set()
 
     def _find_combining_nodes(self) -> set[fx.Node]:
-        """Return the collectives that combine samples of different parts of the global batch, and all nodes that
-        depend on them, in all graphs of the model."""
+        """Return the collectives that combine samples of different parts of the global batch (one for each pair of
+        data-parallel rank and microbatch), and all nodes that depend on them, in all graphs of the model."""
         found: set[fx.Node] = set()
         values: set[str] = set()
         size = -1
@@ -108,7 +108,8 @@ class _BufferSumRewriter:
         return found
 
     def _is_combining_collective(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is a collective that communicates between different parts of the global batch."""
+        """Return whether ``node`` is a collective that communicates between different parts of the global batch (one
+        for each pair of data-parallel rank and microbatch)."""
         named = get_collective_axis(node)
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
@@ -346,8 +347,9 @@ class _BufferSumRewriter:
 
     def _build_collective_addend(self, node: fx.Node, build: Callable[..., fx.Node]) -> fx.Node:
         """Return a node with what one microbatch adds to the result of ``node``, a collective over the parts of the
-        batch. For an all-reduce, it is the operand; for an all-gather, a tensor of zeros with the operand in the rows
-        of this microbatch. Raise :class:`_NotLinear` for any other collective.
+        global batch (one for each pair of data-parallel rank and microbatch). For an all-reduce, it is the operand; for
+        an all-gather, a tensor of zeros of the size of the result, with the operand in the rows that belong to this
+        part. Raise :class:`_NotLinear` for any other collective.
 
         ``build``: appends an operator to the graph and returns its node.
         """

@@ -32,8 +32,8 @@ def fold(captured: Captured) -> FoldedModel:
     """Divide the graph of ``captured``, a model as one graph, into blocks and calls, and return these as a
     :class:`FoldedModel`. The graph is changed in place.
 
-    A block is a piece of the model with a graph of its own, such as a layer; a call is one run of a block with its
-    own parameters and inputs. Equal layers are calls of one block.
+    A block is a piece of the model with a graph of its own, such as a layer; a call is one use of a block with its own
+    parameters and inputs. Equal layers are calls of one block.
     """
     graph = captured.graph
     for node in graph.nodes:
@@ -218,8 +218,9 @@ def _is_copied(node: fx.Node) -> bool:
 
 
 def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
-    """Return the connected groups of ``nodes`` (operators of a graph), each in the order of ``nodes``. ``order``:
-    node -> its position; the groups are ordered by the position of their first node."""
+    """Return the groups of ``nodes`` (operators of a graph) that are connected because one reads the result of another.
+    Within a group, the nodes are in the order of ``nodes``. The groups are ordered by the position of their first node
+    in ``order``: node -> its position."""
     parent = {n: n for n in nodes}
 
     def find(n: fx.Node) -> fx.Node:
@@ -240,8 +241,8 @@ def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node,
 
 # --- blocks and calls -------------------------------------------------------------------------------------------------
 class _Folder:
-    """Creates the blocks (graphs that equal layers share) and calls (runs of a block with its own parameters) of a
-    model, in execution order.
+    """Creates the blocks (graphs that equal layers share) and calls (uses of a block, each with its own parameters) of
+    a model, in execution order.
 
     ``captured``: the model as one graph. ``shared``: groups of operators that become shared calls, which every pipeline
     stage may repeat. ``units``: groups that become the other calls, such as one for each layer. ``calls``: the calls so
@@ -268,7 +269,7 @@ class _Folder:
                 self.value_of[node] = captured.placeholders[node.name]
 
     def make_calls(self) -> None:
-        """Create the calls of the model, one for each group of operators, shared ones first. A call is a run of a
+        """Create the calls of the model, one for each group of operators, shared ones first. A call is one use of a
         graph with its own parameters and inputs; equal groups share a graph."""
         for group in self.shared:
             self.make_call(OperatorGroup(_SHARED, group), shared=True)
@@ -276,7 +277,7 @@ class _Folder:
             self.make_call(unit)
 
     def make_call(self, unit: OperatorGroup, shared: bool = False) -> None:
-        """Create the call for the group of operators ``unit``, and its graph if no equal one exists. A call is a run
+        """Create the call for the group of operators ``unit``, and its graph if no equal one exists. A call is one use
         of a graph with its own parameters and inputs. ``shared``: whether every pipeline stage may repeat the call."""
         inside = set(unit.nodes)
         outputs = [n for n in unit.nodes if any(u not in inside for u in n.users)]

@@ -69,8 +69,9 @@ def split_batch(
 
 
 def has_sample_collectives(model: FoldedModel) -> bool:
-    """Return whether ``model``, the model of one microbatch, still has collectives between samples of different
-    parts of the batch, so that its result depends on the number of microbatches."""
+    """Return whether ``model``, the model of one microbatch, still has collectives between samples of different parts
+    of the global batch (one for each pair of data-parallel rank and microbatch), so that its result depends on the
+    number of microbatches."""
     nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
     return any(collective_name(node.target) and {"dp", DATA}.intersection(map(str, node.args)) for node in nodes)
 
@@ -307,9 +308,8 @@ def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.No
 
 
 def _list_readers(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
-    """Return a list of (block, placeholder), one for each placeholder through which calls of ``model`` read
-    ``output``, an output node of ``block``. A block is a graph, such as that of a layer, and a call is one run of
-    it."""
+    """Return a list of (block, placeholder), one for each placeholder through which calls of ``model`` read ``output``,
+    an output node of ``block``. A block is a graph, such as that of a layer, and a call is one use of this graph."""
     number = block.outputs.index(output)
     values = {c.outputs[number] for c in model.calls if c.block == block.name}
     found = []
@@ -321,8 +321,9 @@ def _list_readers(model: FoldedModel, block: Block, output: fx.Node) -> list[tup
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace ``node``, an operator of ``graph`` that takes the shard of one part of the batch, by an index look-up,
-    in place, because the start of the shard depends on which microbatch runs."""
+    """Replace ``node``, an operator of ``graph`` that takes the rows of one part of the global batch (one for each pair
+    of data-parallel rank and microbatch), by an index look-up, in place, because the start of the shard depends on
+    which microbatch runs."""
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):

@@ -465,7 +465,8 @@ class Engine:
             yield self._nothing
 
     def trust_optimizer(self, optimizer: AnOptimizer) -> AnOptimizer:
-        """Accept ``optimizer`` without the trial before its first step (see :meth:`parameters`), and return it.
+        """Accept ``optimizer`` without trying it on small tensors before its first step (see :meth:`parameters`), and
+        return it.
 
         The caller vouches that its updates of this rank's shards are as intended. All ranks call it.
         """
@@ -582,10 +583,10 @@ class Engine:
         folder are kept. A checkpoint holds the weights, the number of steps, the state of random generators, the state
         and hyperparameters of ``optimizer``, and the states of the objects in ``extra``. ``optimizer`` is one optimizer
         or a list of several, in the same order on all ranks, with ``None`` for one that has no parameters on this rank.
-        With ``wait=False`` the state is copied to host memory and written while training continues; the step of
-        ``optimizer`` waits until the tensors that it changes are copied. Errors are then raised by the ``wait`` method
-        of the returned handle, or by the next save. ``then``: called on the first rank with the folder once it is
-        complete.
+        With ``wait=False`` the state is copied to host memory and written while training continues; the next step of
+        ``optimizer`` waits until the tensors that the step changes are copied. Errors are then raised by the ``wait``
+        method of the returned handle, or by the next save. ``then``: called on the first rank with the folder once it
+        is complete.
 
         Returns the handle of the save, which tells whether it has ended and can wait for it. Raises
         :class:`CheckpointError` if this save, or the previous one, failed on any rank.

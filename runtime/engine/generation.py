@@ -296,8 +296,8 @@ class TokenGenerator:
         ``None`` on a rank that does not compute them.
 
         For a model with an encoder, prefill runs once, and these are the logits after the decoder's first token.
-        Otherwise the last run ends at the end of the prompts. If it overlaps the run before it, the keys and values of
-        the common positions are written twice, with equal numbers.
+        Otherwise the last execution ends at the end of the prompts. If it overlaps the one before it, the keys and
+        values of the common positions are written twice, with equal numbers.
         """
         if self.first_token is not None:
             return self._run("prefill", prompt, prompt.tokens.new_full((len(prompt.tokens), 1), self.first_token), 0)
@@ -357,8 +357,8 @@ class TokenGenerator:
         ``logits``: of this rank's samples, ``[batch of the rank, vocabulary]``; ``None`` on ranks that do not compute
         them. ``samples``: the number of samples that the user passed; others, which only fill the planned batch, get no
         token. ``sampling``: how a token is chosen from the logits. ``generator``: draws random numbers, alike on all
-        ranks. For each part of the batch, one rank chooses. The tokens are then summed over all ranks, to which the
-        other ranks contribute zeros.
+        ranks. For the samples of each data-parallel rank, one rank chooses. The tokens are then summed over all ranks,
+        to which the other ranks contribute zeros.
         """
         batch, device = self.shape[0], self.communicator.device
         tokens = torch.zeros(batch, dtype=torch.int64, device=device)

@@ -186,8 +186,8 @@ class OptimizerCheck:
         )
 
     def _list_uncut_constraints(self, found: TrialFinding) -> str:
-        """Return the constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter for which
-        the trial has found the problem ``found``.
+        """Return the constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter with which
+        the optimizer has the problem ``found`` (found by stepping small tensors whole and in parts).
         """
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.unit == "stages":

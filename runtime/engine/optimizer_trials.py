@@ -138,7 +138,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrialFinding:
-    """The problem that a trial has found with an optimizer.
+    """The problem that a trial has found with an optimizer. A trial steps small tensors, whole and in parts, and
+    compares the updates.
 
     ``kind``: its updates of a part differ from those of the whole (``differs``); it raises an error on parts
     (``fails``); or it could not be tried (``untried``). ``unit``: whether parts of parameters (``parts``) or some of
@@ -164,8 +165,8 @@ class StepCall:
 
 
 class NotCopied(Exception):
-    """Raised if the copy of an optimizer in a trial uses something that was not copied, such as a model or process
-    group.
+    """Raised if a copy of an optimizer, which is tried on small tensors, uses something that was not copied, such as a
+    model or process group.
     """
 
 
@@ -242,8 +243,8 @@ class _WholeStepFailed(Exception):
 
 @dataclass
 class _SteppedCopy:
-    """A copy of an optimizer in a trial, with the tensors that it steps: small tensors that stand for the optimizer's
-    parameters, or parts of them.
+    """A copy of an optimizer in a trial (which compares updates of whole tensors and of parts), with the tensors that
+    it steps: small tensors that stand for the optimizer's parameters, or parts of them.
 
     ``tensors``: index of a small tensor -> the parts of it that are stepped. ``parts``: index of a small tensor ->
     function that selects these parts. ``unit``: "parts", or "stages" if only some of the small tensors are stepped, as
@@ -267,7 +268,7 @@ class _SteppedCopy:
 
 @dataclass(frozen=True)
 class _TrialRow:
-    """A tensor that is stepped in the trial of an optimizer, with the numbers that define its loss.
+    """A small tensor with which an optimizer is tried before its first step, with the numbers that define its loss.
 
     The loss is the sum of ``gradient * x + curvature * x * x / 2``, where ``x`` is the tensor minus ``start``, its
     value before the first step. ``gradient`` is one of ``gradients``: each step takes the next one.
@@ -297,7 +298,8 @@ class _Trial:
     whole and in parts, and the updates are compared.
 
     ``samples``: descriptions of the small tensors. ``make``: makes a copy from the optimizer and the tensors of each
-    parameter group. ``call``: how to call ``step``. ``wide``: the tensors are in float64 (or complex128).
+    parameter group. ``call``: how the optimizer's ``step`` is called. ``wide``: the tensors are in float64 (or
+    complex128).
     """
 
     def __init__(
@@ -522,8 +524,8 @@ def find_optimizer_class(optimizer: Optimizer) -> type[Any]:
 
 
 class _UncopiedPlaceholder:
-    """A placeholder, in the copy of an optimizer, for an object that is not copied, such as a model. ``unit``: name of
-    the object's class. Any use of it raises :class:`NotCopied`.
+    """A placeholder for an object that is not copied with an optimizer, such as a model to which the optimizer refers.
+    ``unit``: name of the object's class, such as ``Linear``. Any use of it raises :class:`NotCopied`.
     """
 
     def __init__(self, unit: str) -> None:
@@ -564,8 +566,8 @@ class _OptimizerMirror:
         self._groups = optimizer.param_groups
 
     def copy_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the optimizer's parameter groups, with the small tensors of the trial in place of the
-        parameters, and a learning rate of 0.01 or more.
+        """Return copies of the optimizer's parameter groups, with the small tensors on which the optimizer is tried in
+        place of the parameters, and a learning rate of 0.01 or more.
         """
         found = [self.copy_value(group) for group in self._groups]
         for group in found:
@@ -573,8 +575,8 @@ class _OptimizerMirror:
         return found
 
     def copy_optimizer(self, original: Optimizer) -> Any:
-        """Return a copy of the optimizer ``original`` without state and hooks, with the small tensors of the trial in
-        place of its parameters.
+        """Return a copy of the optimizer ``original`` without state and hooks, with the small tensors on which it is
+        tried in place of its parameters.
 
         Raise :class:`NotCopied` if it cannot be copied.
         """

@@ -152,8 +152,10 @@ class _Node(str):
 
 
 def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
-    """Yield, for each node of ``graph``, a tuple of plain data: kind, name, operator, arguments, keyword arguments,
-    shape, strides and type of its tensor, and a dict with the path of its module and its source line.
+    """Yield, for each node of ``graph``, a tuple of plain data: kind (``node.op``), name, operator, arguments, keyword
+    arguments, (shape, strides, type) of its tensor or ``None`` if its value is no tensor, and a dict with the entries
+    of ``node.meta`` that are named in ``_KEPT`` (module path, source line). In the arguments a :class:`_Node` stands
+    for an earlier node.
     """
     for node in graph.nodes:
         target = node.target
@@ -165,8 +167,10 @@ def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
-    """Return the FX graph that ``nodes`` describe: for each node a tuple with kind, name, operator, arguments, keyword
-    arguments, shape, strides and type of its tensor, and a dict with the path of its module and its source line.
+    """Return the FX graph that ``nodes`` describe: for each node a tuple, as :func:`_serialize_nodes` yields it, of:
+    kind (``node.op``), name, operator, arguments, keyword arguments, (shape, strides, type) of its tensor or ``None``
+    if its value is no tensor, and a dict with the entries of ``node.meta`` that are named in ``_KEPT`` (module path,
+    source line). In the arguments a :class:`_Node` stands for an earlier node.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}

@@ -318,8 +318,8 @@ class Executor:
         return part.contiguous().to(self.env.device, non_blocking=True)
 
     def _total_forward(self, instruction: Instruction) -> Action:
-        """Return a function without arguments that adds the part of the microbatch of ``instruction`` to this rank's
-        totals. Totals are sums over the global batch that forward needs, such as the number of targets.
+        """Return a function without arguments that adds what the microbatch of ``instruction`` contributes to this
+        rank's totals. Totals are sums over the global batch that forward needs, such as the number of targets.
         """
         microbatch = _require_microbatch(instruction)
         calls = [c for c in self.calls if c.call.prologue]

@@ -265,9 +265,11 @@ class MeasuredStep:
     waited: tuple[int, ...]
 
     def seconds(self) -> list[tuple[int, float, float, float]]:
-        """Return ``(instruction index, start, end, waiting time)`` of each action, in order of time, in seconds.
+        """Return ``(instruction index, start, end, waiting time)`` of each action (a function of the compiled step,
+        such as a backward), in order of time. The three times are in seconds.
 
-        Start and end are on the host's monotonic clock. An instruction may have several actions.
+        Start and end are on the host's monotonic clock. The third is how long the action waited for other ranks. An
+        instruction may be compiled to several actions.
         """
         return [
             (index, self.starts[k] * 1e-9, self.starts[k + 1] * 1e-9, (self.waited[k + 1] - self.waited[k]) * 1e-9)

@@ -21,8 +21,8 @@ aten = torch.ops.aten
 
 def _cut(ranks: int, pieces: int) -> tuple[int, int]:
     """Return two numbers for a tensor of which each of ``ranks`` ranks has a shard, and which is multiplied in
-    ``pieces`` pieces: the number of ranks whose shards are one piece, and the number of pieces of each shard. One of
-    them is 1."""
+    ``pieces`` pieces: how many shards make one piece, and into how many pieces each shard is cut. One of them is 1: for
+    4 ranks they are (2, 1) with 2 pieces, and (1, 2) with 8."""
     return max(1, ranks // pieces), max(1, pieces // ranks)
 
 

@@ -165,8 +165,10 @@ class Part(Data):
 
     ``body``: the instructions of the first repetition in the shortest form of the list, that with the fewest
     microbatches. ``times``: number of repetitions in that form. ``shift``: number by which the microbatch numbers
-    increase from one repetition to the next. Each extension of the list by ``unit`` microbatches adds ``more``
-    repetitions, and increases all microbatch numbers of the group by ``moved``.
+    increase from one repetition to the next. The full list is that form, extended several times by :attr:`Listing.unit`
+    microbatches. Each extension adds ``more`` repetitions, and increases all microbatch numbers of the group by
+    ``moved``. For example, the backwards and forwards ``B0 F2 B1 F3 B2 F4`` are ``B0 F2`` with 3 ``times`` and
+    ``shift`` 1; if the list is extended by one microbatch and ``more`` is 1, ``B3 F5`` follows.
     """
 
     body: tuple[Instruction, ...]
@@ -255,8 +257,8 @@ def _shift_microbatch(instruction: Instruction, microbatches: int) -> Instructio
     """Return ``instruction`` for another microbatch: ``microbatches`` is added to its microbatch number. An instruction
     without one is returned unchanged.
 
-    The copy shares all other fields. It is made without pydantic's ``model_copy``, because a list of a large job has
-    hundreds of thousands of instructions, and no field needs to be checked again.
+    The copy shares all other fields. It is made without pydantic's ``model_copy``, because the list of a large training
+    step has hundreds of thousands of instructions, and no field needs to be checked again.
     """
     if not microbatches or instruction.microbatch is None:
         return instruction

@@ -284,7 +284,8 @@ def _kill_stalled(state: RankState, host: str, board: StatusBoard) -> None:
     """Kill the process of the stalled rank ``state`` if it runs on this host. ``host``: name of the host of the rank
     that calls this. ``board``: reads the files in which ranks write their status, which have the process ID.
 
-    A stopped process does not react to its launcher, which would wait half a minute for it.
+    This is done because a stopped process does not react when its launcher ends it; the launcher would wait half a
+    minute for it.
     """
     headers = board.recordings()[state.rank].about
     if headers.host == host == socket.gethostname() and state.alive:

@@ -336,8 +336,8 @@ class _BlockProfiler:
 
     def read(self, merged: FusedRegions | None = None) -> BlockProfile:
         """Collect the kernels and collectives of every operator of the block (such as a layer), and return them with
-        the parameters and buffers that the block reads. ``merged``: the regions of operators that a compiler merges;
-        ``None``: none are merged.
+        the parameters and buffers that the block reads. ``merged``: the regions (sets of operators) that a compiler
+        merges into one kernel each; ``None``: none are merged.
         """
         if merged is not None:
             self.merged = {n: number for n, number in merged.region.items() if n not in self.fused}
@@ -464,7 +464,8 @@ class _BlockProfiler:
 
     def _is_issued(self, node: fx.Node) -> bool:
         """Return whether the host launches an operator for ``node``. It does not if a fused kernel does the work of
-        ``node``, and not for views in compiled code. Operators that a compiler merges are counted elsewhere.
+        ``node``, and not for views in compiled code. Operators that a compiler merges into one kernel are counted
+        elsewhere.
 
         If each expert's products are launched separately, several products with the same operand count as one, because
         their weights lie together in memory: only the first is launched.
@@ -568,9 +569,9 @@ class _BlockProfiler:
 
 
 def merge_rows(rows: list[KernelRow], regions: Sequence[int | None], merged: FusedRegions) -> tuple[int, int]:
-    """Price merged operators as one kernel for each region, forward and backward: replace their kernels in ``rows`` (in
-    place) by parts of this kernel, which together have its bytes and launches. Return the launches of all these
-    kernels, as (forward, backward).
+    """Price operators that a compiler merges as one kernel for each region (set of them), forward and backward: replace
+    their kernels in ``rows`` (in place) by parts of this kernel, which together have its bytes and launches. Return the
+    launches of all these kernels, as (forward, backward).
 
     ``regions``: for each of ``rows``, the number of its region in ``merged``; ``None``: its operator is not merged.
     ``merged``: the regions of operators that a compiler merges.

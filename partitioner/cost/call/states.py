@@ -157,7 +157,7 @@ class StateCost:
     @property
     def update(self) -> float:
         """Return the bytes that an optimizer step reads and writes for this parameter: the parameter and the optimizer
-        states both ways, the gradient once.
+        states are read and written, the gradient is read.
         """
         whole = 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
         return whole / self.replicas if self.stage else whole

@@ -395,9 +395,9 @@ class _ReductionTails:
         return self._reducers[stage]
 
     def _bound_call_reductions(self, reducer: Reducer) -> NDArray[np.float64]:
-        """Return, for each block call (such as a layer), a lower bound in seconds on reducing the gradients that its
-        backward completes, as an array. The array has one more entry, 0, for a stage that starts behind the last call.
-        ``reducer``: computes the seconds of gradient collectives.
+        """Return, for each block call (such as a layer), a lower bound on the seconds to reduce the gradients that are
+        complete after its backward, as an array. The array has one more entry, 0, which is looked up for a stage
+        without calls at the end of the model. ``reducer``: computes the seconds of gradient collectives.
         """
         calls = self.tables.problem.calls
         found = np.zeros(len(calls) + 1)

@@ -146,8 +146,9 @@ class PlacedMesh:
         """Return, for each pipeline stage, the slowest of the communication groups that its ranks form along the axes
         ``axes`` of ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
 
-        If ``axes`` and the other axes alternate too often (more than three runs of adjacent axes inside a stage), the
-        group of all ranks of the stage is returned instead; it contains each group along ``axes``.
+        If ``axes`` and the other axes alternate too often (more than three groups of adjacent axes inside a stage, each
+        of which is all in ``axes`` or all not), the group of all ranks of the stage is returned instead; it contains
+        each group along ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():

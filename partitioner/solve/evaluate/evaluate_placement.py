@@ -209,8 +209,8 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Return whether the step time of the candidate has a quick lower bound: the schedule is simulated action by
-        action, and each rank has one stage."""
+        """Return whether the step time of the candidate has a quick lower bound: the schedule is simulated forward by
+        forward and backward by backward (not computed with a formula), and each rank has one stage."""
         return not is_formula(self.candidate.schedule) and is_plain(
             self.candidate.schedule, self.candidate.virtual_stages
         )
@@ -331,8 +331,9 @@ class PlacementEvaluator:
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
         """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings that decide costs:
-        those of the candidate, such as the ZeRO stage and the distribution of experts, and those of the job, such as
-        the precision. Equal calls return the same object, by whose identity other results are cached."""
+        those of the candidate, such as the ZeRO stage and the distribution of experts, and those of the planning
+        problem, such as the precision. Calls with equal arguments return the same object, by whose identity other
+        results are cached."""
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

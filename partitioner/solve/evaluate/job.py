@@ -84,8 +84,8 @@ class Job:
 
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
         """Return a copy of ``machine`` with the settings that decide costs: those of the candidate (experts, ZeRO) and
-        those of the job (precision, reserved memory, execution profile). ``machine``: the topology with the candidate's
-        mesh laid over it. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        those of this planning problem (precision, reserved memory, execution profile). ``machine``: the topology with
+        the candidate's mesh laid over it. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         return replace(
             machine,

@@ -189,11 +189,11 @@ class LocalModels:
         return self._problems[key[:5]]
 
     def _list_companion_models(self, key: LocalKey, dp: int) -> list[CompanionModel]:
-        """Return the models of the job's companions for one microbatch. Companions are further programs of the plan,
-        such as an evaluation, that are sharded together with the job's model. ``key``: the cache key of the local model
-        (the sharded graphs of one rank) of the job; the microbatch of a companion is at most as large as that of the
-        job. ``dp``: number of ranks over which the batch is distributed. Raise :class:`PartitionError` if the samples
-        of a companion, or its sequence, cannot be divided.
+        """Return the models of the companions for one microbatch. Companions are further programs of the plan, such as
+        an evaluation, that are sharded together with the main program's model. ``key``: the cache key of the local
+        model (the sharded graphs of one rank) of the main program; the microbatch of a companion is at most as large as
+        that of the main program. ``dp``: number of ranks over which the batch is distributed. Raise
+        :class:`PartitionError` if the samples of a companion, or its sequence, cannot be divided.
         """
         found, most = [], self.job.global_batch // key[2]
         for number, companion in enumerate(self.job.companions):
@@ -256,8 +256,8 @@ class LocalModels:
         sharding does not depend on which of these candidates is solved first.
 
         It is at least two, also where a rank may have one microbatch. With one, a gradient reduction inside the graph
-        would seem as cheap as a reduction at the end of a step. But the latter is cheaper, because it can be merged
-        with others in a bucket.
+        would seem as cheap as a reduction at the end of a step. But the latter is cheaper, because it can run as one
+        collective with others, in a bucket.
         """
         tp, cp, parts, *_ = key
         return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)

@@ -56,9 +56,9 @@ class Stretch:
         return np.diff(self.breaks)
 
     def worst(self, profile: Vector) -> Vector:
-        """Return the maximum of ``profile`` within each segment, one number per segment. ``profile``: a number for each
-        row, such as its price or total memory; a row is a set of nodes that are in memory together. A segment is a
-        range of consecutive rows in which this node takes constant memory."""
+        """Return the maximum of ``profile`` within each segment, one number per segment (a range of consecutive rows in
+        which this node takes constant memory). ``profile``: a number for each row, such as its price or total memory; a
+        row is a set of nodes that are in memory together."""
         first, last = int(self.breaks[0]), int(self.breaks[-1])
         worst: Vector = np.maximum.reduceat(profile[first:last], self.breaks[:-1] - first)
         return worst

@@ -140,7 +140,8 @@ def list_standard_layouts(
     """Return the well-known layouts with which the report compares the plan (plain data parallelism, ZeRO-3,
     Megatron-LM's). ``space``: the search space (cluster, batch, constraints and sizes of the model). ``candidates``:
     its candidates. If a layout is not among them because of the user's constraints, it is taken from the space without
-    constraints on the layout and marked as excluded. ``bounds``: computes lower bounds for the job.
+    constraints on the layout and marked as excluded. ``bounds``: computes lower bounds on step time and memory of
+    candidates.
     """
     wide = replace(space, constraints=unpin_constraints(space.constraints))
     free = bounds.with_constraints(wide.constraints)

@@ -50,7 +50,7 @@ def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
     devices) of ``chosen``.
 
     The result is empty if the plan has no context-parallel axis ``cp``. An entry has a reason instead of a step time if
-    the algorithm has no plan. ``job``: the job that was planned.
+    the algorithm has no plan. ``job``: the planning problem (model, batch, cluster and constraints) that was solved.
     """
     if chosen.local.context is None or not chosen.context_model:
         return ()
@@ -81,7 +81,8 @@ _MOST_SIMULATED = 4  # candidates that get their simulated time, at most; after 
 
 
 class PlanFinder(Protocol):
-    """Function that returns the best plan of a job within a time limit in seconds (``None``: no limit).
+    """Function that returns the best plan of a job (model, batch, cluster and constraints) within a time limit in
+    seconds (``None``: no limit).
 
     ``before``: the result of an earlier search, in which ranks had more free memory, or ``None``.
     """
@@ -326,8 +327,8 @@ def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -
 
 def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None:
     """Raise :class:`CapacityError` if the data that a program offloads exceed the memory or the disks of the hosts.
-    ``facts``: the program, with figures such as the bytes of its parameters. ``job``: has the topology and the
-    optimizer. ``chosen``: the plan, which has the device of each rank.
+    ``facts``: the program, with figures such as the bytes of its parameters. ``job``: the planning problem, which has
+    the topology and the optimizer. ``chosen``: the plan, which has the device of each rank.
     """
     program = facts.program
     moments = OPTIMIZERS[job.optimizer].moment_bytes
@@ -388,8 +389,8 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
 
 
 def _put_in_fp8(job: Job, chosen: SolvedCandidate, program: Program) -> Program:
-    """Return ``program`` with products of weights in fp8: in all blocks (such as layers), or where the profile of
-    ``job`` and the estimated times of the plan ``chosen`` select them."""
+    """Return ``program`` with products of weights in fp8: in all blocks (such as layers), or where the execution
+    profile in ``job`` (the planning problem) and the estimated times of the plan ``chosen`` select them."""
     scaling = job.profile.fp8_scaling
     if job.profile.fp8_products == "all":
         return convert_to_fp8(program, scaling)
@@ -398,8 +399,8 @@ def _put_in_fp8(job: Job, chosen: SolvedCandidate, program: Program) -> Program:
 
 
 def _put_in_pieces(job: Job, chosen: SolvedCandidate, program: Program) -> Program:
-    """Return ``program`` with those collectives over ``tp`` in pieces that the constraints of ``job`` and the estimated
-    times of the plan ``chosen`` select."""
+    """Return ``program`` with some collectives over ``tp`` in pieces, which overlap with matrix products: those that
+    the constraints in ``job`` (the planning problem) and the estimated times of the plan ``chosen`` select."""
     if job.profile.tensor_pieces == "none" or chosen.candidate.tp == 1:
         return program
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
@@ -413,7 +414,8 @@ def _put_in_pieces(job: Job, chosen: SolvedCandidate, program: Program) -> Progr
 def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
     """Return the simulated seconds of one step of ``program``, plus the estimated seconds that ranks lose by sharing
     processor cores. ``chosen``: the plan, which has the device of each rank and the estimate of these lost seconds.
-    ``facts``: sizes of the program's states. ``job``: has the topology, constraints, precision and optimizer."""
+    ``facts``: sizes of the program's states. ``job``: the planning problem, which has the topology, constraints,
+    precision and optimizer."""
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
     return simulate_plan_seconds(laid, facts) + contention

@@ -142,8 +142,9 @@ def search_for_plan(
 
 
 def _floors_of(before: PlanSearchResult | None, job: Job) -> dict[FloorKey, BlockLowerBound | None]:
-    """Return a copy of the lower bounds on blocks that the search ``before`` has computed, if they hold for ``job``: if
-    its plan offloads the same kinds of data. Otherwise, and without an earlier search, there are none."""
+    """Return a copy of the lower bounds on blocks that the search ``before`` has computed, if they hold for the
+    planning problem ``job``: if both offload the same kinds of data. Otherwise, and without an earlier search, there
+    are none."""
     same = before is not None and before.chosen.offload == (job.constraints.offload or ())
     return dict(before.floors) if before is not None and same else {}
 
@@ -177,7 +178,8 @@ class _SearchRequest:
     """Arguments of a search for a plan. ``progress``: called with the state of the search, or ``None``. ``compare``:
     whether to plan well-known layouts for comparison. ``deadline``: end of the search on the clock of
     :func:`time.monotonic`. ``cutoff_s``: plans of at least this many seconds per step are of no interest.
-    ``other_batch``: function that returns the job with another global batch, for comparison, or ``None``."""
+    ``other_batch``: function that returns the planning problem with another global batch, for comparison, or
+    ``None``."""
 
     progress: Callable[[SearchProgress], None] | None
     compare: bool

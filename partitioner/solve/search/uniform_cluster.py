@@ -189,8 +189,8 @@ class UniformClusterBound:
     @cached_property
     def _level_sizes(self) -> tuple[int, ...]:
         """Return, for each level of links (inside a node, between nodes, ...), from the inside out, how many devices
-        one group joined by links of this level has, such as ``(8, 32)`` for four nodes of eight. The cluster is the
-        relaxation of the job's cluster in which all devices are as good as the best; empty if there is none."""
+        one group joined by links of this level has, such as ``(8, 32)`` for four nodes of eight. They are of a
+        relaxation of the user's cluster, in which all devices are as good as the best; empty if there is none."""
         if not self._uniform_topologies:
             return ()
         return equal_levels(self._uniform_topologies[0].changed(overrides={}, node_overrides={})) or ()

@@ -150,9 +150,9 @@ def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> S
 
 
 def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
-    """Return whether ranks with different parts of the batch of ``model`` may hold different experts. That is the case
-    if the sharding ``batch`` divides the experts' work only by rows (tokens), or if every rank has all rows. ``model``:
-    the model as calls of blocks; equal layers share one block.
+    """Return whether ranks that get different rows of the batch of ``model`` (along ``dp`` or ``cp``) may hold
+    different experts. That is the case if the sharding ``batch`` divides the experts' work only by rows (tokens), or if
+    every rank has all rows. ``model``: the model as calls of blocks; equal layers share one block.
     """
     ways = [way(*_find_expert_row_dims(model)) for way in (_by_rows, _all_rows)]
     for name, regions in regions_of(model).items():

@@ -64,11 +64,12 @@ def better_cuts(
     cuts ``start`` (the index of the first call of each stage, followed by the number of calls). Return all cuts that
     were tried, fastest first, with a lower bound in seconds over all cuts.
 
-    ``tables``: seconds and bytes of all possible stages. ``timetable``: the order of actions of the schedule. In the
-    results, each virtual stage alone fits on its rank, but all virtual stages of a rank together may not fit; the
-    caller checks that. If a gap remains, all cuts that may still be faster are simulated, unless there are too many or
-    the problem forbids stages. The search stops early if the lower bound reaches ``cutoff_s`` seconds, because longer
-    steps are of no use to the caller. ``quick``: run a quarter of the iterations.
+    ``tables``: seconds and bytes of all possible stages. ``timetable``: the order in which the schedule runs the
+    forwards and backwards of microbatches. In the results, each virtual stage alone fits on its rank, but all virtual
+    stages of a rank together may not fit; the caller checks that. If a gap remains, all cuts that may still be faster
+    are simulated, unless there are too many or the problem forbids stages. The search stops early if the lower bound
+    reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller. ``quick``: run a quarter of the
+    iterations.
     """
     costs = PhaseCosts(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
@@ -112,9 +113,10 @@ def _improve_cuts_locally(
     seconds), and add all that are tried to ``seen``. The search moves single cuts and groups of neighbouring cuts, and
     stops if no move is faster.
 
-    ``timetable``: the order of actions of the schedule. ``left``: the largest number of cuts to simulate. ``costs``:
-    seconds of all possible stages. ``how``: options of the simulation: ``train`` (whether there is a backward) and
-    ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one).
+    ``timetable``: the order in which the schedule runs the forwards and backwards of microbatches. ``left``: the
+    largest number of cuts to simulate. ``costs``: seconds of all possible stages. ``how``: options of the simulation:
+    ``train`` (whether there is a backward) and ``overlap_steps`` (whether a rank begins the next step when it has ended
+    its part of this one).
     """
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
@@ -144,9 +146,10 @@ def _simulate_all_cuts(
     """Simulate all possible cuts of the block calls (such as layers) into stages and return the fastest ones. The bound
     is the step time of the best.
 
-    ``costs``: seconds of all possible stages. ``timetable``: the order of actions of the schedule. ``calls``,
-    ``stages``: the numbers of calls and of stages. ``how``: options of the simulation: ``train`` (whether there is a
-    backward) and ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one).
+    ``costs``: seconds of all possible stages. ``timetable``: the order in which the schedule runs the forwards and
+    backwards of microbatches. ``calls``, ``stages``: the numbers of calls and of stages. ``how``: options of the
+    simulation: ``train`` (whether there is a backward) and ``overlap_steps`` (whether a rank begins the next step when
+    it has ended its part of this one).
     """
     taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # at least the first cuts fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
@@ -162,8 +165,8 @@ def _list_cuts_within(
 
     The cuts are built up stage by stage. A path through the first stages is completed by the best cuts into the other
     stages for this path alone. ``paths``: how often each phase of each stage occurs on them (see :class:`_Bands`).
-    ``costs``: seconds of all possible stages. ``timetable``: the order of actions of the schedule. ``most``: the
-    largest number of cuts to return.
+    ``costs``: seconds of all possible stages. ``timetable``: the order in which the schedule runs the forwards and
+    backwards of microbatches. ``most``: the largest number of cuts to return.
     """
     stages, calls = len(costs.of_stage), len(costs.of_stage[0][0]) - 1
     if len(paths) * stages * (calls + 1) ** 2 > _TABLED:
@@ -283,7 +286,7 @@ class PhaseCosts:
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results;
         ``None``: no limit. ``how``: options of the simulation: ``train`` (whether there is a backward) and
         ``overlap_steps`` (whether a rank begins the next step when it has ended its part of this one). ``timetable``:
-        the order of actions of the schedule.
+        the order in which the schedule runs the forwards and backwards of microbatches.
         """
         each = self.stack_seconds((cuts[:, k], cuts[:, k + 1]) for k in range(len(self.of_stage)))
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
@@ -336,8 +339,8 @@ class _Bands:
         calls).
 
         ``paths``: the weights, shape ``[stages, 5]`` or ``[stages, 7]``; the second dim is that of the seconds. If they
-        count how often each phase occurs on a path through the actions of a schedule, the sum is a lower bound on the
-        step time of all cuts.
+        count how often each phase occurs on a path through the forwards and backwards of a schedule, the sum is a lower
+        bound on the step time of all cuts.
         """
         return find_least_cuts(np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred)
 

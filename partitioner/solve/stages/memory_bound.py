@@ -32,9 +32,9 @@ _LEAST_PRICE, _REFINED = 1 / 256, 4  # of a step, for the memory of all ranks; s
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The activations of one pipeline rank at one moment. ``stages``: its virtual stages. ``counts``: for each of them,
-    the microbatches that it holds: (backward not begun, between the two halves of a split backward). ``capacity``:
-    usable bytes of the rank.
+    """The activations of one pipeline rank at one time in the step. ``stages``: its virtual stages. ``counts``: for
+    each of them, the microbatches that it holds: (backward not begun, between the two halves of a split backward).
+    ``capacity``: usable bytes of the rank.
     """
 
     stages: Sequence[int]
@@ -54,9 +54,10 @@ def bound_fitting_cuts(
     stages with which every rank fits in memory, and over all ways to recompute calls. It is at most ``limit_s``.
 
     ``tables``: seconds and bytes of all possible stages; each may use all memory of its rank. ``timetable``: the order
-    of actions of the schedule. ``microbatches_left``: how many microbatches a step has more than the timetable.
-    ``phases``: seconds of each virtual stage under some cut; paths through the schedule are found with their mean.
-    ``ranks``: memory of each rank at a moment of the step. ``limit_s``: seconds of a step that is known.
+    in which the schedule runs the forwards and backwards of microbatches. ``microbatches_left``: how many microbatches
+    a step has more than the timetable. ``phases``: seconds of each virtual stage under some cut; paths through the
+    schedule are found with their mean. ``ranks``: memory of each rank at a moment of the step. ``limit_s``: seconds of
+    a step that is known.
     """
     paths = _average_rank_paths(tables, timetable, phases, [rank.stages for rank in ranks])
     paths[:, :3] += microbatches_left / len(ranks)  # each costs a rank its work; a step takes at least the mean of all

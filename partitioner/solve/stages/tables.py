@@ -539,8 +539,8 @@ def _stack_in_flight_counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[t
     each stage (``held``) into one list of pairs of arrays of shape ``[stages]``. For stages with fewer pairs the last
     pair is repeated.
 
-    A pair is a moment of the schedule: the number of microbatches whose backward has not begun, and the number between
-    the two halves of their backward.
+    A pair describes one point in time of the schedule: the number of microbatches whose backward has not begun, and the
+    number between the two halves of their backward.
     """
     most = max(map(len, held))
     padded = np.array([[*pairs, *[pairs[-1]] * (most - len(pairs))] for pairs in held], dtype=np.float64)

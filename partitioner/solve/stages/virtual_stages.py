@@ -276,8 +276,8 @@ class _VirtualStageRanks:
         return [self.problem.capacity[stages[0]] for stages in self.own]
 
     def seconds(self, split: StageSplit, *, ends: bool = True) -> float:
-        """Return the seconds that a step's pipeline takes with the stages of ``split``, by simulating the actions of
-        the schedule. ``ends``: with the collectives at the ends of the step, if the problem has them."""
+        """Return the seconds that a step's pipeline takes with the stages of ``split``, by simulating the forwards and
+        backwards of the schedule. ``ends``: with the collectives at the ends of the step, if the problem has them."""
         problem = self.problem
         phases = [phases_of(problem, k, plan, ends=ends) for k, plan in enumerate(split.stages)]
         m, overlap = problem.num_microbatches, problem.overlap_steps
@@ -299,9 +299,10 @@ class _VirtualStageRanks:
         )
 
     def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
-        """Return the peak bytes of the rank with index ``rank`` with the virtual stages ``plans``. This is the sum of
-        the peaks of its stages, except that shared parameters and working memory count once, and activations count only
-        as far as they exist at the same time. ``tables``: seconds and bytes of all possible stages."""
+        """Return the peak bytes of the pipeline rank with index ``rank``. ``plans``: the plan of each of its virtual
+        stages, in the order of ``own[rank]``. The result is the sum of the peaks of these stages, except that shared
+        parameters and working memory count once, and activations count only as far as they exist at the same time.
+        ``tables``: seconds and bytes of all possible stages."""
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
         working = [
@@ -495,9 +496,9 @@ def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
 def _join_stages_by_rank(
     split: StageSplit, ranks: _VirtualStageRanks, memory: Sequence[float], bound: float
 ) -> StageSplit:
-    """Return ``split`` with the virtual stages of each rank merged into one, and with the simulated seconds of the
-    schedule. ``ranks``: the virtual stages of each rank. ``memory``: peak bytes of each rank. ``bound``: lower bound in
-    seconds over all cuts."""
+    """Return ``split``, a division of the model into virtual stages, with the virtual stages of each rank joined to one
+    entry, and with the simulated seconds of the schedule. ``ranks``: the virtual stages of each rank. ``memory``: peak
+    bytes of each rank. ``bound``: lower bound in seconds over all cuts."""
     seconds = ranks.seconds(split, ends=False)
     with_ends = ranks.seconds(split) if ranks.problem.ends else 0.0
     stages = tuple(
@@ -509,8 +510,8 @@ def _join_stages_by_rank(
 
 
 def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
-    """Merge the virtual stages of one rank into a single stage with summed seconds. ``parts``: the plans of these
-    virtual stages. ``memory``: peak bytes of the rank."""
+    """Return the virtual stages of one rank as one plan of a single stage with summed seconds. ``parts``: the plans of
+    these virtual stages. ``memory``: peak bytes of the rank."""
     total = {
         name: sum(getattr(part, name) for part in parts)
         for name in ("forward_s", "backward_s", "recompute_s", "transfer_s", "recompute")

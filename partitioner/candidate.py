@@ -17,12 +17,12 @@ Split = Literal["", "rows", "within"]  # how tp divides the experts' work: as is
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
     """Return how the matrix products of experts are divided over the ranks of the mesh axis ``tp``: ``"rows"`` (each
-    rank has all weights of its experts and processes other tokens than the other ranks) or ``"within"`` (the ranks
-    share each expert). Return ``""`` if one of the axes has a single rank, or if the runtime cannot execute this number
-    ``etp``.
+    rank has all weights of its experts and processes other tokens than the other ranks) or ``"within"`` (each expert is
+    sharded over the ranks). Return ``""`` if one of the axes has a single rank, or if the runtime cannot execute this
+    number ``etp``.
 
-    ``tp``, ``ep``: numbers of ranks of tensor and expert parallelism. ``etp``: ranks that share one expert; 0 means
-    ``tp``.
+    ``tp``, ``ep``: numbers of ranks of tensor and expert parallelism. ``etp``: ranks over which one expert is sharded;
+    0 means ``tp``.
     """
     if ep == 1 or tp == 1:
         return ""
@@ -35,10 +35,10 @@ class MeshCandidate:
     """One combination of mesh axes, microbatch size, schedule and ZeRO stage that the search for a plan considers.
 
     ``pp``, ``dp``, ``cp``, ``tp``: numbers of ranks of pipeline, data, context and tensor parallelism. ``ep`` of the dp
-    x cp x tp ranks share the experts, and ``etp`` ranks share each expert (0: ``tp``). ``microbatch_size``: in samples.
-    ``zero``: the ZeRO stage, 0 to 3. Parameters, gradients or optimizer states are sharded over ``dp_shard`` of the
-    ``dp`` ranks (0: all) and over ``cp``. ``virtual_stages``: stages per pipeline rank. Recomputation is chosen later,
-    for each pipeline stage.
+    x cp x tp ranks divide the experts among each other, and each expert is sharded over ``etp`` ranks (0: ``tp``).
+    ``microbatch_size``: in samples. ``zero``: the ZeRO stage, 0 to 3. Parameters, gradients or optimizer states are
+    sharded over ``dp_shard`` of the ``dp`` ranks (0: all) and over ``cp``. ``virtual_stages``: stages per pipeline
+    rank. Recomputation is chosen later, for each pipeline stage.
     """
 
     pp: int

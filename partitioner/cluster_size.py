@@ -409,10 +409,10 @@ class _SizedModels:
 def _of_microbatch(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any], most: int
 ) -> Callable[[int], Plan]:
-    """Return a function of a microbatch size in samples, at most ``most``. It returns the estimated plan of the model,
-    without a program, for a global batch of one such microbatch per device. ``model``, ``topology``, ``inputs``: as
-    given to ``partition``. ``asked``: choices that the user fixed. ``more``: further keyword arguments of
-    ``partition``.
+    """Return a function of a microbatch size in samples, at most ``most``. That function returns the estimated plan of
+    the model, without instructions for its ranks, for a global batch of one such microbatch per device. ``model``,
+    ``topology``, ``inputs``: as given to ``partition``. ``asked``: choices that the user fixed. ``more``: further
+    keyword arguments of ``partition``.
     """
     prepared = prepare(model, inputs, **{name: more[name] for name in _OWN if name in more})
     others = {name: value for name, value in more.items() if name not in (*_OWN, "global_batch")}
@@ -420,7 +420,8 @@ def _of_microbatch(
     models = _SizedModels(lambda size: (prepared, size * devices), torch_device(topology), most)
 
     def plan(size: int) -> Plan:
-        """Return a plan with estimates and without a program for microbatches of ``size`` samples."""
+        """Return a plan with estimates, and without instructions for its ranks, for microbatches of ``size``
+        samples."""
         pins = asked.model_copy(update={"microbatch_size": size})
         if asked.group_size is None:
             models.at(size)
@@ -434,10 +435,10 @@ def _of_microbatch(
 def _of_sequence(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any], most: int
 ) -> Callable[[int], Plan]:
-    """Return a function of a sequence length in tokens, at most ``most``. It returns the estimated plan of the model,
-    without a program, for sequences of this length. ``inputs``: one batch, whose sequences are lengthened. ``asked``:
-    choices that the user fixed. ``more``: further keyword arguments of ``partition``. ``model``, ``topology``: as given
-    to ``partition``.
+    """Return a function of a sequence length in tokens, at most ``most``. That function returns the estimated plan of
+    the model, without instructions for its ranks, for sequences of this length. ``inputs``: one batch, whose sequences
+    are lengthened. ``asked``: choices that the user fixed. ``more``: further keyword arguments of ``partition``.
+    ``model``, ``topology``: as given to ``partition``.
     """
     own = {name: more[name] for name in _OWN if name in more}
     others = {name: value for name, value in more.items() if name not in _OWN}
@@ -450,7 +451,7 @@ def _of_sequence(
     models = _SizedModels(prepare_length, torch_device(topology), most)
 
     def plan(size: int) -> Plan:
-        """Return a plan with estimates and without a program for sequences of ``size`` tokens."""
+        """Return a plan with estimates, and without instructions for its ranks, for sequences of ``size`` tokens."""
         prepared, _ = models.at(size) if asked.group_size is None else prepare_length(size)
         return partition(prepared, topology, constraints=asked, estimate_only=True, **others)
 

@@ -70,7 +70,8 @@ class InfeasibleError(PartitionError):
         """Return the constraints that conflict, and the nearest changes that make a plan possible, nearest first.
 
         Each change was verified by planning. Both are empty if the search finds nothing, fails, or cannot start because
-        a constraint is malformed. It takes some seconds or longer and runs once; later calls return the same result.
+        a constraint is malformed. The search takes some seconds or longer and runs once; later calls return the same
+        result.
         """
         if self._advice is None:
             self._advice = Advice()

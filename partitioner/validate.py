@@ -200,9 +200,9 @@ def profile_of(
     profile: ExecutionProfile | str | None, constraints: Constraints | None, topology: Topology
 ) -> ExecutionProfile:
     """Return the execution profile that the argument ``profile`` of ``partition`` stands for. If it is the runtime of
-    this project, ``constraints`` and the devices of ``topology`` decide whether operators are merged, graphs recorded,
-    and collectives over ``tp`` run in pieces. Raise :class:`ConstraintError` for an unknown profile, and
-    :class:`InputsError` if ``topology`` is no :class:`Topology`.
+    this project, ``constraints`` and the devices of ``topology`` decide whether a compiler merges operators, CUDA
+    graphs are recorded, and collectives over ``tp`` run in pieces to overlap with matrix products. Raise
+    :class:`ConstraintError` for an unknown profile, and :class:`InputsError` if ``topology`` is no :class:`Topology`.
     """
     check_topology(topology)
     found = ExecutionProfile.resolve(profile)

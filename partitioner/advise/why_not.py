@@ -454,7 +454,7 @@ def _answer_by_planning(
 
 def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
     """Return the sorted names of parameters that only one of the plans ``plan`` and ``other`` has, or whose shapes
-    differ; empty if a plan has no program.
+    differ; empty if a plan has no program (instructions of its ranks), only estimates.
     """
     if plan.written is None or other.written is None:
         return []

@@ -480,10 +480,10 @@ def _split_equal_weights(means: Mapping[int, float], pieces: Sequence[int]) -> i
     """Find out whether a gradient is a mean of means over groups of the batch where a mean over all targets is right.
     Return the number of groups; ``None`` if the weights do not show this.
 
-    ``means``: index of a sample (or part of the sequence) -> its weight in the gradient, 1 if right. ``pieces``: the
-    indices of all samples (or parts), also of those that have no target and therefore no weight. If group i of n groups
-    has the fraction f_i of all targets, the mean of means gives it the weight 1 / (n f_i). The fractions add up to 1,
-    so the inverse weights of the groups add up to n.
+    ``means``: index of a sample (or part of the sequence) in the batch -> its weight in the gradient, 1 if right.
+    ``pieces``: the indices of all samples (or parts), also of those that have no target and therefore no weight. If
+    group i of n groups has the fraction f_i of all targets, the mean of means gives it the weight 1 / (n f_i). The
+    fractions add up to 1, so the inverse weights of the groups add up to n.
     """
     if any(weight <= 1e-6 for weight in means.values()):
         return None

@@ -217,7 +217,8 @@ def short_name(name: str) -> str:
 
 def group_tooltip(calls: CallGroup) -> str:
     """Return the tooltip of ``calls``, a sequence of repeated blocks (such as decoder layers), one fact per line: the
-    range of its calls in the stage, its collectives with their bytes, and the shape and sharding of each weight.
+    range of positions of these blocks in the stage, their collectives with their bytes, and the shape and sharding of
+    each weight.
     """
     lines = [f"{calls.title} × {calls.count}: calls {calls.start} to {calls.stop - 1} of the stage"]
     for moved in calls.collectives:
@@ -290,9 +291,9 @@ class StageCluster:
 
 
 def clusters_of(whole: Outline) -> list[StageCluster]:
-    """Return the pipeline stages of ``whole``, the overview of a program, in groups that are drawn as one panel each.
-    If there are more than eight stages, each run of three or more consecutive equal stages forms one group. Every other
-    stage is a group by itself.
+    """Return the pipeline stages of ``whole``, the overview of a program (what each rank executes), in groups that are
+    drawn as one panel each. If there are more than eight stages, each run of three or more consecutive equal stages
+    forms one group. Every other stage is a group by itself.
     """
     if len(whole.stages) <= MOST_STAGES:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]

@@ -479,8 +479,8 @@ def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
 
 
 def tick_step(total: float, most: int) -> float:
-    """Return the distance of the ticks of an axis, in the unit of ``total``: 1, 2 or 5 times a power of ten. It is the
-    smallest of these distances with which an axis from 0 to ``total`` has at most ``most`` ticks.
+    """Return the distance of the ticks of an axis, in the unit of ``total`` (such as seconds): 1, 2 or 5 times a power
+    of ten. It is the smallest of these distances with which an axis from 0 to ``total`` has at most ``most`` ticks.
     """
     rough = total / most
     magnitude = 10.0 ** math.floor(math.log10(rough))

@@ -171,9 +171,9 @@ def _equal_periods(
 
     ``ordered``: the bars (instructions) of all stages, by start. ``anchors``: bars at which a period may begin, in
     order of time. ``stride``: a period runs from one anchor to the anchor this many positions later. ``folds``: the
-    repeated parts that were found before, of which the picture shows one period and hides the repetitions. Periods
-    that overlap hidden ones are skipped. Two periods are equal if their bars look the same: equal instructions and
-    durations on each stage.
+    repeated parts that were found before, of which the picture shows one period and hides the others. Periods that
+    overlap hidden ones are skipped. Two periods are equal if their bars look the same: equal instructions and durations
+    on each stage.
     """
     begins = anchors[::stride]
     spans = [(a.start, b.start) for a, b in pairwise(begins)]

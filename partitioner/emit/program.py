@@ -343,8 +343,8 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
     instructions, for a step of ``num_microbatches`` microbatches.
 
     ``lists``: function that computes both in full for any number of microbatches. ``found``: the repeating part of the
-    schedule; the instructions are then stored as those for few microbatches with repetitions. ``None``: they are stored
-    in full.
+    schedule; the instructions are then stored as those of a step with few microbatches, with the numbers of times that
+    groups of them are repeated. ``None``: they are stored in full.
     """
     if found is None:
         return lists(num_microbatches)

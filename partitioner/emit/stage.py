@@ -210,9 +210,9 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
 
 
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the pieces ``(start, end)`` into which a range of block calls (such as layers) is split, the last piece
+    """Yield the ranges ``(start, end)`` into which a range of block calls (such as layers) is split, the last one
     first. ``start``, ``end``: the range ``[start, end)`` of positions in the stage. ``cuts``: positions at which a new
-    piece begins. ``runs``: for each call of the stage, whether it has a backward. A cut is ignored if none of the calls
+    range begins. ``runs``: for each call of the stage, whether it has a backward. A cut is ignored if none of the calls
     before it in the range has a backward."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):

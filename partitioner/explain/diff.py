@@ -223,7 +223,8 @@ def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator
 
 def _compare_layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
     """Yield a line for each weight that the plans ``plan`` and ``other`` shard differently over the mesh axes ``tp`` or
-    ``ep``, at most 20. The weights of repeated layers share a line. Nothing is yielded if a plan has no program.
+    ``ep``, at most 20. Equal weights of repeated layers are on one line. Nothing is yielded if a plan has no program
+    (instructions of its ranks), only estimates.
     """
     if plan.written is None or other.written is None:
         return

@@ -233,7 +233,8 @@ def _format_items(lines: Sequence[str]) -> list[RenderableType]:
 
 
 def _planned_only(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines that say why ``plan`` cannot be executed; nothing if it has a program."""
+    """Yield lines that say why ``plan`` cannot be executed; nothing if it has a program (the instructions of its
+    ranks), because it can then be executed."""
     if plan.written is None:
         what = ", ".join(plan.planned_only)
         yield format_text_line(
@@ -389,8 +390,8 @@ def _explain_breakdown(plan: Plan) -> list[RenderableType]:
 
 def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     """Yield lines on how ``plan`` divides the work: mesh axes, links, microbatches, schedule, data types, sharding of
-    states, recomputation, and the layers of each stage. ``whole``: the overview of the plan's program; ``None`` without
-    a program.
+    parameters, gradients and optimizer states, recomputation, and the layers of each stage. ``whole``: the overview of
+    the plan's program (what each rank executes); ``None`` without a program.
     """
     for axis, size in plan.mesh.items():
         if size > 1:
@@ -438,7 +439,8 @@ def _format_call_group(group: CallGroup) -> str:
 
 def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
     """Yield lines that list the weights of each type of block (such as a decoder layer) by the way in which they are
-    sharded. A type that occurs on several stages is listed once. ``whole``: the overview of a program.
+    sharded. A type that occurs on several stages is listed once. ``whole``: the overview of a program (what each rank
+    executes).
     """
     seen: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for stage in whole.stages:
@@ -464,7 +466,7 @@ def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
 def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
     """Yield a table of the collectives inside layers, then lines on what else is communicated: the bytes sent between
     stages, the gradients summed over ranks, and the gradients of tied weights, which several stages use. ``whole``: the
-    overview of a program.
+    overview of a program (what each rank executes).
     """
     calls = collective_table(whole)
     if calls:

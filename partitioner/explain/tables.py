@@ -90,8 +90,8 @@ def notes_on_precision(
 ) -> tuple[str, ...]:
     """Return notes for the user, one sentence each: for ``precision`` ``fp8``, which products of ``model`` are not in
     fp8; for ``fp32`` on GPUs, that plans ignore the setting ``torch.set_float32_matmul_precision`` of this process.
-    ``topology``: the devices that the plan is for. ``fp8_scaling``: which numbers share a scale in fp8.
-    ``program``: the plan's program, or ``None`` if it has none.
+    ``topology``: the devices that the plan is for. ``fp8_scaling``: which numbers share a scale in fp8. ``program``:
+    the plan's program (instructions and graphs of all ranks), or ``None`` if the plan only has estimates.
     """
     import torch  # imported late: the report of a plan does not need it
 
@@ -111,8 +111,8 @@ def notes_on_precision(
 
 
 def types_text(plan: Plan) -> str:
-    """Return the data types of products, parameters, gradients and optimizer states of ``plan`` as text; empty if it
-    has no program.
+    """Return the data types of products, parameters, gradients and optimizer states of ``plan`` as text; empty if the
+    plan has no program (instructions of its ranks), only estimates.
     """
     program = plan.written
     if program is None:
@@ -121,8 +121,8 @@ def types_text(plan: Plan) -> str:
 
 
 def _product_types(program: Program) -> str:
-    """Return the data types of the results of matrix products in ``program`` as text, such as ``products in bf16``, the
-    most frequent first; empty if there are no products.
+    """Return the data types of the results of matrix products in ``program`` (instructions and graphs of all ranks) as
+    text, such as ``products in bf16``, the most frequent first; empty if there are no products.
     """
     found: Counter[str] = Counter()
     for node in (node for block in program.blocks.values() for node in block.nodes):
@@ -163,7 +163,8 @@ def _with_type_of_sums(state: StateData) -> StateData:
 
 
 def _types_of(states: Sequence[StateData]) -> str:
-    """Return the data types of ``states`` as text, such as ``bf16 and fp32``, the type with the most elements first."""
+    """Return the data types of ``states`` (parameters and buffers) as text, such as ``bf16 and fp32``, the type with
+    the most elements first."""
     sizes: Counter[str] = Counter()
     for state in states:
         sizes[_shorten_dtype(state.dtype)] += math.prod(state.shape)
@@ -446,8 +447,8 @@ def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
 
 
 def sharing_text(plan: Plan) -> str:
-    """Return a text on how ``plan`` shards training states over data-parallel ranks: the ZeRO stage, the states and the
-    number of ranks; empty without training.
+    """Return a text on how ``plan`` shards optimizer states, gradients and parameters over data-parallel ranks: the
+    ZeRO stage, what is sharded, and the number of ranks; empty without training.
     """
     if plan.objective != "train":
         return ""
@@ -470,8 +471,9 @@ def sharing_text(plan: Plan) -> str:
 
 def _format_expert_sharding(plan: Plan, ranks: int) -> str:
     """Return a clause that says over how many ranks the parameters, gradients and optimizer states of experts are
-    sharded in ``plan``. Only ranks with the same experts can share them. The clause is empty if the number is
-    ``ranks``, the number of ranks for all other parameters, or if experts are not distributed over ranks.
+    sharded in ``plan``. Only ranks with the same experts can divide their weights and optimizer states among each
+    other. The clause is empty if the number is ``ranks``, the number of ranks for all other parameters, or if experts
+    are not distributed over ranks.
     """
     chosen, ep = plan.chosen, plan.mesh.get("ep", 1)
     parts = hybrid_mesh(plan.mesh, chosen.etp, chosen.dp_shard)
@@ -753,7 +755,7 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def collective_table(whole: Outline) -> Padding | None:
     """Return a table of the bytes that collectives transfer in one call of each type of block (such as a decoder
-    layer), per microbatch; ``None`` if there are none. ``whole``: the overview of a program.
+    layer), per microbatch; ``None`` if there are none. ``whole``: the overview of a program (what each rank executes).
     """
     made = build_empty_table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
     told: set[tuple[str, ...]] = set()

@@ -189,8 +189,8 @@ def _is_offloaded(options: Options) -> bool:
 
 def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
     """Return the fields of a training layout (name -> value) that say how many ranks hold copies of the model and how
-    they shard its states: sizes of data parallelism and the ZeRO stage. ``pp``: number of pipeline ranks. ``options``:
-    the options of a torchtitan configuration."""
+    they shard its parameters, gradients and optimizer states: sizes of data parallelism and the ZeRO stage. ``pp``:
+    number of pipeline ranks. ``options``: the options of a torchtitan configuration."""
     replicate, shard = _read_older_data_degree(options) or _read_data_degrees(options)
     keep = options.take_choice(
         "parallelism.fsdp_reshard_after_forward",
@@ -221,12 +221,12 @@ def _read_data_degrees(options: Options) -> tuple[int, int]:
 
 def _read_older_data_degree(options: Options) -> tuple[int, int] | None:
     """Return two numbers of data-parallel ranks from options that only early versions of torchtitan have: how many
-    groups of ranks hold a copy of the model each, and how many ranks share the states of one copy (-1: all that are
-    left). ``None`` if no such option is given.
+    groups of ranks hold a copy of the model each, and how many ranks share the parameters and optimizer states of one
+    copy (-1: all that are left). ``None`` if no such option is given.
 
-    In these versions, ``training.data_parallel_type`` says whether the ranks of ``training.data_parallel_degree`` share
-    the states (``fsdp``) or hold a copy each (``ddp``). ``options``: the options of the configuration. Raise
-    :class:`ContradictionError` if options of later versions are given beside them.
+    In these versions, ``training.data_parallel_type`` says whether the ranks of ``training.data_parallel_degree``
+    divide them among each other (``fsdp``) or hold a copy each (``ddp``). ``options``: the options of the
+    configuration. Raise :class:`ContradictionError` if options of later versions are given beside them.
     """
     older = [name for name in ("training.data_parallel_degree", "training.data_parallel_type") if options.has(name)]
     if not older:

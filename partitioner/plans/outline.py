@@ -48,7 +48,8 @@ def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
 
 def kept_bytes(program: Program, state: str) -> int:
     """Return the bytes of a parameter or buffer of ``program`` that a rank holds during the whole step: with ZeRO-3 the
-    bytes of the rank's piece, otherwise of its tensor-parallel shard. ``state``: name of the parameter or buffer.
+    bytes of the rank's part of the flattened tensor, otherwise of its tensor-parallel shard. ``state``: name of the
+    parameter or buffer.
     """
     sizes = state_sizes(program, state)
     return sizes.piece if program.zero == 3 else sizes.part
@@ -158,9 +159,9 @@ class CallGroup:
 
     ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range ``[start,
     stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``: these names
-    as text for reports, such as ``layers.* + norm``. ``count``: number of repetitions. ``paths``: the module paths of
-    the calls as text. ``collectives``: totals over all calls of the group, for one rank and one microbatch.
-    ``weights``: the parameters of one repetition.
+    as text for reports, such as ``layers.* + norm``. ``count``: how often the sequence of blocks is repeated.
+    ``paths``: the module paths of the calls as text. ``collectives``: totals over all calls of the group, for one rank
+    and one microbatch. ``weights``: the parameters of one of these sequences.
 
     ``num_parameters``: elements of the parameters before sharding. ``parameter_bytes``: bytes of these parameters that
     one rank holds. ``recomputed``, ``selective``: whether the backward recomputes all of each call, or a part.
@@ -257,7 +258,7 @@ class StageOutline:
 
 @dataclass(frozen=True)
 class Outline:
-    """Summary of a program for pictures and reports.
+    """Summary of a program (what each rank executes) for pictures and reports.
 
     ``stages``: a summary of each pipeline stage. ``flows``: values that groups of block calls (such as layers) pass to
     each other. ``links``: what stages send to each other for one microbatch. ``ties``: parameters that several groups
@@ -275,8 +276,8 @@ class Outline:
 
 
 def outline_program(program: Program) -> Outline:
-    """Return the outline of ``program``: a summary of each stage, and the values and tied weights that connect
-    stages."""
+    """Return the outline of ``program`` (what each rank executes): a summary of each stage, and the values and tied
+    weights that connect stages."""
     return _Outliner(program).build_outline()
 
 
@@ -343,8 +344,8 @@ def chunk_starts(stage: Stage) -> list[int]:
 
 
 class _Outliner:
-    """Builds the summary of ``program`` that pictures and reports show: its stages, and the values, transfers and
-    shared parameters that connect them.
+    """Builds the summary of ``program`` (what each rank executes) that pictures and reports show: its stages, and the
+    values, transfers and shared parameters that connect them.
     """
 
     def __init__(self, program: Program) -> None:
@@ -352,8 +353,8 @@ class _Outliner:
         self._collectives: dict[tuple[str, tuple[bool, ...]], tuple[BlockCollective, ...]] = {}
 
     def build_outline(self) -> Outline:
-        """Return the summary of the program: its stages, and the values, transfers and shared parameters that connect
-        them.
+        """Return the summary of the program (what each rank executes): its stages, and the values, transfers and shared
+        parameters that connect them.
         """
         program = self.program
         stages = tuple(self.outline_stage(i) for i in range(len(program.stages)))

@@ -269,7 +269,7 @@ class _ByPlace(TorchFunctionMode):
         return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
 
     def next(self) -> int:
-        """Return the number of a new stream of random numbers, for the next call that draws random numbers. Numbers
+        """Return the number of a new stream of random numbers, for the next operator that draws random numbers. Numbers
         count up.
         """
         self.streams += 1

@@ -119,7 +119,8 @@ _ROUNDING_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the results of a plan's programs are from those of the model.
+    """How far the results of a plan's programs (training, and further ones such as evaluation) are from those of the
+    model.
 
     Attributes:
         ok: whether no error exceeds the tolerance.
@@ -202,10 +203,11 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
     """Return the relative errors of everything that the model computes, by name: ``loss``, ``output <path>``, ``grad
     <name>``, ``buffer <name>`` or ``parameter <name>``.
 
-    ``run``: results of the plan's programs. ``reference``: results of the model. ``program``: the program that ran,
-    which says what each output and buffer is. The difference of a gradient is divided by its largest element, or by
-    1/1000 of the largest element of all gradients if that is greater, so that gradients that are zero except for
-    rounding count as equal. The differences of buffers and parameters are divided in this way, too.
+    ``run``: results of one of the plan's programs, such as a training step. ``reference``: results of the model.
+    ``program``: the program that ran, which says what each output and buffer is. The difference of a gradient is
+    divided by its largest element, or by 1/1000 of the largest element of all gradients if that is greater, so that
+    gradients that are zero except for rounding count as equal. The differences of buffers and parameters are divided in
+    this way, too.
     """
     errors: dict[str, float] = {}
     if program.loss is not None and reference.loss is not None:

@@ -76,7 +76,8 @@ class CacheShapes:
 def find_generated_module(name: str, model: nn.Module, path: str) -> nn.Module:
     """Return the submodule of ``model`` at ``path`` that generates tokens; ``model`` itself for an empty path.
 
-    ``name``: name of the program, for errors. Raise :class:`GenerationError` if there is no such submodule.
+    ``name``: name that the user gave to the generation, for errors. Raise :class:`GenerationError` if there is no such
+    submodule.
     """
     try:
         return model.get_submodule(path)
@@ -90,8 +91,8 @@ def find_generated_module(name: str, model: nn.Module, path: str) -> nn.Module:
 
 def find_cache_shapes(name: str, model: nn.Module, dtype: torch.dtype | None) -> CacheShapes:
     """Return the shapes and types of the key/value caches of the attention layers of ``model``, a causal model of
-    transformers. ``name``: name of the program, for errors. ``dtype``: the type to which floating-point parameters are
-    cast; ``None`` keeps their types.
+    transformers. ``name``: name that the user gave to the generation, for errors. ``dtype``: the type to which
+    floating-point parameters are cast; ``None`` keeps their types.
 
     The forward of a copy without values is run on two tokens. Raise :class:`GenerationError` if it does not write keys
     and values by ``past_key_values``.
@@ -144,7 +145,7 @@ def has_encoder(model: nn.Module) -> bool:
 
 def find_first_token(name: str, model: nn.Module) -> int | None:
     """Return the token with which the decoder of ``model`` begins; ``None`` for a model without an encoder, which
-    begins with the prompt. ``name``: name of the program, for errors.
+    begins with the prompt. ``name``: name that the user gave to the generation, for errors.
 
     Raise :class:`GenerationError` if the configuration does not have it.
     """
@@ -172,8 +173,8 @@ def build_inputs(
     ``batch`` samples, and key/value caches for ``length`` tokens.
 
     ``shapes``: shapes of the cached keys and values. ``prompt``: number of tokens of each sample. With ``prefill``, the
-    program reads all of them at once; otherwise it reads one token. With an encoder, these are the tokens of the
-    encoder, and both programs read one token of the decoder.
+    inputs are for the program that reads all positions at once; otherwise for the program that reads one token. With an
+    encoder, these are the tokens of the encoder, and both programs read one token of the decoder.
     """
 
     def integers(*shape: int) -> Tensor:

@@ -178,8 +178,8 @@ def _list_profile_steps(
         return step
 
     def overlap(measured: Measurements) -> None:
-        """Time computation alone, an all-reduce alone, and both together. Append the seconds of each repetition to
-        ``measured.overlaps``."""
+        """Time computation alone, an all-reduce alone, and both together. Append the seconds of each repetition of this
+        measurement to ``measured.overlaps``."""
         found = pool.call(on_ranks.time_overlap, active, kind, effort.repeats, timeout=_TIMEOUT_S)
         measured.overlaps += found[0]
 
@@ -190,8 +190,8 @@ def _list_profile_steps(
             measured.issued_s += pool.call(time_issuing, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
 
     def sharing(measured: Measurements) -> None:
-        """Time equal work on as many ranks as there are cores, then on all ranks. Append the median seconds of each
-        repetition over the ranks that took part to ``measured.few_s`` and ``measured.all_s``."""
+        """Time equal work on as many ranks as there are cores, then on all ranks. Append for each repetition of this
+        measurement, the median seconds of the ranks that took part to ``measured.few_s`` and ``measured.all_s``."""
         rows = pool.call(on_ranks.time_sharing, (active, count), effort.repeats, effort.sharing_s, timeout=_TIMEOUT_S)
         for few, every in zip(*(_column_medians(rows, place) for place in (0, 1)), strict=True):
             measured.few_s.append(few)
@@ -226,9 +226,9 @@ def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[Kern
 
 
 def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
-    """Return for each repetition the median time in seconds over the ranks that took part. ``rows``: the seconds,
-    indexed by rank, repetition and measurement; NaN if the rank took no part. ``place``: which measurement of each
-    repetition, from 0.
+    """Return for each repetition of a measurement the median time in seconds over the ranks that took part. ``rows``:
+    the seconds, indexed by rank, repetition and measurement; NaN if the rank took no part. ``place``: index of the
+    measurement (third index of ``rows``), from 0.
     """
     turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]
@@ -237,7 +237,7 @@ def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> li
 def _fit_measurements(measured: Measurements, kind: str, count: int, described: dict[str, Any]) -> Profile:
     """Return the profile fitted to the times ``measured``: a topology of one node with ``count`` devices, and the
     errors of the fits. ``kind``: ``cuda`` or ``cpu``. ``described``: ``name``, ``memory`` (bytes) and ``reserved``
-    (bytes that programs cannot use) of the device."""
+    (bytes that no process can use, such as those of the driver) of the device."""
     device = fit_device(
         measured.kernels,
         measured.overlaps,
@@ -269,7 +269,7 @@ def _fit_measurements(measured: Measurements, kind: str, count: int, described: 
 def _describe_cpu(count: int) -> dict[str, Any]:
     """Return a dict that describes this machine's CPU as the device of one of ``count`` ranks. ``name``: the processor
     and its number of cores. ``memory``: the machine's bytes of memory divided by ``count``. ``reserved``: 0, the bytes
-    that programs cannot use.
+    that no process can use, such as those of the driver.
     """
     name = f"{platform.processor() or platform.machine()} CPU of {num_cores()} cores"
     return {"name": name, "memory": physical_memory() // count, "reserved": 0}

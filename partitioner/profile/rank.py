@@ -71,9 +71,9 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
     work: one row for each of ``repeats`` repetitions, with one entry for each number in ``active``. For a number ``n``,
     the ranks 0 to ``n - 1`` do the work at the same time; for other ranks the entry is NaN. All ranks must call this.
 
-    Half of the work is limited by compute, half by memory. A piece takes about ``budget_s`` seconds, which is long
-    against the time slices of the operating system. CPU time is used, because waiting for a core depends on other
-    programs, too.
+    Half of the work is limited by compute, half by memory. One such piece of work takes about ``budget_s`` seconds,
+    which is long against the time slices of the operating system. CPU time is used, because waiting for a core depends
+    on other programs, too.
     """
     device = torch.device("cpu")
     product, copy = (

@@ -141,7 +141,7 @@ class Overlap:
 @dataclass
 class Measurements:
     """All times that one profile of a machine measured. ``kernels``, ``collectives``: one entry for each measured case.
-    ``overlaps``: computation and a collective alone and together, one entry per repetition.
+    ``overlaps``: computation and a collective alone and together, one entry per repetition of the measurement.
 
     ``issued_s``: host seconds to issue one operator, one entry per repetition. ``few_s``, ``all_s``: seconds that one
     rank takes for a fixed piece of work, one entry per repetition: for ``few_s`` as many ranks work at the same time as

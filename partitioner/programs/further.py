@@ -105,8 +105,8 @@ class FirstProgram:
 
     def evaluator_at(self, shape: Shape) -> CandidateEvaluator:
         """Return the object that finds the best plan of each mesh candidate (mesh sizes, microbatch size, schedule and
-        ZeRO stage) for batches of ``shape`` (samples, positions), one of the batch shapes in ``family``. It is created
-        once for each shape and then reused.
+        ZeRO stage) for batches of ``shape`` (samples, positions), one of the batch shapes of the plan. The object is
+        created once for each shape and then reused.
         """
         assert self.family is not None
         if shape not in self._evaluators:
@@ -243,8 +243,8 @@ class FirstProgram:
         padding: BatchPadding | None = None,
         inputs: Mapping[str, Layout] = NO_LAYOUTS,
     ) -> FurtherProgram:
-        """Return the fastest program for ``job`` that keeps the mesh, the stages and the sharding of the training
-        program.
+        """Return the fastest further program of the plan (such as an evaluation), for ``job``, that keeps the mesh, the
+        stages and the sharding of the training program.
 
         ``name``: the program's name. ``job``: the planning problem, with the model and its inputs. ``purpose``:
         ``"step"`` for a training step; otherwise it runs forward alone. ``padding``: how smaller batches are padded to
@@ -296,7 +296,7 @@ class FirstProgram:
 
     def _weigh(self, padding: BatchPadding | None) -> float:
         """Return how often a step with the batch shape of ``padding`` occurs for each step with the largest shape, as a
-        number between 0.001 and 1000; 1 for other programs, for which ``padding`` is ``None``.
+        number between 0.001 and 1000; 1 for programs that are no training step, for which ``padding`` is ``None``.
         """
         if padding is None or self.family is None:
             return 1.0
@@ -397,9 +397,10 @@ def _expect_step_time(first: FirstProgram, row: Candidate, least: float = math.i
 
 def _pick_shapes(family: ShapeFamily) -> list[tuple[Shape, float]]:
     """Return at most three pairs (batch shape, weight), by which layouts are compared without computing the step time
-    of every batch shape of ``family``. The shapes are (samples, positions). All shapes but the largest, in order of
-    size, are divided into three groups. Each group is represented by its most frequent shape, whose weight is the
-    summed frequency of the group. The largest shape is not included, because its step time is known.
+    of every batch shape of ``family`` (all batch shapes of the plan). The shapes are (samples, positions). All shapes
+    but the largest, in order of size, are divided into three groups. Each group is represented by its most frequent
+    shape, whose weight is the summed frequency of the group. The largest shape is not included, because its step time
+    is known.
     """
     others = [(shape, family.weight_of(shape)) for shape in family.shapes[1:] if family.weight_of(shape)]
     each = max(1, math.ceil(len(others) / _COMPARED))
@@ -454,8 +455,8 @@ def plan_further_programs(first: FirstProgram, programs: Mapping[str, Request]) 
     evaluation or the two programs of a generation for each entry of ``programs``.
 
     Raise :class:`ConstraintError` if the plan of ``first`` cannot have further programs (it cannot be executed, keeps
-    data in host memory, or gives data-parallel ranks different numbers of samples), and :class:`PlanError` if one of
-    them has no plan.
+    data in host memory, or gives ranks different numbers of microbatches), and :class:`PlanError` if a further program
+    has no plan.
     """
     shapes = () if first.family is None else first.family.shapes[1:]
     if not programs and not shapes:

@@ -357,8 +357,9 @@ class ShapeFamily:
 
 
 def look_ahead(family: ShapeFamily | None) -> AbstractContextManager[None]:
-    """Return a context in which a forked process captures the model of ``family`` for further batch shapes ahead of
-    time. The context does nothing if ``family`` is ``None``, because the plan then has a single shape.
+    """Return a context in which a forked process captures the model for further batch shapes of ``family`` (all batch
+    shapes of a plan) ahead of time. The context does nothing if ``family`` is ``None``, because the plan then has a
+    single shape.
     """
     return nullcontext() if family is None else family.look_ahead()
 

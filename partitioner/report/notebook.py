@@ -23,7 +23,8 @@ def format_plan_html(plan: Plan) -> str:
 
 def _format_graph(plan: Plan) -> str:
     """Return the picture of the graph of ``plan`` as an HTML image. Return a paragraph that says how to write the
-    picture to a file if it is longer than 400,000 bytes, and an empty text if the plan has no program to draw."""
+    picture to a file if it is longer than 400,000 bytes, and an empty text if the plan has no program (instructions of
+    its ranks) to draw."""
     try:
         picture = draw(plan, "graph").encode(errors="replace")
     except PartitionError:  # a plan without a program

@@ -264,7 +264,7 @@ def _build_answers(plan: Plan) -> list[ET.Element]:
 def _build_operators(plan: Plan, left_out: list[str]) -> list[ET.Element]:
     """Return the elements of the section "Costs of operators" of the report of ``plan``: an introduction and the table
     of predicted costs. If some operators have no row, a sentence on it is appended to ``left_out``. Raise
-    :class:`PartitionError` if the plan has no program."""
+    :class:`PartitionError` if the plan has no program (instructions of its ranks), only estimates."""
     plan.program  # noqa: B018  # raises the typed error of a plan without a program
     from partitioner.report.operator_costs import MOST_OPERATORS, build_operator_table, list_operator_costs
 

@@ -352,9 +352,9 @@ def _compute_action_end_times(
 def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
     """Return the seconds of one step on each rank after several steps that overlap: a rank begins the next step as soon
     as its part of the last one has ended. The largest of them is an upper bound on the step time in steady state.
-    ``waits``: what each action waits for. ``seconds``: durations as a flat list (see :func:`seconds_of`). ``sent``:
-    durations of messages as a flat list with two numbers for each virtual stage (messages for its forward and for its
-    backward), followed by 0.
+    ``waits``: what each action (forward or backward of one microbatch) waits for. ``seconds``: durations as a flat list
+    (see :func:`seconds_of`). ``sent``: durations of messages as a flat list with two numbers for each virtual stage
+    (messages for its forward and for its backward), followed by 0.
     """
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):

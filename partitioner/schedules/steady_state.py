@@ -51,7 +51,8 @@ class Growth:
 class SteadyState:
     """Numbers of microbatches from which the lists of actions (forwards and backwards) of a long schedule can be
     extrapolated. The lists for ``least`` and for ``least + unit`` microbatches determine the full list, which has
-    ``least + steps * unit`` microbatches."""
+    ``least + steps * unit`` microbatches. For example, ``least`` 6, ``unit`` 1 and ``steps`` 94 stand for 100
+    microbatches."""
 
     least: int
     unit: int
@@ -62,7 +63,7 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
     """Find how the list of actions (forwards and backwards of one microbatch) ``shorter`` grows to ``longer``, which
     has ``unit`` more microbatches, by repeating some of its sections more often. Return these sections in order, each
     with its numbers of repetitions. An item of a list is (what is done, index of the microbatch or ``None``). Return
-    ``None`` if repetition alone does not explain the difference.
+    ``None`` if ``longer`` does not arise from ``shorter`` in this way.
     """
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
@@ -136,7 +137,7 @@ def find_steady_state(
 def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit: int) -> tuple[Part, ...] | None:
     """Return how the instruction list ``shorter`` of a rank grows to the list ``longer``, which has ``unit`` more
     microbatches: the sections of ``shorter`` in order, each with its number of repetitions in both lists. Return
-    ``None`` if repetition alone does not explain the difference."""
+    ``None`` if ``longer`` does not arise from ``shorter`` by repeating sections."""
     pieces = _split_instructions(shorter)
     found = find_growth(
         [_piece_to_item(p) for p in pieces], [_piece_to_item(p) for p in _split_instructions(longer)], unit
@@ -160,9 +161,9 @@ def _actions_to_items(order: Sequence[Action]) -> list[Item]:
 
 
 def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Return ``instructions``, the instruction list of a rank, divided into consecutive pieces, among which the caller
-    looks for repetitions; this is faster than among single instructions. Each piece starts with a computation, or with
-    the loads and receives that precede it.
+    """Return ``instructions``, the instruction list of a rank, divided into consecutive groups. The caller looks for
+    groups that repeat, which is faster than to look for single instructions that repeat. Each group starts with a
+    computation, or with the loads and receives that precede it.
     """
     pieces: list[list[Instruction]] = []
     before = ""
@@ -176,8 +177,8 @@ def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instru
 
 def _piece_to_item(piece: Sequence[Instruction]) -> Item:
     """Return ``piece``, a list of consecutive instructions, as a pair (key, microbatch), where ``microbatch`` is that
-    of the first instruction that has one, or ``None``. Two pieces have the same key if they differ only by a shift of
-    all microbatch indices.
+    of the first instruction that has one, or ``None``. Two such lists have the same key if they differ only by a shift
+    of all microbatch indices.
     """
     first = next((i.microbatch for i in piece if i.microbatch is not None), None)
     key = tuple(

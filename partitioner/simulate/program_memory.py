@@ -80,8 +80,8 @@ def _find_fullest_moment(
     the bytes of its values. ``stage``: index of the stage. ``instructions``: the instructions that a rank of the stage
     executes. ``needs``: bytes of working memory of each block call of the stage.
 
-    If the instructions contain repeated sections, the peak is first computed for one and for two repetitions. The whole
-    list is simulated only if the second repetition raises the peak.
+    If the instructions contain repeated sections, the peak is first computed with each section run once, and run twice.
+    The whole list is simulated only if the peak is higher with two.
     """
     if isinstance(instructions, Listing) and instructions.steps > 2:
         first, second = (
@@ -130,8 +130,8 @@ def count_resident_bytes(program: Program, stage: int, names: Collection[str]) -
 
 
 def _drop_sizes(program: Program, names: Collection[str]) -> Program:
-    """Return a copy of ``program`` in which the values with the names ``names`` have no elements, so that their bytes
-    do not count.
+    """Return a copy of ``program`` in which the tensors between block calls (such as layers) with the names ``names``
+    have no elements, so that their bytes do not count.
     """
     values = {n: v.model_copy(update={"shape": (0,)}) if n in names else v for n, v in program.values.items()}
     return program.model_copy(update={"values": values})

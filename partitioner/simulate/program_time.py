@@ -345,7 +345,7 @@ class PlanDurations:
 
     def choose_fp8(self) -> frozenset[str]:
         """Return the names of the blocks (such as layers) whose products with weights are estimated to be faster in
-        fp8, on all pipeline stages. The program must not be converted to fp8 yet."""
+        fp8, on all pipeline stages. The plan's program must not have products in fp8 yet."""
         slower: set[str] = set()
         used: set[str] = set()
         for stage, costs in zip(self.plan.program.stages, self._price_calls(None, fp8=True), strict=True):
@@ -358,9 +358,9 @@ class PlanDurations:
         self, pieces: Mapping[str, PieceCounts] | None, fp8: bool = False
     ) -> tuple[dict[str, CallCost], ...]:
         """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
-        cost). ``pieces``: which collectives of each block run in pieces; ``None``: chosen by the estimated times.
-        ``fp8``: whether products with weights may be computed in fp8 although the program computes them in a wider
-        format."""
+        cost). ``pieces``: for each block, into how many pieces its collectives are cut to overlap with matrix products;
+        ``None``: chosen by the estimated times. ``fp8``: whether products with weights may be computed in fp8 although
+        the program computes them in a wider format."""
         program = self.plan.program
         train, again = program.objective == "train", partial(_find_recomputed_nodes, program)
         costs = CallCostCache(self.blocks, self.topology, train, again, pieces=pieces)

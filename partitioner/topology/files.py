@@ -392,7 +392,7 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
 
 def with_memory(topology: Topology, times: float) -> Topology | None:
     """Return a copy of ``topology`` with the memory of every device multiplied by the factor ``times``; ``None`` if the
-    result is no valid topology. The bytes that programs cannot use (``reserved``) do not change."""
+    result is no valid topology. The bytes that no process can use (``reserved``) do not change."""
 
     def grown(part: TopologyPart) -> TopologyPart:
         """Return a copy of ``part``, a device type or an override of a device or node, with its bytes of memory
@@ -414,7 +414,7 @@ def with_margin(topology: Topology, margin: float) -> Topology:
     def smaller(memory: int, kind: str) -> int:
         """Return ``memory``, the bytes of a device, less those that plans must leave free: the fraction ``margin`` of
         the enclosing function, of the bytes that programs can use. ``kind``: name of the device type, which gives the
-        bytes that programs cannot use.
+        bytes that no process can use, such as those of the driver.
         """
         return memory - margin_bytes(memory - topology.types[kind].reserved, margin)
 

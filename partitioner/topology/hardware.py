@@ -329,10 +329,10 @@ class NodeGroup(TopologyPart):
 
     ``island``: the name by which levels of links refer to these nodes; default: the type. ``pattern``: name of the
     pattern of direct links inside a node; ``None``: there are none. ``nics``: number of network cards of a node, each
-    with the bandwidth of the levels that connect nodes; its devices share them evenly; ``None``: one for each device.
-    ``concurrent``: number of devices of a node that can compute at full speed at the same time; more devices share that
-    capacity evenly, as ranks do that compete for CPU cores; ``None``: all. ``host``: memory and disk of a node;
-    ``None``: not known.
+    with the bandwidth of the levels that connect nodes; each of its devices gets an equal part of their bandwidth;
+    ``None``: one for each device. ``concurrent``: number of devices of a node that can compute at full speed at the
+    same time; more devices share that capacity evenly, as ranks do that compete for CPU cores; ``None``: all. ``host``:
+    memory and disk of a node; ``None``: not known.
     """
 
     type: str
@@ -453,8 +453,8 @@ class Hop(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device of a topology. ``index``: its number, from 0. ``node``: number of its node, from 0. ``kind``: name of
-    its device type. ``memory``: bytes in total. ``reserved``: bytes that programs cannot use. ``speed``: factor on the
-    compute rate and memory bandwidth of its type."""
+    its device type. ``memory``: bytes in total. ``reserved``: bytes that no process can use, such as those of the
+    driver. ``speed``: factor on the compute rate and memory bandwidth of its type."""
 
     index: int
     name: str
@@ -466,7 +466,7 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Return the bytes of the device's memory that programs can use."""
+        """Return the bytes of the device's memory that processes can use."""
         return self.memory - self.reserved
 
 

@@ -547,8 +547,8 @@ def are_computations_equal(one: Captured, other: Captured) -> bool:
 
 
 def _build_capture_key(captured: Captured) -> Any:
-    """Return a key of the graph of ``captured`` that is equal for graphs with the same operators, outputs, state
-    updates and loss.
+    """Return a key of the graph of ``captured`` that is equal for graphs with the same operators, outputs, updates of
+    buffers and loss.
 
     Values that depend on constants alone are represented by a hash of their elements.
     """

@@ -55,9 +55,9 @@ from partitioner.passes.trace.layer_reuse import LayerRepeats
 class Trace:
     """Result of one trace of ``fake_copy``, a copy of the model with fake tensors.
 
-    ``captured``: the model's graph with the names of its states, inputs and outputs. ``attributes_after``: the
-    attributes of the fake copy's modules after forward: (module path, attribute name) -> (comparison key, value), where
-    equal keys mean that an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of
+    ``captured``: the model's graph with the names of its parameters, buffers, inputs and outputs. ``attributes_after``:
+    the attributes of the fake copy's modules after forward: (module path, attribute name) -> (comparison key, value),
+    where equal keys mean that an attribute has not changed. ``arguments``: (positional arguments, keyword arguments) of
     forward. ``uses``: for each input that is a Python number and fixed in the plan: path -> what forward uses it for,
     as text."""
 

@@ -73,8 +73,8 @@ def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
     """Set ``node.meta["grad"]`` (whether the node needs a gradient) in all blocks of ``model``. Return the names of the
     outputs of calls that need one.
 
-    A block is the graph of a piece of the model, such as a layer, which several calls execute. It is marked once for
-    all of its calls: a placeholder needs a gradient if it does in any of them.
+    A block is the graph of a piece of the model, such as a layer, which several calls execute. The graph is marked once
+    for all of its calls: a placeholder needs a gradient if it does in any of them.
 
     Args:
         train: if false, no value needs a gradient.

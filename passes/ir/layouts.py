@@ -43,8 +43,8 @@ class Layout:
 
     ``kind``: ``S`` sharded on ``dim``, ``R`` whole on every rank, ``P`` a partial sum, or ``R'`` whole on every rank
     with a partial sum as gradient. The other fields apply to ``S`` only. ``sections``: sizes of parts of the dim that
-    are sharded separately; empty for one part. ``zigzag``: each rank has two pieces, one counted from the start and one
-    from the end of the dim, which balances causal attention.
+    are sharded separately; empty for one part. ``zigzag``: the dim is cut into twice as many pieces as ranks, and each
+    rank has two, one counted from the start and one from the end of the dim, which balances causal attention.
     """
 
     kind: Kind
@@ -94,7 +94,8 @@ def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = F
 
     Args:
         sections: sizes of parts of the dim that are sharded separately; a single section is stored as ``()``.
-        zigzag: whether each rank has two pieces, one counted from the start and one from the end.
+        zigzag: whether the dim is cut into twice as many pieces as ranks, of which each rank has two, one counted from
+            the start and one from the end.
     """
     assert dim >= 0, dim
     return Layout("S", dim, sections if len(sections) > 1 else (), zigzag)

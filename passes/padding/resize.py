@@ -153,9 +153,9 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
 
 
 def _are_equal_but_for_sizes(main: FoldedModel, other: FoldedModel) -> bool:
-    """Return whether the two models ``main`` and ``other`` have the same calls of blocks, states, inputs and outputs,
-    apart from sizes. Return false for attention within packed documents or with prefixes (keys that all queries of
-    their document see), because its arguments depend on the batch.
+    """Return whether the two models ``main`` and ``other`` have the same calls of blocks (graphs of layers), the same
+    parameters and buffers, inputs and outputs, apart from sizes. Return false for attention within packed documents or
+    with prefixes (keys that all queries of their document see), because its arguments depend on the batch.
     """
     if main.calls != other.calls or main.blocks.keys() != other.blocks.keys() or main.outputs != other.outputs:
         return False
@@ -190,9 +190,9 @@ def _resize_block(main: Block, other: Block, line: Line) -> Block:
 
 
 def _match_call_shapes(model: FoldedModel) -> bool:
-    """Return whether each call in ``model`` passes tensors of those shapes to its block (the graph that equal layers
-    share) that the block expects. This may fail after resizing: layers that are equal for two batch sizes share a
-    block, and need not be equal for a third."""
+    """Return whether each call in ``model`` (a use of a block, the graph that equal layers share) passes tensors of the
+    shapes to the block that the block expects. This may fail after resizing: layers that are equal for two batch sizes
+    share a block, and need not be equal for a third."""
     shapes = {name: tuple(spec.shape) for name, spec in model.values.items()}
     shapes |= {i.value: tuple(i.spec.shape) for i in model.inputs}
     for call in model.calls:

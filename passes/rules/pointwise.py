@@ -275,9 +275,10 @@ def shard_arange(node: fx.Node) -> OpFactors:
 
 
 def _lower_arange(local: LocalBuilder) -> fx.Node:
-    """Append this rank's part of an ``arange`` to the graph of one rank, and return its node. If the rank has
-    several pieces, they are concatenated: it has one of each section (a part of the dim that is divided over all
-    ranks), and two of a zigzag shard. ``local``: the ``arange`` to replace, its layout, and the graph of one rank."""
+    """Append this rank's part of an ``arange`` to the graph of one rank, and return its node. If the rank has several
+    ranges of the dim, they are concatenated: it has one of each section (a part of the dim that is divided over all
+    ranks), and two of a zigzag shard (one from each end of the dim). ``local``: the ``arange`` to replace, its layout,
+    and the graph of one rank."""
     val = local.node.meta["val"]
     start, step = get_node_argument(local.node, "start", 0), get_node_argument(local.node, "step", 1)
     if not val.dtype.is_floating_point:  # torch rounds start and step first

@@ -56,7 +56,7 @@ class TextRule:
 
     @staticmethod
     def parse(text: str, name: str, linear: tuple[frozenset[int], ...] = ()) -> TextRule:
-        """Return the sharding rule that ``text``, such as ``"b s i, o i -> b s o"``, states for the operator with the
+        """Return the sharding rule that ``text``, such as ``"b s i, o i -> b s o"``, gives for the operator with the
         name ``name``. Raise :class:`RuleError` if ``text`` is malformed.
 
         ``linear``: sets of operand positions (from 0); if exactly the operands of one set are partial sums, so are

@@ -72,8 +72,8 @@ def _forbid_if_empty(names: Sequence[str], dim: int, size: int) -> list[str | No
 
 
 def _lower_split(local: LocalBuilder) -> fx.Node:
-    """Append the split of this rank's operand, each piece with its size on one rank, to the graph of one rank, and
-    return its node. ``local``: the split to replace, its layouts, and the graph of one rank."""
+    """Append the split (such as ``aten.split``) of this rank's operand, each part with its size on one rank, to the
+    graph of one rank, and return its node. ``local``: the split to replace, its layouts, and the graph of one rank."""
     spans = local.factors.spans
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()

@@ -156,9 +156,9 @@ def _assign_free_operators(
     """Assign the operators ``free``, such as those of masks and position indices, to the groups of operators ``units``,
     such as layers, each of which becomes one call of the model.
 
-    An operator of ``free`` that only one unit reads is added to that unit. Return two lists: the other operators of
-    ``free``, as connected groups, each of which becomes a call that several units read; and the extended units.
-    ``free`` is in the order of the graph.
+    An operator of ``free`` whose result only one of these groups reads is added to that group. Return two lists: the
+    other operators of ``free``, as connected groups, each of which becomes a call whose results several of ``units``
+    read; and ``units`` with the added operators. ``free`` is in the order of the graph.
     """
     if not units:
         return [], [OperatorGroup("", list(free))] if free else []
@@ -252,9 +252,9 @@ class _Folder:
     """
 
     def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[OperatorGroup]) -> None:
-        """Start without blocks and calls. ``captured``: the model as one graph. ``shared``: groups of operators that
-        become shared calls, which every pipeline stage may repeat. ``units``: groups that become the other calls,
-        such as one for each layer."""
+        """Start without blocks (graphs that equal layers share) and calls (uses of a block). ``captured``: the model as
+        one graph. ``shared``: groups of operators that become shared calls, which every pipeline stage may repeat.
+        ``units``: groups that become the other calls, such as one for each layer."""
         self.captured = captured
         self.shared = shared
         self.units = units
@@ -329,9 +329,9 @@ def _find_common_pattern(paths: Sequence[str]) -> str:
 
 
 def _make_block(unit: OperatorGroup, sign: GraphSignature, outputs: Sequence[fx.Node]) -> Block:
-    """Return a block, that is, a graph of its own, with copies of the operators of ``unit``. ``sign``: the
-    parameters and other values that the operators read, which become placeholders. ``outputs``: the operators whose
-    results it returns."""
+    """Return a block, that is, a graph of its own, with copies of the operators of ``unit`` (a group of operators, such
+    as a layer). ``sign``: the parameters and other values that the operators read, which become placeholders.
+    ``outputs``: the operators whose results it returns."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     prefix = unit.path.partition("@")[0] + "."

@@ -35,7 +35,8 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.linear.default)
 
 
 class RowProduct(NamedTuple):
-    """A matrix product of rows with one matrix, such as ``linear``; a collective before or after it may run in pieces.
+    """A matrix product of rows with one matrix, such as ``linear``; a collective before or after it may be cut into
+    pieces, each of which is communicated while another one is multiplied.
 
     ``node``: its graph node. ``x``: the node of the rows. ``weight``: the node of the matrix ``[in, out]``, or ``[out,
     in]`` if ``turned``. ``bias``: the node of the vector that is added to each row, or ``None``.
@@ -152,9 +153,9 @@ def _is_dynamic(collective: fx.Node) -> bool:
 
 def fit_pieces(wanted: int, ranks: int, length: int) -> int:
     """Return into how many pieces a tensor is cut when an all-gather or reduce-scatter over ``ranks`` ranks runs in
-    pieces: the largest number that is possible and at most ``wanted``, or the smallest possible number (2 or more) if
-    none is. Possible are divisors of ``ranks``, and ``ranks`` times a divisor of ``length``, the size of the sharded
-    dim on one rank.
+    pieces, to overlap with matrix products: the largest number that is possible and at most ``wanted``, or the smallest
+    possible number (2 or more) if none is. Possible are divisors of ``ranks``, and ``ranks`` times a divisor of
+    ``length``, the size of the sharded dim on one rank.
     """
     possible = [n for n in range(2, ranks + 1) if ranks % n == 0]
     possible += [ranks * n for n in range(2, wanted // ranks + 1) if length % n == 0]
@@ -223,7 +224,7 @@ class _Rewriter:
 
     def rewrite(self, gather_pieces: int, scatter_pieces: int) -> fx.Graph:
         """Return the copy of the graph. ``gather_pieces``, ``scatter_pieces``: into how many pieces all-gathers and
-        reduce-scatters are cut.
+        reduce-scatters are cut to overlap with matrix products.
         """
         self.new = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
@@ -238,8 +239,8 @@ class _Rewriter:
         return self.new
 
     def _copy(self, node: fx.Node) -> None:
-        """Append a copy of ``node`` to the new graph, after copies of the nodes that it reads. A collective that is cut
-        into pieces is replaced by one operator for it and its matrix products.
+        """Append a copy of ``node`` to the new graph, after copies of the nodes that it reads. A collective that is to
+        overlap with matrix products, piece by piece, is replaced by one operator for it and its matrix products.
         """
         stack = [node]
         while stack:

@@ -100,9 +100,8 @@ def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple
 
 
 def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
-    """Return, for each position in the list of operators ``nodes`` and for its end, how many values are computed
-    before the position and read at or after it. A cut of the graph there passes this many values from one piece to
-    the next."""
+    """Return, for each position in the list of operators ``nodes`` and for its end, how many values are computed before
+    the position and read at or after it. If the graph is cut there, this many values pass from one part to the next."""
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):

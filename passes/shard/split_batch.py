@@ -48,10 +48,10 @@ def split_batch(
     """Return the model of one microbatch on one data-parallel rank, made from the model of the global batch.
 
     ``model``: the model of the global batch, as blocks (graphs of layers) and their calls. ``blocks``: block name ->
-    layouts of its tensors on the axis ``data``, along which the global batch is split into ``parts`` parts.
-    ``values``: name of each value that passes between calls -> its layout on this axis. ``num_microbatches``: the
-    number of parts that each rank runs, one after the other. Raise :class:`UnsupportedError` if samples depend on
-    each other in a way that several microbatches cannot compute exactly.
+    layouts of its tensors on the axis ``data``, along which the global batch is split into ``parts`` parts. ``values``:
+    name of each value that passes between calls -> its layout on this axis. ``num_microbatches``: the number of parts
+    (microbatches) that each rank runs, one after the other. Raise :class:`UnsupportedError` if samples depend on each
+    other in a way that several microbatches cannot compute exactly.
     """
     if parts == 1:
         return model

@@ -120,7 +120,7 @@ class ShardReader:
 
     def read(self, pieces: Iterable[ShardPiece]) -> None:
         """Read from the checkpoint the rectangular part of a saved tensor that each of ``pieces`` describes, and copy
-        it into the piece's own tensor, converted to its dtype.
+        the part into the tensor of its description, converted to the dtype of that tensor.
         """
         targets: dict[MetadataIndex, Tensor] = {}
         items: list[ReadItem] = []

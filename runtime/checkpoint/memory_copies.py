@@ -66,7 +66,8 @@ _LENGTH = 8  # bytes in front, which say how long the head is
 
 
 class SlotName(NamedTuple):
-    """The parsed name of a file with the in-memory copy of one rank's training state.
+    """The parsed name of a file with the in-memory copy of one rank's training state (parameters, optimizer states and
+    so on).
 
     ``rank``: the rank whose state the file has. ``step``: number of the training step; ``None`` if the file is
     incomplete. ``identity``: hash of the plan and of a token that changes when training resumes from a checkpoint on
@@ -89,8 +90,8 @@ class SlotName(NamedTuple):
 
 
 def iterate_slots(folder: Path) -> Iterator[tuple[SlotName, Path]]:
-    """Yield (parsed name, path) of each file in ``folder`` with an in-memory copy of a training state, sorted by file
-    name.
+    """Yield (parsed name, path) of each file in ``folder`` with an in-memory copy of a training state (of one rank and
+    one step), sorted by file name.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if name := SlotName.parse(path):
@@ -98,7 +99,7 @@ def iterate_slots(folder: Path) -> Iterator[tuple[SlotName, Path]]:
 
 
 class SlotState(NamedTuple):
-    """The contents of the in-memory copy of one rank's training state.
+    """The contents of the in-memory copy of one rank's training state (parameters, optimizer states and so on).
 
     ``tensors``: the tensors by name. ``head``: bytes with the names, types and shapes of the tensors, and the other
     state, such as step counters.
@@ -148,7 +149,8 @@ def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, An
 
 
 class CheckpointSlot:
-    """A file, mapped into memory, for the in-memory copy of one rank's training state, which only this process writes.
+    """A file, mapped into memory, for the in-memory copy of one rank's training state (parameters, optimizer states and
+    so on), which only this process writes.
 
     ``path``: the file. ``name``: the parsed file name, which says whose copy it is and of which step. ``bytes``: the
     mapped file as a uint8 tensor. Methods raise ``OSError`` if the file system reports an error.
@@ -428,8 +430,8 @@ class MemoryCopies:
         self._identity = self._get_identity(token)
 
     def _open_slots(self) -> None:
-        """Open the files for in-memory copies that this rank writes: two for its own state, and two for each other rank
-        whose second copy it keeps.
+        """Open the files for in-memory copies that this rank writes: two for its own training state (parameters,
+        optimizer states and so on), and two for each other rank whose second copy it keeps.
 
         Files with copies of the current step are opened as they are. On the first rank of a node, also remove files
         that are left from an earlier run of this training. They are recognised by the identity in their names: a hash
@@ -547,7 +549,8 @@ class MemoryCopies:
             self._error = error
 
     def _fetch_own_content(self, identity: str, step: int, holders: Mapping[int, Mapping[int, int]]) -> Tensor:
-        """Return the bytes, as a uint8 tensor, of the in-memory copy of this rank's state after training step ``step``.
+        """Return the bytes, as a uint8 tensor, of the in-memory copy of this rank's training state (parameters,
+        optimizer states and so on) after step ``step``.
 
         They are read from a file on this node, or received from another process. All ranks call this, because each also
         sends copies to ranks that have none on their node. ``identity``: start of the names of the files with valid

@@ -116,7 +116,8 @@ def identify_node(folder: Path) -> int:
 
 
 def assign_backup_ranks(nodes: Sequence[int]) -> list[int | None]:
-    """Return, for each rank, the rank on another node that stores the second copy of its training state.
+    """Return, for each rank, the rank on another node that stores the second in-memory copy of its training state
+    (parameters, optimizer states and so on).
 
     ``nodes[rank]``: number of the node of each rank. The nodes form a ring, and the second copy is on the next node: on
     the rank with the same index within the node, modulo the number of ranks there. All entries are ``None`` if there is

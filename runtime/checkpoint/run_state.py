@@ -35,8 +35,8 @@ from partitioner.runtime.state.parameters import MasterParameters
 
 
 class CheckpointedEngine(Protocol):
-    """The attributes and methods of an engine that checkpoints use: this rank's state, its counters, and how to save
-    and load.
+    """The attributes and methods of an engine that checkpoints use: this rank's tensors (parameters and buffers), its
+    counters, and how to save and load.
     """
 
     rank_program: RankProgram

@@ -198,7 +198,7 @@ class CheckpointContent:
 
 class Saving:
     """The handle of a checkpoint that is being written to ``directory``. ``copied``: a ``threading.Event`` that is set
-    when the state is copied, so that it may change again.
+    when the parameters and all else that is saved are copied, so that training may change them again.
     """
 
     def __init__(self, directory: Path, copied: threading.Event) -> None:
@@ -265,7 +265,8 @@ class Saver:
     """Saves checkpoints for one rank, one at a time. ``communicator``: connects this rank with the others.
     ``world_size``: number of ranks. ``timeout``: seconds to wait for the files of other ranks.
 
-    ``last``: handle of the last save. ``saved_at``: number of steps after which the state was saved or copied last.
+    ``last``: handle of the last save. ``saved_at``: number of steps after which a checkpoint was saved, or copied for
+    saving, last.
     """
 
     communicator: Communicator
@@ -325,7 +326,8 @@ class Saver:
         return self.last
 
     def wait(self) -> None:
-        """Wait until the last save of this rank's state is complete. Raise :class:`CheckpointError` if it failed."""
+        """Wait until the last checkpoint that this rank saves is complete. Raise :class:`CheckpointError` if it
+        failed."""
         if self.last is not None:
             self.last.wait()
 

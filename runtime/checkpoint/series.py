@@ -98,8 +98,8 @@ class Checkpoints:
             and call :meth:`close`.
 
     If writing fails, the next save or :meth:`wait` raises the error; complete checkpoints are kept. A folder may be
-    used for one training at a time: a run that finds a checkpoint of another run where its own was the latest raises
-    :class:`CheckpointError`.
+    used for one training at a time: a training that finds a checkpoint of another one where its own was the latest
+    raises :class:`CheckpointError`.
     """
 
     def __init__(
@@ -228,8 +228,8 @@ class Checkpoints:
 
     def _publish_checkpoint(self, directory: Path) -> None:
         """Write the file ``latest``, which names the complete checkpoint ``directory``, and remove old checkpoints.
-        Only rank 0 calls this. Raise :class:`CheckpointError` if another run has written to the folder since the last
-        call.
+        Only rank 0 calls this. Raise :class:`CheckpointError` if another training has written to the folder since the
+        last call of this method.
         """
         found = _read_published(self.folder)
         # a checkpoint of this step may be this run's own, which it has written again

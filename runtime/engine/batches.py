@@ -37,7 +37,7 @@ class BatchShare:
 
     ``paths``: the inputs that it reads. The rows (samples) of each input are divided into ``count`` equal parts, of
     which the rank reads those with the indices ``parts``. Inputs without a batch dim are read whole. Ranks that differ
-    only on ``tp`` or ``cp`` have equal shares.
+    only on ``tp`` or ``cp`` read the same rows.
     """
 
     paths: frozenset[str]
@@ -161,9 +161,9 @@ class BatchEntries:
     # -- entries that the program does not read
 
     def check_fixed(self, whole: bool) -> None:
-        """Raise :class:`BatchError` if an entry of the batch that the program does not read, such as a flag, differs
-        from its value when the plan was made. Raise it, too, if numbers of the batch would lead the model's ``forward``
-        to another branch than the planned one.
+        """Raise :class:`BatchError` if an entry of the batch that the plan's program does not read, such as a flag,
+        differs from its value when the plan was made. Raise it, too, if numbers of the batch would lead the model's
+        ``forward`` to another branch than the planned one.
 
         ``whole``: also check the entries that the batch leaves out; their value is the default in ``forward``.
         """
@@ -176,8 +176,8 @@ class BatchEntries:
         self._check_guards()
 
     def _check_entry(self, path: str, leaf: Any) -> None:
-        """Raise :class:`BatchError` if ``leaf``, the entry at ``path`` that the program does not read, is not the
-        planned value.
+        """Raise :class:`BatchError` if ``leaf``, the entry at ``path`` that the plan's program does not read, is not
+        the planned value.
         """
         planned = self.fixed.get(path) or self._find_argument_default(path)
         if planned is None:
@@ -208,7 +208,7 @@ class BatchEntries:
         return next((a.default for a in self.signature.arguments or () if a.name == path), None)
 
     def _explain_unknown_input(self, path: str, leaf: Any) -> str:
-        """Return the error text for the entry ``leaf`` at ``path`` that the program does not read."""
+        """Return the error text for the entry ``leaf`` at ``path`` that the plan's program does not read."""
         first = path.partition(".")[0]
         if first in self.fixed or self._find_argument_default(first) is not None:
             planned = self.fixed.get(first) or self._find_argument_default(first)
@@ -287,8 +287,8 @@ class BatchEntries:
 
 
 def _number_tensor(data: InputData, value: Any) -> Any:
-    """Return ``value``, a Python number or a 0-dimensional tensor, as the 0-dimensional tensor that the program reads
-    for the input ``data``.
+    """Return ``value``, a Python number or a 0-dimensional tensor, as the 0-dimensional tensor that the plan's program
+    reads for the input ``data``.
 
     Raise :class:`BatchError` if it is neither, or has a fraction where the plan has an integer.
     """

@@ -312,7 +312,7 @@ class ConsistencyChecks:
 
     def _find_replica_kind(self, name: str) -> _Kind:
         """Return the mesh axes along which ranks hold equal shards of the parameter ``name``, and the pipeline stages
-        that share it.
+        that have the parameter (several for a tied one).
 
         The stages are empty if only one stage has the parameter.
         """

@@ -46,9 +46,9 @@ class EngineState:
 
 
 class LatestRun(NamedTuple):
-    """What an engine has run last. ``executor``: the object that ran the program. ``padding``: how the batches of this
-    program are padded; ``None``: not at all. ``real``: the shape of the batch before it was padded; ``None``: it was
-    not padded.
+    """What an engine has run last. ``executor``: the object that ran the program (a further one of the plan, such as an
+    evaluation). ``padding``: how the batches of this program are padded; ``None``: not at all. ``real``: the shape of
+    the batch before it was padded; ``None``: it was not padded.
     """
 
     executor: Executor
@@ -60,8 +60,8 @@ class LatestRun(NamedTuple):
 class FurtherExecutors:
     """The objects that execute, on one rank, the further programs of a plan, such as an evaluation. Each is created at
     its first use. ``family``: all programs of the plan. ``communicator``: connects this rank with the others.
-    ``state``: the tensors that all programs use together. ``setup``: whether instructions run eagerly, compiled or
-    replayed. ``keep_outputs``: whether they collect the model's results.
+    ``state``: the tensors that all programs use together, such as parameters. ``setup``: whether instructions run
+    eagerly, compiled or replayed. ``keep_outputs``: whether these objects collect the model's results.
     """
 
     family: ProgramFamily
@@ -80,7 +80,8 @@ class FurtherExecutors:
 
     @cached_property
     def seed(self) -> Tensor:
-        """Return the tensor with the seed that random operators of all programs read."""
+        """Return the tensor with the seed that random operators of all programs of the plan (training, evaluation and
+        so on) read."""
         return self.state.shards.get(SEED, torch.zeros((), dtype=torch.int64, device=self.communicator.device))
 
     def find(self, name: str, purpose: str) -> FurtherProgram:
@@ -104,7 +105,8 @@ class FurtherExecutors:
         """Return the object that executes the further program of the plan (such as an evaluation) called ``name``,
         created at the first call.
 
-        ``keep_outputs``: whether it collects the model's results; ``None``: as the engine does for its training steps.
+        ``keep_outputs``: whether that object collects the model's results; ``None``: as the engine does for its
+        training steps.
         """
         keep = self.keep_outputs if keep_outputs is None else keep_outputs
         if (name, keep) not in self._made:

@@ -51,8 +51,8 @@ Part = Callable[[Tensor], list[Tensor]]  # what of a small tensor a copy steps
 
 @dataclass(frozen=True)
 class ParameterCut:
-    """How a plan shards a parameter: along ``dims`` (indices of the tensor's dims), then flattened and cut into ZeRO
-    pieces if ``flat``.
+    """How a plan shards a parameter: along ``dims`` (indices of the tensor's dims), then flattened and cut into one
+    piece for each rank, as ZeRO does, if ``flat``.
 
     ``stacked``: the parameter is a stack of parameters of the model along dim 0.
     """

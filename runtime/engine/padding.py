@@ -116,8 +116,8 @@ def explain_unseen(program: Program, padding: BatchPadding, batch: Any) -> str:
 
 
 def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tuple[Any, BatchShape | None]:
-    """Return a pair: ``batch`` padded to the shape of ``program``, and the shape of the batch before, or ``None`` if
-    nothing was padded.
+    """Return a pair: ``batch`` padded to the batch shape for which ``program`` was planned, and the shape of the batch
+    before, or ``None`` if nothing was padded.
 
     ``padding``: how the program's inputs are padded; ``None``: not at all. Raise :class:`BatchError` if the batch may
     not be padded.

@@ -108,8 +108,8 @@ class SharedDerivatives:
             return self._read_or_make(name, make)
 
     def _read_or_make(self, name: str, make: Callable[[], BlockDerivatives]) -> BlockDerivatives:
-        """Return the graphs that are stored under ``name``, or call ``make`` and store its result. The caller holds the
-        lock.
+        """Return the forward and backward graphs of a block (such as a layer) that are stored under ``name``, or call
+        ``make`` and store its result. The caller holds the lock.
         """
         found = self._read(name)
         if found is None:
@@ -607,10 +607,10 @@ def _bind_inplace(node: fx.Node, binding: Binding) -> Binding:
 
 
 def _bind_pieces(node: fx.Node, group: RankGroup, weights: list[fx.Node], dim: int, pieces: int, **how: Any) -> Binding:
-    """Return how a compiled graph runs ``node``, a collective in pieces with matrix products: as a function of the
-    node's distinct operands that starts it. ``group``: the ranks. ``weights``: the matrices. ``dim``: the dim along
-    which shards are joined or a sum is cut. ``pieces``: the number of pieces. ``how``: the other arguments of the
-    operator by name.
+    """Return how a compiled graph runs ``node``, an all-gather or reduce-scatter that communicates in pieces while it
+    multiplies: as a function of the node's distinct operands that starts it. ``group``: the ranks. ``weights``: the
+    matrices. ``dim``: the dim along which shards are joined or a sum is cut. ``pieces``: the number of pieces. ``how``:
+    the other arguments of the operator by name.
     """
     given = node.all_input_nodes
     place = {operand: i for i, operand in enumerate(given)}
@@ -714,7 +714,8 @@ def _select_whole_piece(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Gr
 
 def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
     """Return two values: a graph that computes only the outputs ``[start:stop]`` of ``piece``, a graph of a block's
-    forward or backward; and the number of these outputs that are accumulated gradients, which is always 0.
+    forward or backward (indices are those of its outputs); and the number of these outputs that are accumulated
+    gradients, which is always 0.
     """
     graph = fx.Graph()
     outputs = graph.graph_copy(piece.graph, {})

@@ -19,10 +19,10 @@ class Environment:
     """The tensors of a step in progress on one rank: values and gradients of each microbatch, and what forward saves
     for backward.
 
-    ``values`` (tensors that pass between calls of blocks) and ``gradients``: lists over this rank's microbatches of
-    name -> tensor. Three dicts have keys (microbatch, position of the call on the stage): ``saved`` has the tensors
-    that forward saved for backward, ``parked`` those of them that were moved to host memory, and ``staying`` the
-    addresses of the memory that is not moved.
+    ``values`` (tensors that pass between calls of blocks, such as layers) and ``gradients``: lists over this rank's
+    microbatches of name -> tensor. Three dicts have keys (microbatch, position of the call on the stage): ``saved`` has
+    the tensors that forward saved for backward, ``parked`` those of them that were moved to host memory, and
+    ``staying`` the addresses of the memory that is not moved.
     """
 
     def __init__(self, rank: RankProgram, device: torch.device, copier: HostCopier | None = None) -> None:
@@ -79,7 +79,7 @@ class StageStates(NamedTuple):
     """The parameters and buffers of a pipeline stage on one rank, by name.
 
     ``tensors``: their values. ``sinks``: the objects that accumulate their gradients. ``leaving``: the names of those
-    whose memory is freed between calls, such as parameters sharded by ZeRO.
+    whose memory is freed between block calls (layers), such as parameters sharded by ZeRO.
     """
 
     tensors: Mapping[str, Tensor]
@@ -229,8 +229,8 @@ class BoundCall:
 
 
 def _copy_shared_results(results: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``results``, where tensors that share memory with one of ``states`` are replaced by copies. Expanded dims
-    stay expanded.
+    """Return ``results``, where tensors that share memory with one of ``states`` (parameters and buffers) are replaced
+    by copies. Expanded dims stay expanded.
     """
     theirs = {get_storage_address(state) for state in states}
     return [_copy_expanded(x) if get_storage_address(x) in theirs else x for x in results]

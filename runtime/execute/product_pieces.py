@@ -57,8 +57,9 @@ class GatheredProducts:
         }
 
     def wait(self) -> list[Tensor]:
-        """Multiply every piece as soon as it has arrived, pieces that this rank has first. Return the gathered tensor
-        and the products of its rows with the matrices, one after another.
+        """Multiply every piece of the tensor that is being all-gathered as soon as it has arrived; the pieces of this
+        rank's own shard come first. Return the gathered tensor and the products of its rows with the matrices, one
+        after another.
         """
         rows = self.buffer.flatten(2, -2)
         products = [self.buffer.new_empty((*rows.shape[:3], w.shape[1])) for w in self.weights]
@@ -115,7 +116,7 @@ class ScatteredProducts:
                 (self.own if own else self.others).append(group.reduce(total, rank))
 
     def wait(self) -> Tensor:
-        """Wait until all pieces are summed, and return this rank's part of the sum."""
+        """Wait until all pieces of the reduce-scatter are summed, and return this rank's part of the sum."""
         for pending in self.others:
             pending.wait()
         lead, length = self.shape[: self.dim], self.shape[self.dim] // len(self.own)
@@ -127,8 +128,8 @@ class ScatteredProducts:
 
 
 def _join_pieces(pieces: Tensor, dim: int) -> Tensor:
-    """Return the tensor that was cut along ``dim`` into ``pieces``, which are ``[ranks, parts, ...]``. It shares their
-    memory if the dim is outermost."""
+    """Return the tensor that was cut along ``dim`` into ``pieces``, which are ``[ranks, parts, ...]``. The result
+    shares the memory of the pieces if the dim is outermost."""
     moved = pieces.movedim((0, 1), (dim, dim + 1))
     return moved.flatten(dim, dim + 2).contiguous()
 

@@ -51,8 +51,9 @@ class ReplayReport:
     ``state``: ``"eager"`` (steps cannot be replayed and run operator by operator), ``"warm-up"`` (no step was recorded
     yet) or ``"replayed"``. ``reason``: why steps cannot be replayed; empty otherwise. ``kind``: how a step is recorded,
     such as ``"CUDA graphs"``. ``segments``: number of recorded pieces of a step, between which the host runs functions.
-    ``host``: kind of such a function, such as a collective -> number of them. ``eager_calls``: module path of each call
-    that runs as usual between the pieces -> why. ``replays``: number of steps that were replayed.
+    ``host``: kind of such a function, such as a collective -> number of them. ``eager_calls``: module path of each
+    block call (such as a layer) that runs as usual between the pieces -> why. ``replays``: number of steps that were
+    replayed.
     """
 
     state: str = "warm-up"
@@ -202,8 +203,8 @@ class ReplayableCall:
 
 
 class StepReplay:
-    """Decides how each step of one executor runs: first a step as usual, in which calls that cannot be recorded are
-    found; then a step that is recorded; then replays of it.
+    """Decides how each step of one executor runs: first a step as usual, in which block calls (such as layers) that
+    cannot be recorded are found; then a step that is recorded; then replays of it.
 
     ``tape``: the recording. The executor's communicator records its collectives on it, too. ``report``: what was
     decided, and why.

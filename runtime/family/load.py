@@ -32,7 +32,8 @@ _SHORT_DELTA = 300  # characters: a block's difference this short is not made sh
 
 
 def load_family(plan: Any) -> ProgramFamily:
-    """Return all programs of ``plan``: a :class:`Program`, a plan, or the path of a plan file.
+    """Return all programs (training step, evaluation and so on) of ``plan``: a :class:`Program`, a plan, or the path of
+    a plan file.
 
     Raise :class:`LaunchError` if there is no program, or if the file cannot be read, and
     :class:`UntrustedOperatorError` if a program in the file calls an operator that is not allowed in plan files.
@@ -57,8 +58,8 @@ def load_family(plan: Any) -> ProgramFamily:
 
 
 def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a plan file in its compact form, where each program of ``"further"`` is stored as its
-    difference from the earlier program that it resembles most.
+    """Return the content of a plan file in its compact form, where each program under ``"further"`` (such as an
+    evaluation) is stored as its difference from the earlier program that it resembles most.
 
     ``content``: the content with whole programs, as JSON data. Returned unchanged if it has one program only.
     """

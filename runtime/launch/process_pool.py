@@ -83,7 +83,7 @@ class RankResults:
 
 @dataclass(frozen=True)
 class Run:
-    """The results of one step of a program.
+    """The results of one step of a plan's program on all ranks.
 
     Attributes:
         outputs: the model's result in its own structure; a dict by path if the structure cannot be rebuilt.
@@ -145,8 +145,8 @@ def _join_state(program: Program, state: str, shards: Mapping[int, Tensor]) -> T
     """Return the whole tensor of the parameter or buffer ``state`` of ``program``, or its gradient, joined from the
     parts of the ranks.
 
-    ``shards``: rank -> its part, in ascending order of ranks, without replicas. Parts are cut over ``ep``, then over
-    ``tp``, then into ZeRO pieces.
+    ``shards``: rank -> its part, in ascending order of ranks, without replicas. The whole is sharded over ``ep``, the
+    shards over ``tp``, and these, flattened, over the ranks of ZeRO.
     """
     data = program.states[state]
     shared: dict[tuple[int, ...], list[Tensor]] = {}  # the ranks that share a part -> their pieces, in order of rank
@@ -163,7 +163,7 @@ def _join_state(program: Program, state: str, shards: Mapping[int, Tensor]) -> T
 
 def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
     """Return the model's result in its own structure of tuples, lists and dicts, or ``leaves`` (path -> value) if the
-    structure cannot be rebuilt. ``program``: the program, which has the structure.
+    structure cannot be rebuilt. ``program``: the plan's program, which has the structure.
     """
     if program.tree is not None:
         # A tree of a class that this process does not know stays a dict by path.

@@ -152,7 +152,8 @@ class StepLog:
 
     def _read_counts(self) -> tuple[int, int, int, int]:
         """Return four numbers that say what the engine has run so far: training steps, the tokens in them, the samples
-        in them, and how many of these steps did not run in the plan's first program but in one for another batch shape.
+        in them, and how many of these steps did not run in the plan's first program but in a further program for
+        another batch shape.
         """
         engine = self.engine
         return engine.steps_run, engine.tokens_run, engine.samples_run, engine.further_steps_run

@@ -113,9 +113,9 @@ class ProgramFacts:
         self._sizes: dict[str, StateSizes] = {}
 
     def extend(self, steps: int) -> ProgramFacts:
-        """Return the facts (gradients, collectives and memory of all calls) of the same program for another number of
-        microbatches. The instruction list of each pipeline stage must be a :class:`Listing`, which stores the
-        instructions that repeat with the microbatches once.
+        """Return the facts (gradients, collectives and memory of all block calls, such as layers) of the same program
+        for another number of microbatches. The instruction list of each pipeline stage must be a :class:`Listing`,
+        which stores the instructions that repeat with the microbatches once.
 
         ``steps``: how often the shortest form of each list is extended. Each extension adds ``Listing.unit``
         microbatches. The result's ``program.num_microbatches`` is the new number.
@@ -129,8 +129,8 @@ class ProgramFacts:
         return self._copy_with_changes(stages=tuple(stages), num_microbatches=microbatches)
 
     def restrict_to_share(self, num_microbatches: int) -> ProgramFacts:
-        """Return the facts (gradients, collectives and memory of all calls) for ranks that run only the first
-        ``num_microbatches`` microbatches.
+        """Return the facts (gradients, collectives and memory of all block calls, such as layers) for ranks that run
+        only the first ``num_microbatches`` microbatches.
         """
         if num_microbatches == self.program.num_microbatches:
             return self
@@ -213,7 +213,8 @@ class ProgramFacts:
 
     @cached_property
     def with_gradient(self) -> frozenset[str]:
-        """Return the names of the parameters to whose gradient the backward of at least one call adds."""
+        """Return the names of the parameters to whose gradient the backward of at least one block call (such as a
+        layer) adds."""
         return frozenset(s for added in self.flow.states for s in added)
 
     def state_bytes(self, name: str) -> int:
@@ -244,9 +245,9 @@ class ProgramFacts:
         return self._get_sizes(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes that the gradients of ``bucket`` take on one rank: those of the pieces that ZeRO leaves
-        there, or of the rank's whole shards without ZeRO. A bucket is a set of parameters whose gradients are reduced
-        together.
+        """Return the bytes that the gradients of ``bucket`` take on one rank: with ZeRO, those of this rank's parts of
+        the flattened gradients; without, those of its tensor-parallel shards. A bucket is a set of parameters whose
+        gradients are reduced together.
         """
         return sum(map(self.gradient_piece_bytes, bucket.states))
 
@@ -449,7 +450,7 @@ def _find_block_fault(
     has none; cached for equal arguments.
 
     ``nodes``: the graph's nodes as JSON text. ``name``: the block's name, for the message. ``states``, ``inputs``:
-    names of placeholders. ``axes``: pairs (mesh axis, number of ranks).
+    names of the placeholders for parameters and buffers, and for inputs. ``axes``: pairs (mesh axis, number of ranks).
     """
     try:
         check_block(_parse_block(nodes, name, states, inputs), dict(axes))
@@ -471,11 +472,12 @@ def _differentiate_block(
 ) -> BlockDerivatives:
     """Return the forward and backward graphs of a block (a piece of the model); cached for equal arguments.
 
-    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
-    ``again``: names of the nodes that backward recomputes. ``pieces``: where it communicates in pieces. ``how``:
-    whether attention is traced as a fused kernel; and whether the graphs are not executed, so that they may be derived
-    from those of other sizes. ``needs``: three tuples of flags: which inputs need a gradient, which states need one,
-    and which outputs have one.
+    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: names of the
+    placeholders for parameters and buffers, and for inputs. ``again``: names of the nodes that backward recomputes.
+    ``pieces``: which collectives are cut into pieces, to overlap with matrix products. ``how``: whether attention is
+    traced as a fused kernel; and whether the graphs are not executed, so that they may be derived from those of other
+    sizes. ``needs``: three tuples of flags: which inputs need a gradient, which states need one, and which outputs have
+    one.
     """
     fused, for_analysis = how
     find = _derive_joint_graph if for_analysis else _trace_joint_graph
@@ -492,8 +494,9 @@ def _derive_joint_graph(
     """Return the joint graph of the forward and backward of a block (a piece of the model) for analysis; it must not be
     executed. If the same block was traced with smaller and with larger sizes, the graph is derived from those two,
     which is faster; otherwise it is traced. ``nodes``: the graph's nodes as JSON text. ``name``: the block's name.
-    ``states``, ``inputs``: placeholder names. ``fused``: whether attention is traced as a fused kernel. ``needs``:
-    three tuples of flags: which inputs need a gradient, which states need one, and which outputs have one."""
+    ``states``, ``inputs``: names of the placeholders for parameters and buffers, and for inputs. ``fused``: whether
+    attention is traced as a fused kernel. ``needs``: three tuples of flags: which inputs need a gradient, which states
+    need one, and which outputs have one."""
     given = nodes, name, states, inputs
     return _JOINT_SHAPES.find(
         nodes,
@@ -510,8 +513,8 @@ def _trace_joint_graph(
     """Return the joint graph of the forward and backward of a block (a piece of the model); cached for equal arguments.
     It can be split with or without recomputation.
 
-    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: placeholder names.
-    ``fused``: whether attention is traced as a fused kernel. ``needs``: three tuples of flags: which inputs need a
-    gradient, which states need one, and which outputs have one.
+    ``nodes``: the graph's nodes as JSON text. ``name``: the block's name. ``states``, ``inputs``: names of the
+    placeholders for parameters and buffers, and for inputs. ``fused``: whether attention is traced as a fused kernel.
+    ``needs``: three tuples of flags: which inputs need a gradient, which states need one, and which outputs have one.
     """
     return build_joint_graph(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

@@ -44,7 +44,8 @@ Op = Literal[
 
 
 class Data(BaseModel, metaclass=DocumentedModel):
-    """Base class of the program's data: immutable, rejects unknown keys, compares by value.
+    """Base class of the data of a program (what each rank of a plan executes): immutable, rejects unknown keys,
+    compares by value.
 
     JSON keeps infinities as the constant ``Infinity``, because attention masks contain them.
     """
@@ -184,7 +185,7 @@ class Listing(Data, Sequence[Instruction]):
 
     ``parts``: groups of instructions, with their numbers of repetitions in the shortest form of the list, that with the
     fewest microbatches. The full list is this form after ``steps`` extensions, each of which adds ``unit``
-    microbatches.
+    microbatches. See :class:`Part` for an example.
     """
 
     steps: Annotated[int, Field(ge=0)]
@@ -203,8 +204,8 @@ class Listing(Data, Sequence[Instruction]):
 
     @property
     def even(self) -> bool:
-        """Return whether each extension of this compact instruction list by ``unit`` microbatches is uniform, so that
-        counts can be extrapolated from short lists.
+        """Return whether each extension of this compact instruction list by :attr:`unit` microbatches is uniform, so
+        that counts can be extrapolated from short lists.
 
         That is so if an extension adds exactly ``unit`` microbatches to each group of repeated instructions, or
         increases the group's microbatch numbers by ``unit``, or leaves the group unchanged.
@@ -214,7 +215,7 @@ class Listing(Data, Sequence[Instruction]):
 
     def extend(self, steps: int) -> Listing:
         """Return this list for another number of microbatches: its shortest form (that with the fewest microbatches),
-        extended ``steps`` times by ``unit`` microbatches each.
+        extended ``steps`` times by :attr:`unit` microbatches each.
         """
         return Listing(steps=steps, unit=self.unit, parts=self.parts)
 

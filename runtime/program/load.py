@@ -14,8 +14,8 @@ from partitioner.runtime.program.program import Program
 
 
 def load_program(plan: Any) -> Program:
-    """Return the program in ``plan``: a :class:`Program` itself, an object with an attribute ``program``, or the path
-    of a plan file.
+    """Return the program (what each rank executes) in ``plan``: a :class:`Program` itself, an object with an attribute
+    ``program``, or the path of a plan file.
 
     Raise :class:`LaunchError` if there is no such program or the file cannot be read.
     """

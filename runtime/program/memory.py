@@ -28,8 +28,8 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
     """Return the device bytes in which a rank stores the rounding errors of compressed gradients. The errors of a step
     are added to the transfers of the next. 0 without compression, or with a format whose errors are discarded.
 
-    ``bucket``: the parameters whose gradients are transferred together. ``facts``: the program, with gradients,
-    collectives and memory of its calls.
+    ``bucket``: the parameters whose gradients are transferred together. ``facts``: the program of all ranks, with the
+    gradients, collectives and memory of its block calls (such as layers).
     """
     if bucket.compression is None or not CODECS[bucket.compression].feedback:
         return 0
@@ -110,8 +110,8 @@ class MemoryMoment(NamedTuple):
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
     """Return the device bytes that one rank of the pipeline stage ``stage`` (an index) holds during the whole step: its
-    parameters, buffers, gradients, and the rounding errors stored for gradient compression. ``facts``: the program,
-    with gradients, collectives and memory of its calls.
+    parameters, buffers, gradients, and the rounding errors stored for gradient compression. ``facts``: the program of
+    all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
@@ -120,7 +120,8 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the device bytes that the parameter or buffer called ``state`` takes on a rank during the whole step; 0 if
-    it is offloaded. ``facts``: the program, with gradients, collectives and memory of its calls.
+    it is offloaded. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls
+    (such as layers).
     """
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
         return 0
@@ -131,9 +132,10 @@ def gradient_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the device bytes that the gradient of the parameter called ``state`` takes on a rank during the whole
     step; 0 if it has no gradient.
 
-    Under ZeRO 1 these are the gradient of the rank's shard over ``ep`` and ``tp``, and the piece of it that ZeRO leaves
-    on the rank. Under ZeRO 2 and 3 the result is 0 for a parameter that ZeRO divides, since the piece exists only from
-    the first reduce-scatter on. ``facts``: the program, with gradients, collectives and memory of its calls.
+    Under ZeRO 1 these are the gradient of the rank's shard over ``ep`` and ``tp``, and the part of this gradient that
+    ZeRO leaves on the rank. Under ZeRO 2 and 3 the result is 0 for a parameter that ZeRO divides, since that part
+    exists only from the first reduce-scatter on. ``facts``: the program of all ranks, with the gradients, collectives
+    and memory of its block calls (such as layers).
     """
     if state not in facts.with_gradient:
         return 0
@@ -146,7 +148,8 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
     """Yield for each instruction the peak device bytes of a rank while it runs, and the bytes held after it.
 
     Both include parameters, buffers and gradients. ``stage``: index of the rank's pipeline stage. ``instructions``: a
-    list that the prover accepts. ``facts``: the program, with gradients, collectives and memory of its calls.
+    list that the prover accepts. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
+    block calls (such as layers).
     """
     holder = _MemoryCounter(facts, stage)
     for instruction in instructions:
@@ -157,11 +160,11 @@ def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
 ) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
     """Yield for each instruction a pair of records of the bytes that a rank holds, by kind: a list with the peak of
-    each of the instruction's calls, and the bytes after the instruction.
+    each of the instruction's block calls (such as layers), and the bytes after the instruction.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. The first item of a pair is empty
-    if the memory is never higher than after the instruction. ``facts``: the program, with gradients, collectives and
-    memory of its calls.
+    if the memory is never higher than after the instruction. ``facts``: the program of all ranks, with the gradients,
+    collectives and memory of its block calls (such as layers).
     """
     holder = _MemoryCounter(facts, stage)
     for instruction in instructions:
@@ -179,7 +182,8 @@ def peak_bytes(
     """Return the peak device bytes of a rank, and the index of the first instruction that reaches the peak.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. ``extra_bytes``: bytes added to
-    the peak. ``facts``: the program, with gradients, collectives and memory of its calls.
+    the peak. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such
+    as layers).
     """
     peaks = [peak for peak, _ in memory_steps(facts, stage, instructions)]
     if not peaks:
@@ -193,7 +197,7 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
     their gradients and the copies that the optimizer updates.
 
     ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. Optimizer states are not counted.
-    ``facts``: the program, with gradients, collectives and memory of its calls.
+    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     holder = _MemoryCounter(facts, stage)
     most = 0
@@ -206,7 +210,8 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
 def master_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the bytes that the offloaded parameter ``state`` (its name) takes in host memory on one rank: the
     parameter and, if it is trained, its gradient and the copy in a wider type that the optimizer updates. The copy is
-    not counted if it is on disk. ``facts``: the program, with gradients, collectives and memory of its calls.
+    not counted if it is on disk. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
+    block calls (such as layers).
     """
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
@@ -218,7 +223,8 @@ def master_bytes(facts: ProgramFacts, state: str) -> int:
 def disk_bytes(facts: ProgramFacts, stage: int) -> int:
     """Return the bytes that one rank of the pipeline stage ``stage`` (an index) stores on disk: copies of parameters in
     a wider type, which the optimizer updates. Optimizer states are not counted. 0 if the program does not offload to
-    disk. ``facts``: the program, with gradients, collectives and memory of its calls.
+    disk. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
+    layers).
     """
     trained = (s for s in list_host_states(facts.program, stage) if s in facts.with_gradient)
     return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0
@@ -226,7 +232,8 @@ def disk_bytes(facts: ProgramFacts, stage: int) -> int:
 
 def _copy_bytes(facts: ProgramFacts, state: str) -> int:
     """Return the bytes of the copy in a wider type that the optimizer updates for the parameter ``state``; 0 if there
-    is no copy. ``facts``: the program, with gradients, collectives and memory of its calls.
+    is no copy. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such
+    as layers).
     """
     wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)
     return wide if short < wide else 0
@@ -239,7 +246,8 @@ class _MemoryCounter:
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         """Start before the first instruction, when the rank holds parameters, buffers and gradients only. ``stage``:
-        index of the rank's pipeline stage. ``facts``: the program, with gradients, collectives and memory of its calls.
+        index of the rank's pipeline stage. ``facts``: the program of all ranks, with the gradients, collectives and
+        memory of its block calls (such as layers).
         """
         self.facts, self.stage = facts, stage
         self.calls = facts.stages[stage]
@@ -282,7 +290,7 @@ class _MemoryCounter:
 
     def drop_gradients(self, states: Iterable[str]) -> None:
         """Count the gradients of the parameters ``states`` (names) as released from the device, because they are
-        reduce-scattered to ZeRO pieces.
+        reduce-scattered, and each rank keeps its ZeRO part.
         """
         old = self.added.intersection(states)
         self.added -= old
@@ -386,8 +394,8 @@ class _MemoryCounter:
         return peak
 
     def collect_scatter(self) -> int:
-        """Count the oldest reduce-scatter of gradients in progress as ended: its result is added to this rank's
-        gradient pieces.
+        """Count the oldest reduce-scatter of gradients in progress as ended: its result is added to this rank's ZeRO
+        parts of the gradients.
 
         Return the peak device bytes of this rank while that happens.
         """

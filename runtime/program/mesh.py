@@ -35,11 +35,11 @@ def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
 
 def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dict[str, int]:
     """Return the sizes of the axes into which hybrid sharding splits ``dp`` and the experts' ``edp``, as axis -> size.
-    ZeRO divides states over the ranks of ``dp_shard`` and ``edp_shard``; ``dp_replicate`` and ``edp_replicate`` have
-    the replicas of such groups of ranks. ``mesh``: axis -> size. ``etp``: ranks that share one expert; 0: as many as
-    ``tp``. ``dp_shard``: number of ``dp`` ranks that divide a state; 0: all of them. ``edp_shard``: number of replicas
-    of an expert among which ZeRO divides its states: those within one group of ``dp_shard`` ranks, or 1 if one copy of
-    all experts spans more ranks than such a group.
+    ZeRO divides states (of optimizers, with gradients and parameters by its stage) over the ranks of ``dp_shard`` and
+    ``edp_shard``; ``dp_replicate`` and ``edp_replicate`` have the replicas of such groups of ranks. ``mesh``: axis ->
+    size. ``etp``: ranks that share one expert; 0: as many as ``tp``. ``dp_shard``: number of ``dp`` ranks that divide a
+    state; 0: all of them. ``edp_shard``: number of replicas of an expert among which ZeRO divides its states: those
+    within one group of ``dp_shard`` ranks, or 1 if one copy of all experts spans more ranks than such a group.
     """
     dp, edp = mesh.get("dp", 1), expert_mesh(mesh, etp)["edp"]
     shard = dp_shard or dp

@@ -94,8 +94,8 @@ class BlockGraph(Data):
 
     @model_serializer(mode="wrap")
     def _leave_out_pieces(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return this block as data, without ``pieces`` if nothing is communicated in pieces, as in files of versions
-        that know no pieces."""
+        """Return this block as data. The field ``pieces`` is left out if no collective is cut into pieces, so that the
+        file is equal to that of an earlier version without this field."""
         data: dict[str, Any] = serialize(self)
         if not any(self.pieces):
             data.pop("pieces", None)
@@ -150,9 +150,10 @@ class StateData(Data):
 class InputData(Data):
     """A tensor of the global batch that a step reads. ``shape``, ``dtype``: those of the whole tensor.
 
-    ``value``: name under which the program's calls read it. ``path``: where it is in the batch, such as ``input_ids``.
-    ``batch_dim``: the dim that is split over microbatches and ``dp`` ranks; ``None``: every microbatch reads the whole
-    tensor. ``number``: the batch has a Python number of this type, which becomes a 0-dimensional tensor.
+    ``value``: name under which the block calls (such as layers) read it. ``path``: where it is in the batch, such as
+    ``input_ids``. ``batch_dim``: the dim that is split over microbatches and ``dp`` ranks; ``None``: every microbatch
+    reads the whole tensor. ``number``: the batch has a Python number of this type, which becomes a 0-dimensional
+    tensor.
     """
 
     value: str
@@ -201,8 +202,8 @@ class GuardData(Data):
     """A condition on numbers of the batch that decides which branch the model's ``forward`` takes.
 
     ``expression``: the condition, as JSON of nested lists (see ``passes/ir/lifted_numbers.py``). ``outcome``: its
-    result when the model was traced. ``where``: its position in the source (``file:line``). The program is valid only
-    for batches with this outcome.
+    result when the model was traced. ``where``: its position in the source (``file:line``). The plan's program is valid
+    only for batches with this outcome.
     """
 
     expression: str
@@ -214,8 +215,8 @@ class SignatureData(Data):
     """The arguments with which the model is called.
 
     ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown. ``fixed``: path in the batch -> value,
-    for everything in the planned batch that is not a tensor; the program is valid for these values only. ``guards``:
-    conditions on the batch's numbers under which the program is valid.
+    for everything in the planned batch that is not a tensor; the plan's program is valid for these values only.
+    ``guards``: conditions on the batch's numbers under which the program is valid.
     """
 
     arguments: tuple[ArgumentData, ...] | None = None

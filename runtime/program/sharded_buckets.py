@@ -122,7 +122,8 @@ def list_states_read_by(instruction: Instruction, calls: Sequence[CallData]) -> 
     """Return the names of the parameters and buffers that the computation of ``instruction`` reads; empty if it
     computes nothing.
 
-    ``calls``: all calls of its pipeline stage, in the order that ``instruction.calls`` refers to.
+    ``calls``: all block calls (such as layers) of its pipeline stage, in the order that ``instruction.calls`` refers
+    to.
     """
     if instruction.op == "TOTAL_F":
         return [s for call in calls if call.prologue for s in call.states]
@@ -142,7 +143,7 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
 
 def find_flat_shards(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
     """Return, for each parameter named in ``states``, which elements of its flattened shard one rank holds, if ZeRO
-    cuts the shard into ``ranks`` equal pieces. ``index``: number of the rank's piece, from 0.
+    cuts the shard into ``ranks`` equal pieces. ``index``: which of these pieces the rank has, from 0.
 
     ``program``: the program of all ranks.
     """

@@ -284,10 +284,10 @@ def simulate(
     """Return the simulated timeline of one step. The program must have passed the prover.
 
     Args:
-        durations: the cost model: seconds of each call, transfer and collective.
+        durations: the cost model: seconds of each block call (such as a layer), transfer and collective.
         extra_bytes: for each pipeline stage, bytes to add to its memory; empty for none.
-        facts: ``program`` with gradients, collectives and memory of its calls, if they were derived before; ``None``:
-            they are derived now.
+        facts: ``program`` with gradients, collectives and memory of its block calls, if they were derived before;
+            ``None``: they are derived now.
         overlap_steps: whether a rank begins the next step as soon as it has ended its own part of this one. The times
             of the instructions are those of the first step.
     """
@@ -318,8 +318,8 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
     """Return the simulated seconds of one step, without simulating memory.
 
     ``overlap_steps``: a rank begins the next step as soon as it has ended its own part of this one; the result is then
-    the seconds between the ends of two steps. ``facts``: the program, with gradients, collectives and memory of its
-    calls. ``durations``: the cost model, which gives the seconds of instructions.
+    the seconds between the ends of two steps. ``facts``: the program of all ranks, with the gradients, collectives and
+    memory of its block calls (such as layers). ``durations``: the cost model, which gives the seconds of instructions.
     """
     return _find_step_time(facts, durations, *_simulate_step(facts, durations), overlap_steps)
 
@@ -347,8 +347,8 @@ def _find_step_time(
     the next step as soon as it has ended its own part of this one), between the ends of two steps.
 
     ``lanes``: the simulated rank of each pipeline stage, at the end of its instructions. ``updates``: seconds of each
-    stage's optimizer update. ``facts``: the program, with gradients, collectives and memory of its calls.
-    ``durations``: the cost model, which gives the seconds of instructions.
+    stage's optimizer update. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
+    block calls (such as layers). ``durations``: the cost model, which gives the seconds of instructions.
     """
     if overlap_steps:
         return _steady_seconds(facts, durations, updates)
@@ -364,8 +364,9 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
     """Return the simulated seconds that one training step takes after several steps: the time between the ends of two
     consecutive steps.
 
-    ``facts``: the program, with gradients, collectives and memory of its calls. ``durations``: the cost model, which
-    gives the seconds of instructions. ``updates``: seconds of the optimizer update, for each pipeline stage.
+    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    ``durations``: the cost model, which gives the seconds of instructions. ``updates``: seconds of the optimizer
+    update, for each pipeline stage.
     """
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in range(len(facts.program.stages))]
     simulation = _Simulation(facts, durations, lanes)
@@ -385,7 +386,8 @@ def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tupl
     """Return the device memory of the simulated rank ``lane`` over time, as pairs (seconds, bytes), and its peak bytes.
 
     Each instruction gives two pairs: its peak at its start, and what is held at its end. ``extra``: bytes added to each
-    number. ``facts``: the program, with gradients, collectives and memory of its calls.
+    number. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
+    layers).
     """
     points: list[tuple[float, int]] = []
     peak = extra
@@ -487,8 +489,8 @@ class _Simulation:
 
     def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
         """Start with no message between stages. ``lanes``: the simulated rank of each pipeline stage, in order.
-        ``facts``: the program, with gradients, collectives and memory of its calls. ``durations``: the cost model,
-        which gives the seconds of instructions.
+        ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
+        layers). ``durations``: the cost model, which gives the seconds of instructions.
         """
         self.facts = facts
         self.program = facts.program

@@ -26,8 +26,8 @@ def is_in_host_memory(state: StateData, offload: Sequence[str], train: bool) -> 
     """Return whether the values of ``state`` are in host memory, because it is a parameter and parameters or the
     optimizer are offloaded.
 
-    ``offload``: what the program offloads, such as ``"parameters"`` or ``"optimizer"``. ``train``: whether the program
-    is for training; without training, an offloaded optimizer moves nothing.
+    ``offload``: what the plan's program offloads, such as ``"parameters"`` or ``"optimizer"``. ``train``: whether the
+    program is for training; without training, an offloaded optimizer moves nothing.
     """
     if state.kind != "parameter":
         return False
@@ -79,8 +79,8 @@ class StateSizes(NamedTuple):
 def state_sizes(program: Program, state: str) -> StateSizes:
     """Return the bytes that a parameter or buffer and its gradient take on one rank. ``state``: its name.
 
-    The sizes of ZeRO pieces include padding; without ZeRO they equal those of the shard and of its gradient.
-    ``program``: the program of all ranks.
+    With ZeRO, the sizes are those of this rank's part of the flattened shard, padding included; without, those of the
+    whole shard. ``program``: the program of all ranks.
     """
     part, gradient = state_bytes(program, state), gradient_bytes(program, state)
     ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)

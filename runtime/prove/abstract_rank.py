@@ -36,8 +36,8 @@ def trace_instructions(facts: ProgramFacts, stage: int, instructions: Sequence[I
     The events are collectives, sends and receives, in order. ``stage``: index of the rank's pipeline stage.
     ``returns``: the gradients that the stage must receive, as (name of a tensor that stages send each other,
     microbatch) -> the stages that send a part of its gradient. Raise :class:`Refusal` at the first invalid instruction,
-    or at the end if a tensor or gradient was not freed. ``facts``: the program, with gradients, collectives and memory
-    of its calls.
+    or at the end if a tensor or gradient was not freed. ``facts``: the program of all ranks, with the gradients,
+    collectives and memory of its block calls (such as layers).
     """
     check_fields(facts.program, stage, instructions)
     machine = _StageInterpreter(facts, stage, returns)
@@ -69,7 +69,7 @@ class _StageInterpreter:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
 
         ``returns``: (value, microbatch) -> the stages that send back a gradient of the value to this stage. ``facts``:
-        the program, with gradients, collectives and memory of its calls.
+        the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
         """
         self.facts = facts
         self.program = facts.program
@@ -100,7 +100,7 @@ class _StageInterpreter:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def make_value(self, value: str, microbatch: int | None, again: bool = False) -> None:
-        """Record that a value, a tensor that passes between calls, exists from now on.
+        """Record that a value, a tensor that passes between block calls (such as layers), exists from now on.
 
         ``value``: its name. ``microbatch``: its index; ``None`` for a total (a sum over the global batch), which has
         none. Raise :class:`Refusal` if it exists already, or existed and was freed; with ``again``, a freed value may
@@ -123,8 +123,9 @@ class _StageInterpreter:
         return (value, None) if value in self.of_prologue else (value, microbatch)
 
     def read_value(self, value: str, microbatch: int | None) -> None:
-        """Raise :class:`Refusal` unless the value ``value`` (a tensor that passes between calls) of ``microbatch``
-        exists now. ``microbatch``: its index; ``None`` for a total (a sum over the global batch), which has none.
+        """Raise :class:`Refusal` unless the value ``value`` (a tensor that passes between block calls, such as layers)
+        of ``microbatch`` exists now. ``microbatch``: its index; ``None`` for a total (a sum over the global batch),
+        which has none.
         """
         place = self.find_place(value, microbatch)
         if place not in self.alive:
@@ -357,8 +358,8 @@ class _StageInterpreter:
     # --- communication ----------------------------------------------------------------------------------------------
 
     def recv_f(self, i: Instruction) -> None:
-        """Check the RECV_F instruction ``i``, which receives values (tensors that pass between calls) from another
-        pipeline stage. Record the receive, and that the values exist from now on.
+        """Check the RECV_F instruction ``i``, which receives values (tensors that pass between block calls, such as
+        layers) from another pipeline stage. Record the receive, and that the values exist from now on.
 
         Raise :class:`Refusal` if one of them existed before.
         """

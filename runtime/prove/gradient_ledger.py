@@ -19,8 +19,9 @@ def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruct
     """Return, for each pipeline stage, the gradients that it must receive from other stages, as (value, microbatch) ->
     the indices of the stages that send a part of the gradient.
 
-    A value is the name of a tensor that passes between calls. ``lists``: the instructions of each stage. ``facts``: the
-    program, with gradients, collectives and memory of its calls.
+    A value is the name of a tensor that passes between block calls (such as layers). ``lists``: the instructions of
+    each stage. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such
+    as layers).
     """
     sent: dict[tuple[str, int], dict[int, list[int]]] = {}
     for s, instructions in enumerate(lists):
@@ -63,17 +64,17 @@ Adder = int | tuple[str, int]  # what adds to a gradient: the position of a call
 
 
 class ValueGradients:
-    """Tracks the gradients of values, the tensors that pass between calls, on one rank.
+    """Tracks the gradients of values, the tensors that pass between block calls (such as layers), on one rank.
 
-    A gradient is complete once all calls that read the value have added to it. These calls are on this pipeline stage,
-    or on later stages, which send their parts of the gradient.
+    A gradient is complete once all block calls that read the value have added to it. These calls are on this pipeline
+    stage, or on later stages, which send their parts of the gradient.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index).
 
         ``returns``: (value, microbatch) -> the stages that send back a part of the gradient of the value. ``facts``:
-        the program, with gradients, collectives and memory of its calls.
+        the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
         """
         self.calls = facts.stages[stage]
         self.returns = returns
@@ -186,7 +187,8 @@ class StateGradients:
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): no gradient is
-        reduced. ``facts``: the program, with gradients, collectives and memory of its calls.
+        reduced. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls
+        (such as layers).
         """
         self.program = facts.program
         self.passes_over = facts.passes_over

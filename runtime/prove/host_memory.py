@@ -22,8 +22,9 @@ Run = tuple[int, int]  # (position of a call, microbatch)
 
 
 class ActivationOffloads:
-    """Checks that the tensors which calls save for backward are moved to host memory at most once, after forward, and
-    back before backward. It follows the instructions of one rank of the pipeline stage ``stage`` (an index).
+    """Checks that the tensors which block calls (such as layers) save for backward are moved to host memory at most
+    once, after forward, and back before backward. It follows the instructions of one rank of the pipeline stage
+    ``stage`` (an index).
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -119,8 +120,8 @@ class HostStates:
 
     def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
         """Start before the first instruction of a rank, when no parameter has been copied to the device. ``stage``:
-        index of the pipeline stage. ``gradients``: tells which gradients are complete. ``facts``: the program, with
-        gradients, collectives and memory of its calls.
+        index of the pipeline stage. ``gradients``: tells which gradients are complete. ``facts``: the program of all
+        ranks, with the gradients, collectives and memory of its block calls (such as layers).
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]
@@ -235,8 +236,9 @@ def check_updates(program: Program) -> None:
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
-    """Return a dict from the name of each value that calls compute to the indices of the pipeline stages whose calls
-    compute it. Calls that run before the pipeline starts, to compute sums over the global batch, are left out.
+    """Return a dict from the name of each value that block calls (such as layers) compute to the indices of the
+    pipeline stages whose calls compute it. Calls that run before the pipeline starts, to compute sums over the global
+    batch, are left out.
 
     ``program``: the program of all ranks.
     """

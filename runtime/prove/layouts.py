@@ -21,8 +21,8 @@ class LayoutError(PartitionError):
 
 
 def prove_same_layout(first: Program, name: str, further: Program) -> None:
-    """Raise :class:`LayoutError` unless the program ``further``, called ``name``, can run on the parameters and buffers
-    of the program ``first``.
+    """Raise :class:`LayoutError` unless ``further``, a further program of the plan (such as an evaluation) called
+    ``name``, can run on the parameters and buffers of the program ``first``.
 
     Both must have the same mesh and the same way of sharding. Every parameter and buffer of ``further`` must be one of
     ``first``, with the same shape, type, layout, stages and ZeRO axes. Constants are each program's own. In training,

@@ -90,8 +90,8 @@ def prove(
     ``rank_programs``: rank -> program, for ranks whose own instructions replace their stage's. ``memory_limits``: bytes
     that each rank may hold (one number, or one per rank); ``None``: memory is not checked. ``extra_bytes``: further
     bytes per pipeline stage, such as optimizer states. ``facts``: ``program`` with gradients, collectives and memory of
-    its calls, if they were derived before; ``None``: they are derived now. Raise :class:`ProofError` at the first
-    fault.
+    its block calls (such as layers), if they were derived before; ``None``: they are derived now. Raise
+    :class:`ProofError` at the first fault.
     """
     facts = facts or ProgramFacts(program)
     try:
@@ -119,7 +119,7 @@ def _check_lists_together(facts: ProgramFacts, rank_lists: Mapping[int, Instruct
     of the transfers that the instructions start.
 
     ``rank_lists``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
-    ``facts``: the program, with gradients, collectives and memory of its calls.
+    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     traces, lists = _trace_lists(facts, rank_lists)
     try:
@@ -142,9 +142,9 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
     """Return the numbers of collectives and transfers of all ranks of a program whose instruction lists repeat a steady
     state (equal groups of instructions, one for each further microbatch).
 
-    They are extrapolated from checks with one and two repetitions. ``None`` if the lists have no common steady state or
-    have a fault; the whole lists must be checked then. ``facts``: the program, with gradients, collectives and memory
-    of its calls.
+    They are extrapolated from checks of lists in which these groups occur once and twice. ``None`` if the lists have no
+    common steady state or have a fault; the whole lists must be checked then. ``facts``: the program of all ranks, with
+    the gradients, collectives and memory of its block calls (such as layers).
     """
     listings = [stage.instructions for stage in facts.program.stages]
     first = listings[0]
@@ -198,7 +198,8 @@ def _trace_lists(
     rank.
 
     ``rank_lists``: rank -> instructions, for ranks with an edited list. Ranks whose whole pipeline runs the same lists
-    share one tuple of events. ``facts``: the program, with gradients, collectives and memory of its calls."""
+    share one tuple of events. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
+    block calls (such as layers)."""
     program, lists = facts.program, _select_rank_lists(facts.program, rank_lists)
     stride, num_stages = program.strides["pp"], len(program.stages)
     shares = _count_microbatches(program)
@@ -247,7 +248,8 @@ def _trace_pipeline(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Ins
     """Return the communication events of the ranks of one pipeline: for each stage, pairs (instruction index, event).
 
     ``ranks``: the rank of each stage. ``run``: the instructions of each stage. Raise :class:`ProofError` at the first
-    fault. ``facts``: the program, with gradients, collectives and memory of its calls.
+    fault. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
+    layers).
     """
     returns = find_gradient_returns(facts, run)
     traces = []
@@ -319,8 +321,8 @@ def _check_memory(
     """Return the peak device bytes of a rank of each pipeline stage; empty if ``limits`` is ``None``.
 
     ``lists``: rank -> instructions. ``limits``: bytes that each rank may hold (one number, or one per rank).
-    ``extra_bytes``: bytes to add per stage. Raise :class:`ProofError` if a rank needs more. ``facts``: the program,
-    with gradients, collectives and memory of its calls.
+    ``extra_bytes``: bytes to add per stage. Raise :class:`ProofError` if a rank needs more. ``facts``: the program of
+    all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     if limits is None:
         return ()

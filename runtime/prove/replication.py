@@ -26,7 +26,8 @@ def check_wholeness(facts: ProgramFacts) -> None:
     microbatches, but is not.
 
     This is derived from the graphs, without tensors: along ``tp`` and ``cp``, over which blocks are sharded, and over
-    the microbatches and ``dp`` ranks. ``facts``: the program, with gradients, collectives and memory of its calls.
+    the microbatches and ``dp`` ranks. ``facts``: the program of all ranks, with the gradients, collectives and memory
+    of its block calls (such as layers).
     """
     for axis in AXES:
         _check_axis(axis, facts)
@@ -35,7 +36,8 @@ def check_wholeness(facts: ProgramFacts) -> None:
 
 def _check_axis(axis: str, facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if a value or gradient that is declared whole along the mesh axis ``axis`` differs between
-    ranks. ``facts``: the program, with gradients, collectives and memory of its calls.
+    ranks. ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
+    layers).
     """
     if facts.program.mesh.get(axis, 1) == 1:
         return
@@ -57,7 +59,8 @@ def _check_axis(axis: str, facts: ProgramFacts) -> None:
 
 def _make_cache_key(facts: ProgramFacts, call: CallData) -> object:
     """Return a hashable key of everything on which the check of ``call`` (an execution of a block) depends, so that
-    calls with equal keys are checked once. ``facts``: the program, with gradients, collectives and memory of its calls.
+    calls with equal keys are checked once. ``facts``: the program of all ranks, with the gradients, collectives and
+    memory of its block calls (such as layers).
     """
     program = facts.program
     kept = [program.states[n] for n in call.states]
@@ -90,8 +93,8 @@ def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list
     """Return, for each parameter, buffer and input of ``call`` (an execution of a block), "alike" if ranks along the
     mesh axis ``axis`` hold equal tensors according to its layout, or else "different".
 
-    The order is that of the graph's placeholders. ``facts``: the program, with gradients, collectives and memory of its
-    calls.
+    The order is that of the graph's placeholders. ``facts``: the program of all ranks, with the gradients, collectives
+    and memory of its block calls (such as layers).
     """
     program = facts.program
     states: list[Sameness] = [
@@ -113,7 +116,8 @@ def _has_different_experts(axis: str, program: Program, state: str) -> bool:
 
 def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     """Raise :class:`Refusal` if an output of ``call`` (an execution of a block) that is declared whole along the mesh
-    axis ``axis`` differs between ranks. ``facts``: the program, with gradients, collectives and memory of its calls.
+    axis ``axis`` differs between ranks. ``facts``: the program of all ranks, with the gradients, collectives and memory
+    of its block calls (such as layers).
     """
     program, block = facts.program, facts.blocks[call.block]
     given = dict(zip((*block.states, *block.inputs), _list_given_sameness(axis, facts, call), strict=True))
@@ -131,8 +135,8 @@ def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     """Raise :class:`Refusal` if a gradient in the backward of ``call`` (an execution of a block) that should be equal
     along the mesh axis ``axis`` differs between ranks.
 
-    The gradients of the outputs are assumed to have the layouts that are declared for them. ``facts``: the program,
-    with gradients, collectives and memory of its calls.
+    The gradients of the outputs are assumed to have the layouts that are declared for them. ``facts``: the program of
+    all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     program, pieces = facts.program, facts.differentiated(call)
     size = program.mesh[axis]
@@ -169,8 +173,9 @@ def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
 
 
 def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
-    """Raise :class:`Refusal` if a collective of ``graph``, which ``call`` runs, gets operands of the wrong kind: equal
-    on all ranks where it needs a different part on each, or different where it needs equal ones.
+    """Raise :class:`Refusal` if a collective of ``graph``, the graph of a block (such as a layer) that ``call`` runs,
+    gets operands of the wrong kind: equal on all ranks where it needs a different part on each, or different where it
+    needs equal ones.
 
     ``known``: name of a node -> whether ranks along the mesh axis ``axis`` compute equal values for it: ``"alike"``,
     ``"different"`` or ``"unknown"``.
@@ -184,8 +189,8 @@ def _check_batch_sameness(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if an output of the model that is declared equal in every microbatch differs between
     microbatches, or if the new value of a buffer depends on the microbatch.
 
-    If there is one microbatch per rank, the ``dp`` ranks are compared instead of microbatches. ``facts``: the program,
-    with gradients, collectives and memory of its calls.
+    If there is one microbatch per rank, the ``dp`` ranks are compared instead of microbatches. ``facts``: the program
+    of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     program = facts.program
     axis = "data" if program.num_microbatches > 1 else DATA_AXES[0]

@@ -32,8 +32,8 @@ from partitioner.runtime.prove.errors import FaultLocation, Refusal, format_coll
 
 def check_state(facts: ProgramFacts, name: str) -> None:
     """Raise :class:`Refusal` unless the layouts, pipeline stages and ZeRO axes of the parameter, buffer or constant
-    ``name`` are valid, and its gradient is summed over the right mesh axes. ``facts``: the program, with gradients,
-    collectives and memory of its calls.
+    ``name`` are valid, and its gradient is summed over the right mesh axes. ``facts``: the program of all ranks, with
+    the gradients, collectives and memory of its block calls (such as layers).
     """
     problem = _find_state_problem(facts, name)
     if problem:
@@ -45,7 +45,8 @@ def check_state(facts: ProgramFacts, name: str) -> None:
 
 def _find_state_problem(facts: ProgramFacts, name: str) -> str:
     """Return why the description of the parameter, buffer or constant ``name`` is not valid, as the end of an error
-    message; an empty string if it is. ``facts``: the program, with gradients, collectives and memory of its calls.
+    message; an empty string if it is. ``facts``: the program of all ranks, with the gradients, collectives and memory
+    of its block calls (such as layers).
     """
     program, state = facts.program, facts.program.states[name]
     tp = program.mesh.get("tp", 1)
@@ -87,8 +88,8 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
     """Return why ZeRO cannot divide the parameter ``name`` as the program says, as the end of an error message; an
     empty string if it can.
 
-    Ranks that divide it must hold the same shard of it and sum its gradient over their axes. ``facts``: the program,
-    with gradients, collectives and memory of its calls.
+    Ranks that divide it must hold the same shard of it and sum its gradient over their axes. ``facts``: the program of
+    all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     program, state = facts.program, facts.program.states[name]
     if not state.zero_axes:
@@ -145,8 +146,8 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
 
     A bucket is a set of parameters whose gradients are reduced together. Each gradient that is a partial sum over mesh
     axes must be in exactly one bucket, with those axes. Each parameter that ZeRO shards must be in exactly one bucket,
-    together with parameters that are sharded over the same axes. ``facts``: the program, with gradients, collectives
-    and memory of its calls.
+    together with parameters that are sharded over the same axes. ``facts``: the program of all ranks, with the
+    gradients, collectives and memory of its block calls (such as layers).
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
@@ -215,7 +216,8 @@ class Parameters:
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
         """Start before the first instruction of a rank of the pipeline stage ``stage`` (an index): nothing is gathered.
-        ``facts``: the program, with gradients, collectives and memory of its calls.
+        ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as
+        layers).
         """
         self.program = facts.program
         self.here = facts.program.stages[stage]

@@ -127,8 +127,8 @@ DATA = "data"  # what graphs call the axis along which the batch is split: ranks
 
 def check_structure(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` at the first contradiction in the data of a program: names, shapes, types, layouts,
-    graphs, or the groups in which gradients are reduced. ``facts``: the program, with gradients, collectives and memory
-    of its calls.
+    graphs, or the groups in which gradients are reduced. ``facts``: the program of all ranks, with the gradients,
+    collectives and memory of its block calls (such as layers).
     """
     program = facts.program
     _check_mesh(program)
@@ -237,8 +237,8 @@ def _check_blocks(program: Program) -> None:
 
 def _check_calls(facts: ProgramFacts, stage: int) -> None:
     """Raise :class:`Refusal` unless the calls (executions of blocks) of the pipeline stage ``stage`` (an index) name
-    existing tensors of the right shapes, and compute each value once. ``facts``: the program, with gradients,
-    collectives and memory of its calls.
+    existing tensors of the right shapes, and compute each value once. ``facts``: the program of all ranks, with the
+    gradients, collectives and memory of its block calls (such as layers).
     """
     made: dict[str, int] = {}
     for position, call in enumerate(facts.program.stages[stage].calls):
@@ -252,9 +252,9 @@ def _check_calls(facts: ProgramFacts, stage: int) -> None:
 
 
 def _check_call_names(program: Program, stage: int, position: int, call: CallData) -> None:
-    """Raise :class:`Refusal` unless the block, parameters, buffers and values that ``call`` names exist, and the
-    parameters and buffers are on its pipeline stage ``stage`` (an index). ``position``: the call's position on the
-    stage.
+    """Raise :class:`Refusal` unless the block (graph of a layer, for example), parameters, buffers and values that
+    ``call``, a use of a block, names exist, and the parameters and buffers are on its pipeline stage ``stage`` (an
+    index). ``position``: the call's position on the stage.
 
     ``program``: the program of all ranks.
     """
@@ -277,8 +277,8 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
     """Raise :class:`Refusal` unless the tensors that ``call`` (an execution of a block) reads and computes have the
     shapes and types of its graph.
 
-    ``position``: the call's position on the pipeline stage ``stage`` (an index). ``facts``: the program, with
-    gradients, collectives and memory of its calls.
+    ``position``: the call's position on the pipeline stage ``stage`` (an index). ``facts``: the program of all ranks,
+    with the gradients, collectives and memory of its block calls (such as layers).
     """
     program, block = facts.program, facts.blocks[call.block]
     for kind, have, want in (
@@ -300,8 +300,8 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
 
 
 def _get_value_spec(value: Value) -> TensorSpec | None:
-    """Return the shape and type of ``value``, a tensor that passes between calls, on one rank for one microbatch;
-    ``None`` if its type or a layout is malformed.
+    """Return the shape and type of ``value``, a tensor that passes between block calls (such as layers), on one rank
+    for one microbatch; ``None`` if its type or a layout is malformed.
     """
     try:
         Layout.parse(value.layout)
@@ -326,8 +326,8 @@ def _get_state_spec(program: Program, name: str) -> TensorSpec | None:
 
 def _check_call_order(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` if a tensor that a call (an execution of a block, such as a layer) reads is never
-    computed, or if calls depend on each other in a cycle. ``facts``: the program, with gradients, collectives and
-    memory of its calls.
+    computed, or if calls depend on each other in a cycle. ``facts``: the program of all ranks, with the gradients,
+    collectives and memory of its block calls (such as layers).
     """
     placed = set(facts.order)
     for s, stage in enumerate(facts.program.stages):

@@ -189,13 +189,13 @@ class HostParameters:
 
     Args:
         masters: parameter name -> its tensor in host memory.
-        shards: parameter name -> this rank's shard on the device, or its piece under ZeRO.
+        shards: parameter name -> this rank's shard on the device, or its part of the flattened shard under ZeRO.
         sharded: the parameters that ZeRO divides. ``copier``: starts the copies.
 
-    If the program offloads parameters, the device has them only from their fetch until they are freed, and ZeRO pieces
-    only until their all-gather ends. ``whole``: the device tensors that calls read, for the parameters that are freed
-    between calls; ``leaving`` has the names of these parameters. If a parameter has another dtype on the device, its
-    tensor in host memory is converted to that dtype once a step, at its first fetch.
+    If the program offloads parameters, the device has them only from their fetch until they are freed, and the parts
+    under ZeRO only until their all-gather ends. ``whole``: the device tensors that calls read, for the parameters that
+    are freed between block calls (such as layers); ``leaving`` has the names of these parameters. If a parameter has
+    another dtype on the device, its tensor in host memory is converted to that dtype once a step, at its first fetch.
     """
 
     def __init__(
@@ -279,5 +279,5 @@ class TransientParameters(NamedTuple):
 
     @property
     def transient_names(self) -> set[str]:
-        """Return the names of the parameters whose device memory is released between calls."""
+        """Return the names of the parameters whose device memory is released between block calls (such as layers)."""
         return {*self.sharded.leaving, *self.host_parameters.leaving}

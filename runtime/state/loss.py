@@ -321,7 +321,7 @@ def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
     """Return the mesh axes over which the squared gradient norms of ranks are summed, because the ranks hold different
     gradients. ``rank``: the program of this rank.
 
-    Over ``dp`` and ``cp`` only the gradients of experts and of ZeRO pieces differ.
+    Over ``dp`` and ``cp`` only the gradients of experts, and of parameters that ZeRO divides, differ.
     """
     return AXES if rank.program.size("ep") > 1 or rank.program.zero else ("pp", "tp")
 

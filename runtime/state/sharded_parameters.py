@@ -41,11 +41,13 @@ class FlatBuffer:
 
     @property
     def is_released(self) -> bool:
-        """Return whether the memory of this buffer of ZeRO pieces is released now."""
+        """Return whether the memory of this buffer of ZeRO pieces (parts of flattened parameters, one for each rank) is
+        released now."""
         return self._storage.nbytes() != self._nbytes
 
     def allocate(self) -> None:
-        """Allocate the memory of this buffer of ZeRO pieces if it is released; its contents are then undefined."""
+        """Allocate the memory of this buffer of ZeRO pieces (parts of flattened parameters, one for each rank) if it is
+        released; its contents are then undefined."""
         if self.is_released:
             resize_storage(self._storage, self._nbytes)
 
@@ -56,8 +58,8 @@ class FlatBuffer:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
 
     def rows(self, whole: Tensor, i: int) -> Tensor:
-        """Return the padded ZeRO pieces that all ranks hold of the ``i``-th parameter (from 0), as a view ``[ranks,
-        length]``.
+        """Return the padded ZeRO pieces (parts of the flattened tensor, one for each rank) of the ``i``-th parameter
+        (from 0), as a view ``[ranks, length]``.
 
         ``whole``: the buffers of all ranks, concatenated.
         """
@@ -105,9 +107,9 @@ class GatherBuffer:
 class GatheredBucket:
     """The parameters of one bucket, which ZeRO divides and which are all-gathered together, and their all-gather.
 
-    ``number``: index of the bucket. ``held``: parameter name -> this rank's piece, whose values are copied. ``keep``:
-    whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and are on the
-    device only until the all-gather ends.
+    ``number``: index of the bucket. ``held``: parameter name -> this rank's piece (part of the flattened parameter),
+    whose values are copied. ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces
+    are in host memory, and are on the device only until the all-gather ends.
     """
 
     def __init__(
@@ -177,11 +179,11 @@ class ShardedParameters:
     """All parameters of a rank that ZeRO divides.
 
     Args:
-        stored: parameter name -> this rank's piece, whose values are copied.
+        stored: parameter name -> this rank's piece (part of the flattened parameter), whose values are copied.
 
     ``pieces``: parameter name -> this rank's piece, which an optimizer updates. ``whole``: parameter name -> the whole
-    parameter, which calls read. ``leaving``: names of the parameters that are freed between calls. ``buckets``: index
-    -> parameters that are gathered together.
+    parameter, which block calls (such as layers) read. ``leaving``: names of the parameters that are freed between
+    block calls (such as layers). ``buckets``: index -> parameters that are gathered together.
     """
 
     def __init__(self, rank: RankProgram, stored: Mapping[str, Tensor], communicator: Communicator) -> None:

@@ -28,7 +28,7 @@ def find_failure_cause(
     """Return the failure because of which training cannot continue; ``None`` if it can continue.
 
     Args:
-        states: the known state of each rank.
+        states: what each rank last reported.
         patience_s: if no rank makes progress for so many seconds, the ranks count as stalled.
         now: current time of day in seconds.
         died: the rank whose process was seen to end first, if known.
@@ -61,8 +61,8 @@ def find_failure_cause(
 
 
 def describe_failure_at(state: RankState, kind: str, error: str) -> Failure:
-    """Return a description of the failure of the rank with the state ``state`` at its current position, which is its
-    graph node if known, or its instruction.
+    """Return a description of the failure of a rank, whose last report is ``state``, at its current position, which is
+    its graph node if known, or its instruction.
 
     ``kind``: kind of failure, such as "ProcessDied". ``error``: its text.
     """
@@ -87,7 +87,7 @@ def describe_failure_at(state: RankState, kind: str, error: str) -> Failure:
 
 
 def find_waits(states: Sequence[RankState]) -> dict[int, set[int]]:
-    """Return, for each rank, the ranks for which it waits. ``states``: the known state of each rank.
+    """Return, for each rank, the ranks for which it waits. ``states``: what each rank last reported.
 
     A rank does not wait for ranks that have entered the same collective and send heartbeats. A rank without heartbeats
     counts as waiting for no rank, because its last report may be outdated.
@@ -117,8 +117,8 @@ def _is_report_outdated(state: RankState) -> bool:
 
 
 def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failure:
-    """Return the failure of the rank that keeps the others waiting, if no rank makes progress. ``states``: the running
-    ranks. ``patience_s``: seconds without progress after which the ranks count as stalled.
+    """Return the failure of the rank that keeps the others waiting, if no rank makes progress. ``states``: the last
+    reports of the running ranks. ``patience_s``: seconds without progress after which the ranks count as stalled.
     """
     edges = find_waits(states)
     free = [s for s in states if not edges[s.rank]] or list(states)  # in a cycle, any rank may be the cause
@@ -153,15 +153,15 @@ def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
 
 
 def _find_most_blamed(dead_ranks: Sequence[RankState], states: Sequence[RankState]) -> RankState:
-    """Return the state of the rank, among the dead ranks ``dead_ranks``, to which most of the ranks in ``states`` have
-    lost their connection; among equals, the one idle for the longest time."""
+    """Return the last report of the rank, among the dead ranks ``dead_ranks``, to which most of the ranks in ``states``
+    (last reports) have lost their connection; among equals, the one idle for the longest time."""
     blamed = Counter(rank for s in states for rank in s.lost)
     return max(dead_ranks, key=lambda s: (blamed[s.rank], s.idle_s))
 
 
 def _find_lost_ranks(reporting: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
-    """Return the states of the ranks to which some rank of ``reporting``, ranks that reported a failure, has lost its
-    connection. ``states``: the known state of each rank.
+    """Return the last reports of the ranks to which some rank of ``reporting``, ranks that reported a failure, has lost
+    its connection. ``states``: what each rank last reported.
     """
     lost = {rank for s in reporting for rank in s.lost}
     return [s for s in states if s.rank in lost]
@@ -169,8 +169,8 @@ def _find_lost_ranks(reporting: Sequence[RankState], states: Sequence[RankState]
 
 def _report_lost_host(state: RankState, reporting: Sequence[RankState]) -> Failure:
     """Return the failure of a rank on another host that sends no heartbeats any more, and to which ranks have lost
-    their connection. ``state``: the last known state of that rank. ``reporting``: ranks that reported a failure; the
-    text of the failure names those of them that lost the connection."""
+    their connection. ``state``: the last report of that rank. ``reporting``: ranks that reported a failure; the text of
+    the failure names those of them that lost the connection."""
     losers = [s for s in reporting if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
     text = f"its host has given no sign of life for {state.silent_s:.1f} s (it has ended, or its network); {who}"
@@ -182,7 +182,7 @@ def _blame_left_rank(reporting: Sequence[RankState], states: Sequence[RankState]
     lost its connection. Return ``None`` if there is no such rank.
 
     ``reporting``: ranks that reported a failure, with the ranks to which they have lost their connection. ``states``:
-    the known state of each rank."""
+    what each rank last reported."""
     gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
     for state in gone:
         losers = [s for s in reporting if state.rank in s.lost]

@@ -28,7 +28,7 @@ class RankState:
 
     Args:
         stage: index of its pipeline stage.
-        moment: the phase, the step and the current action that it reported.
+        moment: the phase, the step and the current action (a function of the compiled step) that it reported.
         spot: description of its current instruction: its text, the modules that it runs and their source line; ``None``
             if it runs none.
         index: index of its current instruction; ``None`` if it runs none.
@@ -72,7 +72,7 @@ class RankState:
 
     @property
     def doing(self) -> str:
-        """Return what the rank did at the time of this state, as text, such as ``step 3, instruction 7: 1F0``."""
+        """Return what the rank did at the time of this report, as text, such as ``step 3, instruction 7: 1F0``."""
         if self.moment.phase != "step":
             return f"{self.moment.phase} (after step {self.moment.step + 1})"
         return f"step {self.moment.step + 1}, {format_instruction_words(self.index, self.spot)}"

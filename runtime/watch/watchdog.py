@@ -57,7 +57,7 @@ class Watch:
     restarts left restarts them.
 
     Args:
-        folder: the folder to which all ranks write their states, in memory if possible. By default each host has a
+        folder: the folder to which all ranks write what they do, in memory if possible. By default each host has a
             folder of its own, and the files are copied between hosts once a second through the store of the process
             group.
         patience_s: if no rank makes progress for so many seconds, the ranks count as stalled.
@@ -281,8 +281,9 @@ class Watch:
 
 
 def _kill_stalled(state: RankState, host: str, board: StatusBoard) -> None:
-    """Kill the process of the stalled rank ``state`` if it runs on this host. ``host``: name of the host of the rank
-    that calls this. ``board``: reads the files in which ranks write their status, which have the process ID.
+    """Kill the process of a stalled rank, whose last report is ``state``, if it runs on this host. ``host``: name of
+    the host of the rank that calls this. ``board``: reads the files in which ranks write their status, which have the
+    process ID.
 
     This is done because a stopped process does not react when its launcher ends it; the launcher would wait half a
     minute for it.

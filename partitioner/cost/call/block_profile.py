@@ -133,8 +133,8 @@ class KernelTable:
     each: Marks
 
     def cut_rows(self, places: Sequence[int], rows: int, pieces: int) -> KernelTable:
-        """Return a table of the kernels with the indices ``places``, matrix products of ``rows`` rows, as each of them
-        runs on one of ``pieces`` equal parts of the rows. Every part reads the whole weight."""
+        """Return a table of the kernels with the indices ``places`` in this table, matrix products of ``rows`` rows, as
+        each of them runs on one of ``pieces`` equal parts of the rows. Every part reads the whole weight."""
         here = np.array(places)
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         found = replace(self, **{name: c[here] for name, c in columns.items() if isinstance(c, np.ndarray)})
@@ -203,7 +203,7 @@ class Exchange:
 @dataclass(frozen=True)
 class ProductExchange:
     """An all-gather over ``tp`` whose result is multiplied, or a reduce-scatter of a sum of products. It can run in
-    pieces next to these products.
+    pieces, each beside the product of another piece.
 
     ``place``: its index among the exchanges of the block (such as a layer). ``products``: indices of the kernels of the
     products. ``rows``: rows of each product. ``length``: size of the sharded dim on one rank. ``copied_bytes``: bytes
@@ -253,7 +253,7 @@ class BlockProfile:
       launches once per expert; they are not in ``issued``.
     - ``held``: number of experts in the graph. ``region``: the matrix products of experts. ``routing``: number of
       forward operators between the attention and the experts, which route tokens to experts.
-    - ``beside``: the collectives that can run in pieces next to matrix products.
+    - ``beside``: the collectives that can run in pieces, each beside the matrix product of another piece.
     """
 
     kernels: KernelTable
@@ -536,8 +536,9 @@ class _BlockProfiler:
             self.sources.append(node)
 
     def _list_product_exchanges(self) -> Iterator[ProductExchange]:
-        """Yield the collectives of the block (such as a layer) that can run in pieces next to matrix products, by the
-        rules with which ``passes/shard/overlap_products.py`` finds them in the graphs of forward and backward."""
+        """Yield the collectives of the block (such as a layer) that can run in pieces, each beside the matrix product
+        of another piece, by the rules with which ``passes/shard/overlap_products.py`` finds them in the graphs of
+        forward and backward."""
         for place, (exchange, node) in enumerate(zip(self.exchanges, self.sources, strict=True)):
             if exchange.axis != AXIS or not exchange.in_pieces:
                 continue

@@ -74,8 +74,8 @@ class CallCost:
       for each input, whether it is kept under selective recomputation. ``selective_s``: seconds that this recomputation
       takes in backward. ``slim``: the whole cost with selective recomputation, if it cannot be derived from these
       fields; otherwise ``None``.
-    - ``pieces``: which collectives run in pieces next to matrix products. ``fp8``: whether products with weights are in
-      fp8 because this is faster.
+    - ``pieces``: into how many pieces collectives are cut to overlap with matrix products. ``fp8``: whether products
+      with weights are in fp8 because this is faster.
     - ``forward_only_s``: the part of the forward that full recomputation does not add to backward, because backward
       already contains it (selective recomputation, waits for gathered weights).
     """
@@ -216,9 +216,9 @@ class CallWork:
     device type and groups of ranks.
 
     ``train``: the call has a backward. ``again``: a function from the block and the values that come from other ranks
-    to the nodes that selective recomputation runs a second time, in backward. ``pieces``: which collectives run in
-    pieces next to matrix products; ``None``: as the execution profile says. Kernel times are cached by device and by
-    how experts are distributed over ranks.
+    to the nodes that selective recomputation runs a second time, in backward. ``pieces``: into how many pieces
+    collectives are cut to overlap with matrix products; ``None``: as the execution profile says. Kernel times are
+    cached by device and by how experts are distributed over ranks.
     """
 
     def __init__(
@@ -343,9 +343,9 @@ class CallWork:
         device: DeviceType,
         spread: Spread,
     ) -> tuple[PieceCounts, list[float], list[float]]:
-        """Return three values for the collectives of a call of the block (such as a layer): which of them run in
-        pieces, the seconds that each adds to the computation, and the numbers of operators that the host launches in
-        addition, in forward and in backward.
+        """Return three values for the collectives of a call of the block (such as a layer): into how many pieces they
+        are cut to overlap with matrix products, the seconds that each adds to the computation, and the numbers of
+        operators that the host launches in addition, in forward and in backward.
 
         ``asked``: the kernels and collectives of the block. ``computed``: seconds of the kernels. ``groups``: mesh axis
         -> group of ranks. ``device``: the device type of the rank. ``spread``: how experts are distributed over ranks,
@@ -373,7 +373,7 @@ class CallWork:
     ) -> tuple[list[float], list[float]]:
         """Return two lists: the seconds that each collective of the block (such as a layer) adds to the computation,
         and the numbers of operators that the host launches in addition in forward and in backward (0 if operators are
-        recorded in CUDA graphs), if the collectives run in ``counts`` pieces.
+        recorded in CUDA graphs), if the collectives are cut into ``counts`` pieces to overlap with matrix products.
 
         ``asked``: the kernels and collectives of the block. ``whole_s``: seconds of each collective in one piece.
         ``groups``: mesh axis -> group of ranks. ``device``: the device type of the rank. ``spread``: has the execution

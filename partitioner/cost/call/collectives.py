@@ -165,9 +165,9 @@ def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Secon
 
 
 def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
-    """Return those collectives of a block (such as a layer) whose number of pieces is entry ``place`` of its
-    :class:`PieceCounts`: 0 all-gathers in forward, 1 reduce-scatters in forward, 2 all-gathers in backward, 3
-    reduce-scatters in backward. ``asked``: the kernels and collectives of the block."""
+    """Return those collectives of a block (such as a layer) whose number of pieces (to overlap with matrix products) is
+    entry ``place`` of its :class:`PieceCounts`: 0 all-gathers in forward, 1 reduce-scatters in forward, 2 all-gathers
+    in backward, 3 reduce-scatters in backward. ``asked``: the kernels and collectives of the block."""
     op, way = ("all_gather", "reduce_scatter")[place % 2], place // 2
     return [b for b in asked.beside if (asked.exchanges[b.place].op, asked.exchanges[b.place].way) == (op, way)]
 
@@ -197,7 +197,8 @@ def choose_pieces(
 
 
 def _list_possible_pieces(ranks: int) -> list[int]:
-    """Return the numbers of pieces in which a collective of ``ranks`` ranks may run: divisors and multiples."""
+    """Return the numbers of pieces into which a collective of ``ranks`` ranks may be cut to overlap with matrix
+    products: divisors and multiples of ``ranks``."""
     return [n for n in range(2, ranks + 1) if ranks % n == 0] + [ranks * 2, ranks * _MOST_PARTS]
 
 
@@ -243,9 +244,9 @@ def _find_group(exchange: Exchange, groups: Mapping[str, Group]) -> Group | None
 def _time_piece(
     asked: SameObject[BlockProfile], device: SameObject[DeviceType], beside: ProductExchange, pieces: int
 ) -> float:
-    """Return the seconds of the products of ``beside`` on one of ``pieces`` equal parts of their rows. They do not
-    depend on the group of ranks. ``asked``: the kernels and collectives of the block (such as a layer). ``device``: the
-    device that runs them. Both are compared by identity.
+    """Return the seconds of the matrix products beside which the collective ``beside`` runs, on one of ``pieces`` equal
+    parts of their rows. The seconds do not depend on the group of ranks. ``asked``: the kernels and collectives of the
+    block (such as a layer). ``device``: the device that runs them. ``asked`` and ``device`` are compared by identity.
     """
     kernels = asked.value.kernels.cut_rows(beside.products, beside.rows, pieces)
     return float(kernel_times(kernels, device.value).sum())

@@ -65,8 +65,8 @@ class Spread:
 
     @property
     def without_experts(self) -> Spread:
-        """Return this distribution of a call over ranks with all fields for experts reset to their defaults, as it
-        applies to a block (such as a layer) without experts.
+        """Return this distribution of a block call over ranks with all fields for experts reset to their defaults, as
+        it applies to a block (such as a layer) without experts.
         """
         return replace(
             self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False

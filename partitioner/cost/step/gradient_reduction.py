@@ -274,8 +274,8 @@ def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCos
 
 
 def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
-    """Return whether the program may reduce gradients hierarchically on ``topology``, by separate collectives inside
-    nodes and between nodes. ``constraints``: the choices that the user fixed.
+    """Return whether the plan's program may reduce gradients hierarchically on ``topology``, by separate collectives
+    inside nodes and between nodes. ``constraints``: the choices that the user fixed.
     """
     if constraints.hierarchical is None:
         return topology.single_ring and topology.num_nodes > 1
@@ -395,7 +395,8 @@ def compute_gradient_reduction(
     costs: Collection[StateCost], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
     """Return the seconds of reducing the gradients of parameters with the given ``costs``. ``reducer``: computes the
-    seconds of single collectives. Gradients that are reduced over the same mesh axes share buckets.
+    seconds of single collectives. Gradients that are reduced over the same mesh axes are put into common buckets (sets
+    that one collective reduces).
 
     With ``overlap`` the buckets are small, so that the first ones are sent during the backward. Without, each
     combination of axes has one bucket. Under ZeRO-1 and ZeRO-2 the reduction is a reduce-scatter and, in the next step,

@@ -72,8 +72,8 @@ class PlacedMesh:
       ranks. ``devices``: the device index of every rank; ``None``: rank ``i`` runs on device ``i``.
     - ``precision``: the number format of most matrix products, such as ``"bf16"``.
     - ``ep``: number of ranks over which the experts are distributed. They are taken from the ``dp``, ``cp`` and ``tp``
-      ranks. ``etp``: number of ranks that share one expert; 0 means ``tp``. ``num_experts``: number of experts of the
-      layer with the most experts.
+      ranks. ``etp``: number of ranks over which one expert is sharded; 0 means ``tp``. ``num_experts``: number of
+      experts of the layer with the most experts.
     - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter under ZeRO; 0 means all of
       them.
     - ``gradient_bytes``: bytes of all gradients of the unsharded model.

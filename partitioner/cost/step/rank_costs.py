@@ -28,7 +28,8 @@ class CallCostCache:
     ``blocks``: block name -> its graph for one rank. ``topology``: the cluster. ``train``: whether calls have a
     backward. ``again``: function that selects the nodes which selective recomputation runs a second time. ``works``:
     for each block object, the object that computes its costs; several caches may share this dict. ``pieces``: block
-    name -> which of its collectives run in pieces; ``None``: as the execution profile says.
+    name -> into how many pieces its collectives are cut to overlap with matrix products; ``None``: as the execution
+    profile says.
     """
 
     blocks: Mapping[str, Block]

@@ -285,7 +285,8 @@ def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> It
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
     """Return the largest fraction of the bandwidth of a level of links that each device of a group can have, if
-    ``devices`` devices of the group are in one part (such as a node) with a slow device and share the part's bandwidth.
+    ``devices`` devices of the group are in one part (such as a node) with a slow device and divide the part's bandwidth
+    among each other.
 
     ``shares``: bandwidth of each device of the cluster as a fraction of the level's; ``None`` if all have 1. ``parts``:
     index of the part of each device. ``farthest``: a device is slow if its fraction is at most this number.

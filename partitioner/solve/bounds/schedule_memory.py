@@ -192,7 +192,7 @@ class RecomputeCosts:
 
         ``free``: bytes of a rank for activations. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``:
         number of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
-        A rank either recomputes some of its virtual stages selectively, or whole calls, or both.
+        A rank either recomputes some of its virtual stages selectively, or whole block calls (such as layers), or both.
         """
         whole, half = _count_in_flight_moments(schedule, p, m, v)
         saved, inputs, stages = self.saved_bytes, self.input_bytes, len(ranks_of(schedule, p, v))

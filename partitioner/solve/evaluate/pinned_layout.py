@@ -62,9 +62,9 @@ class PinnedLayout:
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
         """Return index among ``calls`` -> stage index, for each call of a block (such as a layer) of a further program
-        (such as an evaluation) whose stage the training program fixes: by its module path, else by its parameters and
-        buffers. The result is empty if these
-        stage indices do not ascend in the order of ``calls``.
+        (such as an evaluation) whose stage is fixed by the training program, which uses the same weights: by its module
+        path, else by its parameters and buffers. The result is empty if these stage indices do not ascend in the order
+        of ``calls``.
         """
         seen: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)

@@ -247,7 +247,7 @@ def _acts_by_mode(module: nn.Module) -> bool:
 
 def _list_inference_warnings(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:
     """Yield warnings about inference with a model that draws random numbers or changes its own buffers. ``model``: its
-    graphs. ``asked``: the module or exported program that the user gave.
+    graphs. ``asked``: the module or ``torch.export`` program that the user gave.
     """
     if SEED in model.states and isinstance(asked, nn.Module) and asked.training:
         yield "inference draws random numbers, as dropout in training mode does: model.eval() first, if not meant"

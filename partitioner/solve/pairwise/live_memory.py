@@ -96,9 +96,9 @@ class Usage:
 
     def priced(self, prices: Vector) -> Vector:
         """Return, for each choice of each node, the price of its memory: the sum over the rows of its memory in the row
-        times ``prices[row]``. A row is a set of nodes that are in memory together. ``prices``: the price of a unit of
-        memory in each row. The result has one entry per choice, in the consecutive numbering of the choices of all
-        nodes.
+        times ``prices[row]``. A row is a set of nodes that are in memory together. ``prices``: the price of one byte
+        (or other unit) of memory in each row. The result has one entry per choice, in the consecutive numbering of the
+        choices of all nodes.
         """
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])

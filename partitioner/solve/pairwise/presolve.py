@@ -112,7 +112,8 @@ class ReducedProblem:
         step applies. Raise :class:`InfeasibleAssignmentError` if a node has no choice left.
 
         ``dominance``: whether also to remove choices that are never better than another one, which is the slowest step.
-        A call with ``dominance=True`` may follow a call with ``False``, and continues with its result.
+        This method may be called with ``False`` first and then with ``True``, which continues with the result of the
+        first call.
         """
         for node in self.nodes:
             self._drop_choices(node, np.isfinite(self.costs[node]))

@@ -70,9 +70,10 @@ class LayoutFamily:
     space: SearchSpace
 
     def promising(self, most_s: float) -> list[MeshCandidate]:
-        """Return those layouts of this family that may fit in memory and take less than ``most_s`` seconds per step by
-        their lower bounds, in the order in which to plan them. First comes the best layout of each combination of
-        ``pp``, ``tp`` and ``cp``, then the others; each of these two parts is in increasing order of expected time.
+        """Return those layouts of this family (all variants of a well-known layout, such as ZeRO-3) that may fit in
+        memory and take less than ``most_s`` seconds per step by their lower bounds, in the order in which to plan them.
+        First comes the best layout of each combination of ``pp``, ``tp`` and ``cp``, then the others; each of these two
+        parts is in increasing order of expected time.
         """
         if not self.candidates:
             return []

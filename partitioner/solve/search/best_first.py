@@ -356,9 +356,9 @@ class BestFirstSearch:
 
     def _compute_next_bound(self, members: Sequence[MeshCandidate], step: int) -> float | None:
         """Compute the next, tighter lower bound on the step time of ``members``, store it in their outcomes, and return
-        it in seconds; ``None`` if it shows that there is no plan. ``members``: a family, whose candidates (mesh sizes,
-        microbatch size, schedule, ZeRO stage) share their first bounds, or a single candidate. ``step``: index of the
-        bound in the list of bounds for families, followed by those for single candidates.
+        it in seconds; ``None`` if the computation shows that there is no plan. ``members``: a family, whose candidates
+        (mesh sizes, microbatch size, schedule, ZeRO stage) share their first bounds, or a single candidate. ``step``:
+        index of the bound in the list of bounds for families, followed by those for single candidates.
         """
         num_family_bounds = len(self.bounds.family_bounds)
         known = [self.outcomes[candidate] for candidate in members if candidate in self.outcomes]

@@ -157,8 +157,8 @@ class BoundCascade:
         """Return the functions that compute a lower bound in seconds on the step times of a family, in the order in
         which they are called. A family is candidates (mesh sizes, microbatch size, schedule) that differ only in ZeRO.
         The first two use the sharding solved for the largest microbatch: one assumes that the work is divided evenly
-        into stages, the next one searches the best stages with which the member that needs the least memory fits. The
-        last two do the same with the sharding solved for the family's own microbatch size.
+        into stages, the next one searches the best stages with which that candidate of the family that needs the least
+        memory fits. The last two do the same with the sharding solved for the family's own microbatch size.
         """
         return self._bound_even_split, self._bound_least_memory_stages, self._own_even, self._own_lean
 

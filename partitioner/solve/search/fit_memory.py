@@ -164,8 +164,8 @@ def plan_to_fit(
 
 
 def _is_slower(estimate: Estimate) -> bool:
-    """Return whether the simulated step time in ``estimate``, that of the emitted program, is more than 1 % longer than
-    the estimated one."""
+    """Return whether the simulated step time in ``estimate``, that of the emitted program (the instructions of all
+    ranks), is more than 1 % longer than the estimated one."""
     return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
 
 
@@ -180,9 +180,9 @@ def _rivals_s(explored: PlanSearchResult) -> float:
 
 
 def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> PlannedProgram:
-    """Return a copy of the plan ``found`` in which the simulated step time of its program replaces the estimated one.
-    Its certificate is a copy of ``certificate`` (how near the plan is to the optimum) with objective and gap computed
-    from the simulated time.
+    """Return a copy of the plan ``found`` in which the simulated step time of its program (the instructions of all
+    ranks) replaces the estimated one. Its certificate is a copy of ``certificate`` (how near the plan is to the
+    optimum) with objective and gap computed from the simulated time.
     """
     seconds = found.estimate.simulated
     assert seconds is not None
@@ -213,9 +213,9 @@ def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate
 
 def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, tried: Counter[MeshCandidate]) -> Job:
     """Return ``job`` (model, batch, cluster and constraints) with a larger memory reserve for ``candidate``, so that
-    its program may fit. After a few tries the returned job excludes the candidate instead. ``lacks``: the memory
-    shortage of its program. ``tried``: candidate -> number of tries, increased by this call. ``candidate``: mesh sizes,
-    microbatch size, schedule and ZeRO stage.
+    its program may fit. After a few tries the returned job excludes the candidate instead. ``lacks``: the memory that
+    the program of its plan lacks. ``tried``: candidate -> number of tries, increased by this call. ``candidate``: mesh
+    sizes, microbatch size, schedule and ZeRO stage.
     """
     tried[candidate] += 1
     if tried[candidate] >= _TRIES:
@@ -241,9 +241,10 @@ def _emit_found_plan(job: Job, explored: PlanSearchResult, estimate_only: bool) 
 
 @dataclass(frozen=True)
 class _MemoryShortfall:
-    """Memory shortage of a program that does not fit on its devices. ``error``: the shortage of the pipeline stage that
-    lacks the most bytes. ``room``: usable bytes of a device of that stage. ``untold``: by how many bytes the search
-    underestimated the memory of a stage that does not fit; the greatest such number of all stages.
+    """Memory that a plan's program (the instructions of its ranks) lacks, if it does not fit on its devices. ``error``:
+    the shortage of the pipeline stage that lacks the most bytes. ``room``: usable bytes of a device of that stage.
+    ``untold``: by how many bytes the search underestimated the memory of a stage that does not fit; the greatest such
+    number of all stages.
     """
 
     error: CapacityError

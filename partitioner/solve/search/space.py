@@ -83,7 +83,8 @@ def _describe_batch_limit(space: SearchSpace) -> str:
 
 def _describe_further_limits(space: SearchSpace) -> str:
     """Return the part of an error message that says which sizes of ``dp`` and ``cp`` the further programs of the plan
-    allow; empty if there are none. ``space``: the search space (cluster, batch, constraints and sizes of the model).
+    (such as an evaluation) allow; empty if there are none. ``space``: the search space (cluster, batch, constraints and
+    sizes of the model).
     """
     samples, positions = format_ranges(space.further_samples), format_ranges(space.further_positions)
     said = f" and the batches of {samples} samples of further programs" if samples else ""
@@ -490,8 +491,8 @@ def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) ->
 def list_short_context_candidates(space: SearchSpace, sharing: Collection[tuple[int, int]]) -> list[MeshCandidate]:
     """Return 1F1B candidates in which more ranks share a sequence than in the candidates of the search, so that each
     has fewer than 8,192 tokens of it, but at least 2,048. Sizes that the user fixed stay. ``sharing``: the ways to
-    shard states to include if the constraints allow them, pairs (ZeRO stage, number of ``dp`` ranks; 0: all).
-    ``space``: the search space (cluster, batch, constraints and sizes of the model).
+    shard optimizer states, gradients and parameters to include if the constraints allow them, pairs (ZeRO stage, number
+    of ``dp`` ranks; 0: all). ``space``: the search space (cluster, batch, constraints and sizes of the model).
     """
     pinned = space.constraints
     if pinned.cp is not None or space.length < 2 * _FEWEST_TOKENS:

@@ -255,9 +255,9 @@ class _ContextRules:
         return any(to.is_shard for operand, to, state in read if state and operand is not slopes)
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Return whether the attention ``node`` under ``strategy`` must have zigzag positions, of which each rank has
-        one piece from the start and one from the end. A strategy is a way to run an operator on the ranks: the layouts
-        of its operands and results.
+        """Return whether the attention ``node`` under ``strategy`` must have zigzag positions: the sequence is cut into
+        twice as many pieces as ranks, and each rank has one piece counted from the start and one from the end. A
+        strategy is a way to run an operator on the ranks: the layouts of its operands and results.
 
         Causal attention must if twice the number of ranks divides the sequence, since this balances the work. Other
         attention, and attention within documents of known lengths, may use the positions that ``strategy`` has.
@@ -296,9 +296,9 @@ def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
 
 
 def algorithms_of(model: FoldedModel, sharding: ShardingSolution) -> dict[str, int]:
-    """Return algorithm name -> number of attention calls of the model, most frequent first. The key ``"whole"`` counts
-    calls that use none of the algorithms. ``sharding``: the sharding over ``cp``. ``model``: the model as calls of
-    blocks; equal layers share one block.
+    """Return name of an algorithm of context-parallel attention -> number of attention operators of the model that use
+    it, most frequent first. The key ``"whole"`` counts those that use none of the algorithms. ``sharding``: the
+    sharding over ``cp``. ``model``: the model as calls of blocks; equal layers share one block.
     """
     counts: dict[str, int] = {}
     for name, block in model.blocks.items():

@@ -131,9 +131,9 @@ def tied_states(model: FoldedModel) -> list[LayoutTie]:
 
 
 def _group_connected_ports(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
-    """Group the names of tensors that share a port (an input, state or output of a block, such as a layer), directly or
-    through other names, and return for each group its names and its ports, in order of first appearance. ``pairs``: the
-    name of a tensor and a port through which it passes; ``None`` if it passes through none.
+    """Group the names of tensors that share a port (an input, parameter, buffer or output of a block, such as a layer),
+    directly or through other names, and return for each group its names and its ports, in order of first appearance.
+    ``pairs``: the name of a tensor and a port through which it passes; ``None`` if it passes through none.
     """
     parent: dict[str | Port, str | Port] = {}
 

@@ -88,12 +88,12 @@ class ShardingSolution:
     ranks: the layouts of its operands and results.
 
     ``axis``, ``num_ranks``: name and size of the mesh axis. ``blocks``: name of a block (such as a layer) -> strategies
-    and layouts. ``values`` and ``states``: name -> layout. ``objective``: the cost of this sharding, for the axes
-    ``tp`` and ``cp`` in seconds of a microbatch; ``bound``: a lower bound on the cost of any sharding.
-    ``matmul_sharded``: the fraction of the matrix-multiply FLOPs that is divided over the ranks. ``without_rule``:
-    operator name -> fraction of compute time, for operators that have no sharding rule and therefore cannot be sharded.
-    ``seconds``: time that the solver took. ``num_choices``: number of choices of the assignment problem (one choice per
-    node, at the least total cost).
+    and layouts. ``values`` (tensors that pass between blocks) and ``states`` (parameters and buffers): name -> layout.
+    ``objective``: the cost of this sharding, for the axes ``tp`` and ``cp`` in seconds of a microbatch; ``bound``: a
+    lower bound on the cost of any sharding. ``matmul_sharded``: the fraction of the matrix-multiply FLOPs that is
+    divided over the ranks. ``without_rule``: operator name -> fraction of compute time, for operators that have no
+    sharding rule and therefore cannot be sharded. ``seconds``: time that the solver took. ``num_choices``: number of
+    choices of the assignment problem (one choice per node, at the least total cost).
     """
 
     axis: str

@@ -160,8 +160,8 @@ def _list_cuts_within(
     costs: PhaseCosts, timetable: Timetable, paths: Sequence[Table], limit_s: float, most: int
 ) -> Places | None:
     """Return all cuts into stages with which a step may take less than ``limit_s`` seconds, one row for each: the index
-    of the first call of each stage, followed by the number of calls. Left out are cuts with which some rank works
-    longer, or with which one of ``paths`` is longer. ``None`` if there are too many.
+    of the first block call (such as a layer) of each stage, followed by the number of calls. Left out are cuts with
+    which some rank works longer, or with which one of ``paths`` is longer. ``None`` if there are too many.
 
     The cuts are built up stage by stage. A path through the first stages is completed by the best cuts into the other
     stages for this path alone. ``paths``: how often each phase of each stage occurs on them (see :class:`_Bands`).

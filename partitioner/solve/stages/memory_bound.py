@@ -182,10 +182,10 @@ class _Recomputation:
         self._start, self._stop = start, stop
 
     def price_calls(self, prices: Table) -> Table:
-        """Return the seconds of all sequences of calls on the paths plus the price of their memory, shape ``[stages,
-        calls + 1, width]``, if each call is recomputed in full where that is cheaper. ``prices``: seconds per byte,
-        shape ``[3, stages]``: of bytes that do not depend on the number of microbatches, of those of a microbatch whose
-        backward has not begun, and of one between the two halves of its backward.
+        """Return the seconds of all sequences of block calls (such as layers) on the paths plus the price of their
+        memory, shape ``[stages, calls + 1, width]``, if each call is recomputed in full where that is cheaper.
+        ``prices``: seconds per byte, shape ``[3, stages]``: of bytes that do not depend on the number of microbatches,
+        of those of a microbatch whose backward has not begun, and of one between the two halves of its backward.
         """
         saved = np.minimum(0.0, self._again_s - prices[1][:, None] * self._freed)
         sums = np.concatenate([np.zeros((len(saved), 1)), np.cumsum(saved, axis=1)], axis=1)

@@ -526,8 +526,8 @@ class StageTables:
 
 @lru_cache(maxsize=8)
 def _runs_of(calls: int, most: int, least: int = 1) -> tuple[Counts, Counts]:
-    """Return two arrays: the first call, and the index after the last call, of all sequences of ``least`` to ``most``
-    consecutive calls. ``calls``: the number of calls of the model.
+    """Return two arrays over sequences of block calls (such as layers): the first call, and the index after the last
+    call, of all sequences of ``least`` to ``most`` consecutive calls. ``calls``: the number of calls of the model.
     """
     start, stop = np.triu_indices(calls + 1, least)
     short = stop - start <= most

@@ -83,8 +83,8 @@ class MeshCandidate:
 
     @property
     def expert_replicas(self) -> int:
-        """Return the number of ranks that hold the same part of the same experts. They are data-parallel replicas of
-        it."""
+        """Return the number of ranks that hold the same part of the same experts. These ranks are data-parallel
+        replicas of that part."""
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
 
     @property

@@ -378,8 +378,8 @@ class Plan(Data):
         return self.mesh.get("pp", 1)
 
     def rank(self, rank: int) -> RankProgram:
-        """Return the program of one rank. ``rank``: its index, from 0. Raise :class:`PlanError` if there is no such
-        rank."""
+        """Return the program of one rank. ``rank``: number of the rank, from 0. Raise :class:`PlanError` if there is no
+        such rank."""
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise PlanError(f"the plan has ranks 0 to {self.world_size - 1}; got {rank!r}")
         return self.program.rank(rank)
@@ -407,8 +407,8 @@ class Plan(Data):
         """Return the answer to why the plan does not have other ``constraints``, as in ``why_not(tp=8)``: what they
         would cost, or why they are impossible.
 
-        ``model``, ``inputs`` and ``loss``: the arguments of ``partition`` with which the job was planned. With them the
-        job is planned again if the certificate has no answer.
+        ``model``, ``inputs`` and ``loss``: the arguments of ``partition`` with which this plan was made. With them, a
+        plan with ``constraints`` is searched for if the certificate (the outcomes of the first search) has no answer.
         """
         from partitioner.advise.why_not import why_not
 
@@ -480,7 +480,7 @@ class Plan(Data):
         """Return a plan whose only program is the program ``name`` of this plan; this plan itself for ``None``. Besides
         its main program, a plan may have further programs on the same weights, for evaluation or for other batch
         shapes. Step time and peak memory of the result are those of that program; the other figures of the estimate and
-        the certificate are those of this plan.
+        the certificate (how far the plan can be from the optimum) are those of this plan.
 
         ``name``: a key of :attr:`further`, or the name that the main program has by the shape of its batches, such as
         ``step 8x4096``. Raise :class:`PlanError` for another name.

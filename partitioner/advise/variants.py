@@ -156,7 +156,8 @@ class RelaxationRequest:
 
     ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``global_batch``: samples of the global
     batch; ``None``: as many as the inputs have. ``prepare``: function that returns the job in the form that the planner
-    needs, given a topology, constraints and a global batch. It is also called with changed ones, to plan changed jobs.
+    needs, given a topology, constraints and a global batch. The function is also called with other values of these
+    three, to plan variants of the job.
     """
 
     topology: Topology

@@ -208,8 +208,9 @@ def why_not(
 ) -> WhyNot:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value).
 
-    If the plan's certificate cannot answer, the job is planned again with ``model``, ``inputs`` and ``loss`` as they
-    were given to ``partition``. If ``model`` is ``None``, the answer says only what the plan shows.
+    If the plan's certificate (the outcomes of its search) cannot answer, a plan with these constraints is searched for,
+    with ``model``, ``inputs`` and ``loss`` as they were given to ``partition``. If ``model`` is ``None``, the answer
+    says only what the plan shows.
 
     Raise :class:`ConstraintError` for unknown constraints or none at all, and :class:`InputsError` if the model is not
     the plan's.
@@ -229,8 +230,8 @@ def why_not(
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), as far as
-    it follows from the table of layouts in the plan's certificate; ``None`` if the table has no layout with these
-    constraints.
+    it follows from the table of layouts in the plan's certificate (the outcomes of its search); ``None`` if the table
+    has no layout with these constraints.
     """
     if not set(asked) <= set(OF_POINT):
         return None
@@ -250,9 +251,9 @@ def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
 
 
 def _list_allowed_baselines(plan: Plan) -> list[Candidate]:
-    """Return the standard layouts (baselines) in the certificate of ``plan`` that have a computed step time and can
-    fairly be compared with the plan: they are for the same model, batch, devices and offload, and the plan's
-    constraints allow them.
+    """Return the standard layouts (baselines) in the certificate of ``plan`` (the outcomes of its search) that have a
+    computed step time and can fairly be compared with the plan: they are for the same model, batch, devices and
+    offload, and the plan's constraints allow them.
     """
     return [
         baseline.candidate
@@ -293,7 +294,7 @@ def _explain_slower(
 ) -> WhyNot:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value): a
     comparison of the plan with ``best``, the best candidate that has them. ``marks``: further sentences for the answer.
-    ``other``: the plan of ``best``, if the job was planned again with these constraints; otherwise ``None``.
+    ``other``: the plan of ``best``, if a plan was made with these constraints; otherwise ``None``.
     """
     assert best.step_time is not None
     chosen = plan.estimate
@@ -413,7 +414,7 @@ def _answer_by_planning(
     plan: Plan, asked: Mapping[str, Any], model: nn.Module, inputs: Any, loss: Callable[..., Any] | None
 ) -> WhyNot:
     """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), after
-    planning the job again with them. ``model``, ``inputs``, ``loss``: as given to ``partition``. Raise
+    planning the model again with them. ``model``, ``inputs``, ``loss``: as given to ``partition``. Raise
     :class:`InputsError` if the model's parameters are not the plan's.
     """
     from partitioner.api import partition

@@ -226,8 +226,8 @@ def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong:
 
 def _compare_replicas(placed: PlacedShards) -> list[LayoutDifference]:
     """Return a list with one difference if ranks that hold the same elements of a parameter have different gradients
-    for these elements; else an empty list. It is called for a step with dropout, if all results are equal without
-    dropout. ``placed``: the elements that each rank holds, with their gradients.
+    for these elements; else an empty list. This function is called for a step with dropout, if all results are equal
+    without dropout. ``placed``: the elements that each rank holds, with their gradients.
     """
     names = []
     for name, holders in placed.holders.items():

@@ -178,7 +178,7 @@ class WireLanes:
 
     def height(self, row: int) -> float:
         """Return the height in pixels of the space below the panels of ``row`` (an index from the top), with room for
-        its lanes.
+        its lanes (parallel lines along which wires run).
         """
         used = [run.lane + 1 for runs in self.runs.values() for run in runs if run.row == row]
         return _EMPTY + LANE * max(used, default=0)

@@ -171,7 +171,7 @@ class _MemoryChart:
         self.kinds = {kind: (colour, words[kind]) for kind, (colour, _) in KINDS.items()}
 
     def list_stage_ranks(self, stage: int) -> range:
-        """Return the ranks of a pipeline stage. ``stage``: its index."""
+        """Return the ranks of a pipeline stage. ``stage``: index of the pipeline stage."""
         return range(stage * self.per_stage, (stage + 1) * self.per_stage)
 
     def draw_chart(self) -> ET.Element:

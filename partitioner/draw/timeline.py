@@ -44,9 +44,10 @@ Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 
 @dataclass(frozen=True)
 class OperationStyle:
-    """Describes how one kind of instruction is drawn in a timeline. ``lane``: the lane of a stage's row that it is
-    drawn in. ``colour``: name of the colour of its box. ``on``: name of the colour of the text in the box. ``meaning``:
-    the text that explains the colour in the legend. ``verb``: the name of the operation in tooltips.
+    """Describes how one kind of instruction is drawn in a timeline. ``lane``: in which of the parallel lines (lanes) of
+    a stage's row its boxes are. ``colour``: name of the colour of its box. ``on``: name of the colour of the text in
+    the box. ``meaning``: the text that explains the colour in the legend. ``verb``: the name of the operation in
+    tooltips.
     """
 
     lane: Lane
@@ -80,8 +81,8 @@ LOOKS: dict[str, OperationStyle] = {
 
 
 def look_of(instruction: Instruction) -> OperationStyle | None:
-    """Return how ``instruction`` is drawn in a timeline: its lane, colours and texts. ``None`` if it is not drawn,
-    because it takes no time of its own.
+    """Return how ``instruction`` is drawn in a timeline: its lane (line within the row of the stage), colours and
+    texts. ``None`` if it is not drawn, because it takes no time of its own.
     """
     return LOOKS.get(instruction.word)
 
@@ -248,8 +249,8 @@ class _TimelineChart:
 
     @staticmethod
     def find_bar_style(bar: Bar) -> OperationStyle:
-        """Return how ``bar``, the box of one instruction, is drawn: its lane, colours and texts. Its instruction must
-        be of a kind that is drawn.
+        """Return how ``bar``, the box of one instruction, is drawn: its lane (line within the row of the stage),
+        colours and texts. Its instruction must be of a kind that is drawn.
         """
         look = look_of(bar.instruction)
         assert look is not None, bar.instruction
@@ -393,8 +394,8 @@ class _TimelineChart:
             draw_text(outer, x + width / 2, base, label, size=size, fill=on, anchor="middle")
 
     def format_bar_label(self, bar: Bar) -> str:
-        """Return the text inside the box of ``bar``: the index of its microbatch or gradient bucket; empty for a box
-        that stands for several instructions.
+        """Return the text inside the box of ``bar``: the index of its microbatch or gradient bucket (gradients that one
+        collective reduces); empty for a box that stands for several instructions.
         """
         if bar.merged > 1 or self.find_bar_style(bar).lane == "exchange":
             return ""

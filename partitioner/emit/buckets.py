@@ -29,9 +29,9 @@ _PER_RANK = 2_000_000
 
 
 def bucket_limit(ranks: int) -> int:
-    """Return the bytes of gradients at which a bucket that ``ranks`` ranks reduce together is full: PyTorch's 25 MiB
-    or, if that is more, Megatron-LM's one million two-byte gradients per rank. In a ring of many ranks a smaller bucket
-    would mostly wait for latency."""
+    """Return the bytes of gradients at which a bucket (gradients that one collective of ``ranks`` ranks reduces) is
+    full: PyTorch's 25 MiB or, if that is more, Megatron-LM's one million two-byte gradients per rank. In a ring of many
+    ranks a smaller bucket would mostly wait for latency."""
     return max(_LEAST_BUCKET, _PER_RANK * ranks)
 
 
@@ -139,10 +139,10 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """Return a key for ``gradient`` that is equal for gradients that may share a bucket. These are summed over the
-        same mesh axes, sharded over the same axes and have the same number format; their parameters are shared by the
-        same stages and read by the same block calls (such as layers). Under ZeRO-2 and ZeRO-3 the same virtual stages
-        must add to them, too.
+        """Return a key for ``gradient`` that is equal for gradients that may be in one bucket (reduced by one
+        collective). These are summed over the same mesh axes, sharded over the same axes and have the same number
+        format; their parameters are shared by the same stages and read by the same block calls (such as layers). Under
+        ZeRO-2 and ZeRO-3 the same virtual stages must add to them, too.
         """
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
@@ -194,8 +194,8 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a sort key for ``ready``, the time at which the gradients of a bucket are complete in a rank's schedule,
-    so that later times have greater keys.
+    """Return a sort key for ``ready``, the time at which the gradients of a bucket (which one collective reduces) are
+    complete in a rank's schedule, so that later times have greater keys.
 
     ``ready``: (index of a backward in the rank's order of forwards and backwards, position in the stage of the block
     call, such as a layer, that completes the gradients in this backward). A backward runs the calls from the last

@@ -98,7 +98,7 @@ def with_passing(
 ) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with instructions that copy parameters in host memory to
     the device (FETCH) and free them (FREE). A parameter is copied one computation ahead of the computation that reads
-    it. It is freed afterwards, unless the next computation reads it, too.
+    it. The copy is freed afterwards, unless the next computation reads it, too.
 
     ``hosted``: names of the parameters in host memory. ``calls``: the block calls (such as layers) of the stage.
     ``runs``: for each call, whether it has a backward. ``buckets``: the parameters that ZeRO shards, in buckets that
@@ -145,9 +145,10 @@ def with_gradients(
     """Return ``instructions``, the list of one pipeline rank, with an OFFLOAD (copy to host memory) of the gradients of
     the parameters ``wanted``, whose optimizer runs on the host.
 
-    The gradients of a bucket are offloaded after the backward instruction that follows the last collective of the
-    bucket. Gradients that are in no bucket, and those of ``tied`` parameters (which several stages share), are
-    offloaded before STEP, the end of the step. ``buckets``: for each bucket, the names of its parameters.
+    The gradients of a bucket (which one collective reduces) are offloaded after the backward instruction that follows
+    the last collective of the bucket. Gradients that are in no bucket, and those of ``tied`` parameters (which several
+    stages share), are offloaded before STEP, the end of the step. ``buckets``: for each bucket, the names of its
+    parameters.
     """
     reducing = (
         k for k, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE") or (i.op == "GATHER" and i.gradients)

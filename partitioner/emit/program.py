@@ -447,7 +447,7 @@ def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base
     weights: parameters and buffers that only ``base`` has are added, and those that this program does not read are
     placed as in ``base``.
 
-    ``read``: names of the parameters and buffers that this program's calls or updates use. They keep their layout, and
+    ``read``: names of the parameters and buffers that this program's calls or updates use. These keep their layout, and
     are also placed on stages where only ``base`` reads them. If their layout is not that of ``base``, a later check of
     the program raises an error.
     """

@@ -183,8 +183,9 @@ def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruc
 
 def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
     """Yield the instructions of ``action``, a backward of one microbatch: receives, block calls (such as layers), the
-    send, and the reductions of gradients that start in it. ``job``: the calls, transfers and gradient buckets of the
-    pipeline rank. ``index``: index of the action in the rank's order of forwards and backwards.
+    send, and the reductions of gradients that start in it. ``job``: the calls, transfers and gradient buckets
+    (gradients that one collective reduces) of the pipeline rank. ``index``: index of the action in the rank's order of
+    forwards and backwards.
     """
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
@@ -223,7 +224,8 @@ def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[
 
 def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
     """Yield the instructions after the last forward and backward of a step: remaining reductions, buffer updates and,
-    in training, STEP, which waits for all reductions. ``job``: the buckets and buffers of the pipeline rank."""
+    in training, STEP, which waits for all reductions. ``job``: the gradient buckets (gradients that one collective
+    reduces) and buffers of the pipeline rank."""
     if job.train:
         for states in job.syncs:
             yield Instruction(op="SYNC", stage=job.stage, states=states)
@@ -237,9 +239,9 @@ def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
 
 
 def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
-    """Return the first instruction of the reduction of a gradient bucket. ``job``: the buckets of the pipeline rank.
-    ``number``: index of the bucket among them. The instruction is SCATTER (reduce-scatter to shards) if ZeRO shards the
-    parameters, otherwise the first planned collective of the bucket."""
+    """Return the first instruction of the reduction of a bucket (gradients that one collective reduces). ``job``: the
+    buckets of the pipeline rank. ``number``: index of the bucket among them. The instruction is SCATTER (reduce-scatter
+    to shards) if ZeRO shards the parameters, otherwise the first planned collective of the bucket."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)
@@ -296,8 +298,9 @@ def _list_accessed_values(
     entry is (name of the value, microbatch, whether its gradient is meant).
 
     ``calls``: the block calls (such as layers) of the stage. ``flow``: the gradients that their backwards read and
-    compute. ``totals``: names of the values that are computed once for the global batch; their microbatch is ``None``.
-    ``new_values``: for each buffer that forward changes, the name of the value that becomes its content.
+    compute. ``totals``: names of the values that are sums over the global batch, computed once in a step; their
+    microbatch is ``None``. ``new_values``: for each buffer that forward changes, the name of the value that becomes its
+    content.
     """
     microbatch = instruction.microbatch
     named = [(v, microbatch, instruction.op.endswith("_B")) for v in instruction.values]

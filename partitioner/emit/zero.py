@@ -116,7 +116,7 @@ def _insert_gather_per_call(
 ) -> list[Instruction]:
     """Return ``instructions``, the list of one pipeline rank, with the gathers of ZeRO-3. A bucket (sharded parameters
     that are gathered together) is all-gathered (GATHER) one computation ahead of the computation that reads its
-    parameters. It is freed (FREE) afterwards, unless the next computation reads them, too.
+    parameters. The bucket is freed (FREE) afterwards, unless the next computation reads them, too.
 
     ``needs``: for each block call (such as a layer) of the stage, the numbers of the buckets whose sharded parameters
     it reads. ``runs``: for each call, whether it has a backward. ``prologue``: positions of the calls that run before

@@ -45,9 +45,9 @@ def with_kernel_seconds(plan: Plan) -> Plan:
     """Return a copy of ``plan`` whose estimate has up to two more dicts, for the explanation of the plan.
 
     ``kinds``: kind of operator, such as norms -> its seconds in one microbatch, on the stage with the longest
-    computation. It is added if computation is a large part of the step and the MFU is low. ``exchanges``: purpose of
-    communication inside layers, such as tensor parallelism -> its seconds in one step. It is added if this
-    communication is a large part of the step. Otherwise ``plan`` itself is returned.
+    computation. This dict is added if computation is a large part of the step and the MFU is low. ``exchanges``:
+    purpose of communication inside layers, such as tensor parallelism -> its seconds in one step. This dict is added if
+    this communication is a large part of the step. Otherwise ``plan`` itself is returned.
     """
     estimate = plan.estimate
     total = sum(estimate.breakdown.values())

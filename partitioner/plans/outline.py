@@ -60,8 +60,8 @@ Exchange = tuple[str, str, str]  # collective, axes, what is moved
 
 @dataclass(frozen=True)
 class ExchangeTotal:
-    """Totals of one rank in one step over all transfers of gradient or parameter buckets with the same collective, mesh
-    axes and contents.
+    """Totals of one rank in one step over all transfers of buckets (gradients or parameters that one collective moves)
+    with the same collective, mesh axes and contents.
 
     ``transfers``: number of collectives. ``buckets``: number of different buckets that they move. ``num_bytes``: bytes
     of all transfers together.
@@ -126,7 +126,7 @@ Direction = Literal["forward", "backward"]
 @dataclass(frozen=True)
 class CollectiveTotal:
     """Collectives of one kind on one rank, added up. Collectives inside block calls (such as layers) are counted for
-    one microbatch, transfers of parameter or gradient buckets for one step.
+    one microbatch, transfers of buckets (parameters or gradients that one collective moves) for one step.
 
     ``op``: the collective, such as ``all_reduce``. ``axis``: the mesh axis, or several joined by ``×``. ``direction``:
     ``forward`` or ``backward``. ``count``: number of collectives. ``num_bytes``: their total bytes. ``even``: whether

@@ -113,9 +113,9 @@ def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> Simula
 
 
 def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -> float:
-    """Return the simulated seconds of one step of ``plan``, including the optimizer update. It is faster than
-    :func:`simulate_plan`, because it builds no timeline. ``facts``: figures derived from the plan's program, such as
-    the bytes of its values; ``None``: they are computed.
+    """Return the simulated seconds of one step of ``plan``, including the optimizer update. This is faster than
+    :func:`simulate_plan`, which also builds a timeline. ``facts``: figures derived from the plan's program, such as the
+    bytes of its values; ``None``: they are computed.
     """
     overlap = steps_overlap(plan)
     pipelines = _list_pipelines(plan, facts or ProgramFacts(plan.program))

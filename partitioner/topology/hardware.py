@@ -391,8 +391,8 @@ class NodeOverride(TopologyPart):
     @field_validator("dead_nics", mode="before")
     @classmethod
     def _how_many_or_which(cls, dead: Any) -> Any:
-        """Return ``dead``, a number of failed network cards or a list of their indices. Raise ``ValueError`` for other
-        values."""
+        """Return ``dead``, a number of failed network cards or a list of their indices in the node. Raise
+        ``ValueError`` for other values."""
         cards = dead if isinstance(dead, list | tuple) else [dead]
         if not all(_is_whole(card) and card >= 0 for card in cards):
             raise ValueError(

@@ -89,7 +89,8 @@ def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
     ``[devices]``. ``devices``, ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed
     cards, from 0. A device whose cards all failed uses those of the nearest device that has working ones.
 
-    Devices share cards, or have several each, in order of their index in the node.
+    If there are fewer cards than devices, several devices use one card; otherwise a device may have several. They are
+    assigned in order of their index in the node.
     """
     used, strength = _assign_live_ports(devices, cards, dead)
     home = np.arange(devices) * len(strength) // devices

@@ -187,7 +187,7 @@ class Topology(TopologyPart):
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Return a mapping from the name of each device to its index."""
+        """Return a mapping from the name of each device to its index in the list of devices, from 0."""
         return {name: i for i, name in enumerate(self.names)}
 
     @cached_property

@@ -188,10 +188,10 @@ class PartitionedTrainer(Trainer):
         """Return two values: an example batch (input name -> value) to plan with, and the lengths of batches to plan
         for.
 
-        The batch has ``size`` samples. They come from that data set of ``datasets`` that has the longest sample, and
-        include this sample; samples of a smaller data set are repeated. The lengths are the length of the longest
-        sample and, if it is a multiple of 4, a quarter and a half of it, in ascending order. They are empty if all
-        samples have equal lengths, or if lengths are not measured. Raise :class:`TrainerError` if a data set has no
+        The batch has ``size`` samples. The samples come from that data set of ``datasets`` that has the longest sample,
+        and include this sample; samples of a smaller data set are repeated. The lengths are the length of the longest
+        sample and, if it is a multiple of 4, a quarter and a half of it, in ascending order. No lengths are returned if
+        all samples have equal lengths, or if lengths are not measured. Raise :class:`TrainerError` if a data set has no
         samples.
         """
         found: list[tuple[int, dict[str, Any]]] = []

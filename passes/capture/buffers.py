@@ -115,10 +115,10 @@ _MOST_OBJECTS = 100_000  # most objects that are searched for parameters and buf
 def trace_buffer_writes(model: nn.Module, *, in_float64: bool) -> Iterator[None]:
     """Return a context in which assignments of forward to buffers, frozen parameters and ``.data`` can be traced.
 
-    Inside it, the forward of ``model`` copies the assigned values into the model's own tensors before it returns. It
-    raises :class:`UnsupportedError` for changes that a plan cannot keep: another shape or dtype, a parameter or buffer
-    that is added or removed, and parameters or buffers that share memory because of an assignment, if one of them is
-    trained or changed in place.
+    Inside it, the forward of ``model`` copies the assigned values into the model's own tensors before it returns. The
+    context raises :class:`UnsupportedError` for changes that a plan cannot keep: another shape or dtype, a parameter or
+    buffer that is added or removed, and parameters or buffers that share memory because of an assignment, if one of
+    them is trained or changed in place.
 
     Args:
         in_float64: whether the model is traced in float64. An assigned floating-point tensor may then differ in dtype

@@ -99,8 +99,8 @@ def capture(
             ``model.to``. ``fp64`` also turns casts to other floating-point types inside the model into casts to
             float64. ``None`` casts nothing.
         objective: ``train`` captures the loss and what gradients need; any other value captures only the forward.
-        device: ``cpu`` or ``cuda``, the type of device that the model will run on. It decides which ``torch.autocast``
-            regions of forward take effect.
+        device: ``cpu`` or ``cuda``, the type of device that the model will run on. The device decides which
+            ``torch.autocast`` regions of forward take effect.
         lift_numbers: read Python numbers of the inputs as 0-dimensional tensors if forward allows it.
     """
     if precision is not None and precision not in PRECISIONS:
@@ -192,8 +192,8 @@ def _choose_cache_use(
     Caches stay on only if the result of forward depends on them. To find this out, forward is run without a trace.
 
     Args:
-        fake_copy: a copy of the model with fake parameters and with the caches off. It is returned itself if the model
-            has no caches.
+        fake_copy: a copy of the model with fake parameters and with the caches off. The copy is returned itself if the
+            model has no caches.
         arguments: (positional arguments, keyword arguments) of forward.
         dtype: the dtype to which floating-point tensors are cast; ``None`` keeps their dtypes.
     """

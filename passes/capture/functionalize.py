@@ -117,8 +117,8 @@ class StorageTracker:
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
     def record_detached(self, detached: fx.Node, node: fx.Node) -> None:
-        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in regions where gradients are
-        off. Both share memory, and a write to one of them is a write to the other."""
+        """Record that the ``detach`` node ``detached`` replaces ``node`` as an operand in parts of forward in which
+        gradients are off (``torch.no_grad``). Both share memory, and a write to one of them is a write to the other."""
         self._without[detached] = node
         self.record_node(detached)
 
@@ -432,7 +432,7 @@ class _RegionInliner:
 
         Args:
             env: maps original nodes to their copies.
-            grad: whether gradients are on in this region.
+            grad: whether gradients are on in this part of forward.
         """
         for node in owner.graph.nodes:
             if node.op == "output":

@@ -71,8 +71,8 @@ def _is_mutating_node(node: fx.Node) -> bool:
 def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Replace the in-place operator ``node`` of ``graph`` by a functional one. Return whether it was replaced.
 
-    It stays if another value may share the written memory. ``order``: the position of each node in the graph; new nodes
-    are added to it.
+    The operator stays if another value may share the written memory. ``order``: the position of each node in the graph;
+    new nodes are added to it.
     """
     target, functional = node.args[0] if node.args else None, find_functional_operator(node.target)
     if functional is None or not isinstance(target, fx.Node):

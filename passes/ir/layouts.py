@@ -62,8 +62,8 @@ class Layout:
     def parse(text: str) -> Layout:
         """Return the layout that ``text`` describes, such as ``R``, ``P``, ``S0`` (sharded on dim 0) or ``S1[8,4]z``.
 
-        ``[8,4]`` are the sizes of separately sharded parts of the dim; ``z`` is for zigzag. Raises ``ValueError`` for
-        any other text.
+        ``[8,4]`` are the sizes of separately sharded parts of the dim; ``z`` is for zigzag (each rank has two pieces of
+        the dim, one counted from each end). Raises ``ValueError`` for any other text.
         """
         match = re.fullmatch(r"(R'|R|P)|S(\d+)(?:\[(\d+(?:,\d+)+)\])?(z?)", text)
         if match is None:

@@ -94,8 +94,8 @@ class LiftScope:
     problem: str = ""  # the first use that a tensor cannot represent, with its line
 
     def start(self) -> None:
-        """Clear this record of how forward uses its numbers. It is called when forward begins, so that uses in earlier
-        calls do not count."""
+        """Clear this record of how forward uses its numbers. This method is called when forward begins, so that uses in
+        earlier calls do not count."""
         self.guards.clear()
         self.problem = ""
 
@@ -113,8 +113,8 @@ class LiftScope:
 
         ``expression``: the condition as a nested tuple, such as ``("gt", ("given", "beta"), ("number", 0))``, which
         says that the input ``beta`` is greater than 0. ``outcome``: its outcome for the numbers of the batch for which
-        the plan is made. It is recorded and returned inverted if the condition is in ``flipped``, the conditions whose
-        other branch is to be traced.
+        the plan is made. The outcome is recorded and returned inverted if the condition is in ``flipped``, the
+        conditions whose other branch is to be traced.
         """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))

@@ -129,9 +129,9 @@ def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Gra
     placeholders stay.
 
     Args:
-        rules: for each operator to replace, a function ``rule(build, *args, **kwargs)``. It appends operators by
-            ``build`` and returns the node that replaces the operator, or the constant ``KEEP`` to leave the operator as
-            it is.
+        rules: for each operator to replace, a function ``rule(build, *args, **kwargs)``. The function appends operators
+            by ``build`` and returns the node that replaces the operator, or the constant ``KEEP`` to leave the operator
+            as it is.
     """
     build = Builder()
     env: dict[fx.Node, Any] = {}

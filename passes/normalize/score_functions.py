@@ -487,9 +487,9 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
 
 
 def _find_row_flags(flags: ElementSource, length: int) -> DocumentMask | None:
-    """Return the tensor from which ``flags`` takes one element for each key, or for each batch row and key. It is
-    returned as a :class:`DocumentMask` whose ``source`` is the node of this tensor. Return ``None`` if the flags depend
-    on heads or queries.
+    """Return the tensor from which ``flags`` takes one element for each key, or for each batch row and key. The tensor
+    is returned as a :class:`DocumentMask` whose ``source`` is the node of this tensor. Return ``None`` if the flags
+    depend on heads or queries.
 
     ``flags``: booleans that are added to an attention mask, with the dims ``[batch, heads, queries, keys]``.
     ``length``: the number of keys.

@@ -402,8 +402,8 @@ class AttentionAccumulator:
         self._seen.append((rows.start, rows.stop))
 
     def _ensure_result_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the attention over all tiles so far, as two tensors: the result, and the logsumexp of each query's
-        scores. If no tile was added yet, create them with zeros and minus infinity."""
+        """Return the attention over all tiles (rectangles of queries and keys) so far, as two tensors: the result, and
+        the logsumexp of each query's scores. If no tile was added yet, create them with zeros and minus infinity."""
         if self.out is None or self.lse is None:
             batch, heads, length, _ = self.q.shape
             self.out = self.q.new_zeros(
@@ -433,8 +433,9 @@ class AttentionAccumulator:
             all_lse[..., rows] = lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the attention over all tiles that were added, ``[..., heads, queries, width]`` in the
-        type of the queries, and the logsumexp of the scores of each query, ``[..., heads, queries]``.
+        """Return two tensors: the attention over all tiles (rectangles of queries and keys) that were added, ``[...,
+        heads, queries, width]`` in the type of the queries, and the logsumexp of the scores of each query, ``[...,
+        heads, queries]``.
         """
         out, lse = self._ensure_result_tensors()
         return copy_position_major(out.to(self.q.dtype)), lse
@@ -520,8 +521,8 @@ def find_accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def make_band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Tensor) -> Tensor:
-    """Return the mask ``[num_queries, num_keys]`` to add to the scores of a tile: 0 where a query sees a key, minus
-    infinity elsewhere.
+    """Return the mask ``[num_queries, num_keys]`` to add to the scores of a tile (a rectangle of queries and keys): 0
+    where a query sees a key, minus infinity elsewhere.
 
     ``offset``: the position of the first query minus that of the first key. ``band``: the positions around its own that
     a query sees. ``like``: a tensor of the mask's type and device.

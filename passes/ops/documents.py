@@ -182,8 +182,9 @@ class DocumentAttention:
                 attention.add(tile, k[group], v[group])
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return two tensors: the attention over all tiles that were added, ``[b, heads, queries, width]`` in the type
-        of the queries, and the logsumexp of the scores of each query, ``[b, heads, queries]``.
+        """Return two tensors: the attention over all tiles (rectangles of queries and keys) that were added, ``[b,
+        heads, queries, width]`` in the type of the queries, and the logsumexp of the scores of each query, ``[b, heads,
+        queries]``.
         """
         return copy_position_major(self.out.to(self.q.dtype)), self.lse
 

@@ -114,8 +114,8 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     """Return ``scale`` ``[m, n]``, the scales of an 8-bit matrix's blocks, as a vector in the order in which the GPU's
     kernel reads them.
 
-    They are padded to multiples of 128 rows and 4 columns, and cut into tiles of this size. In a tile, row ``r`` is at
-    ``16 * (r % 32) + 4 * (r // 32)`` (cuBLAS documentation, layout of 1D block scaling factors).
+    The scales are padded to multiples of 128 rows and 4 columns, and cut into tiles of this size. In a tile, row ``r``
+    is at ``16 * (r % 32) + 4 * (r // 32)`` (cuBLAS documentation, layout of 1D block scaling factors).
     """
     rows, columns = scale.shape
     tall, wide = -(-rows // 128), -(-columns // 4)

@@ -33,9 +33,9 @@ def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVa
     the ``argmax`` always finds an element of the original batch, never a padded one; the caller then follows the
     operator's sharding rule.
 
-    It always does if padded elements have a number that is a lower bound of all elements: padded elements come last,
-    and of several largest elements the first one is found. ``operands``: what is known of the operand, as a sequence of
-    one.
+    The ``argmax`` always does so if padded elements have a number that is a lower bound of all elements: padded
+    elements come last, and of several largest elements the first one is found. ``operands``: what is known of the
+    operand, as a sequence of one.
     """
     (x,) = operands
     if not isinstance(given := get_node_argument(node, "dim", None), int):

@@ -125,7 +125,7 @@ def classify_unseen(
 ) -> Unseen:
     """Return at which hidden positions a query sees no key at all: ``"all"`` if all positions of its sample must be
     hidden; ``"first"`` if it is enough that the first ones are, as under a causal mask; ``"gap"`` if it may also be
-    enough that those between visible ones are, as under a causal window and other masks of queries and keys.
+    enough that those between visible ones are, as under a causal sliding window and other masks of queries and keys.
 
     ``scores``: the attention scores whose keys an input hides. ``varying``: each node that computes masks -> the dims
     along which its elements may differ. ``values``: for each node of the graph, what is known of its results if the

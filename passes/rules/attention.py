@@ -327,7 +327,7 @@ def _lower_grouped_product(local: LocalBuilder) -> fx.Node:
     """Append the product of rows (tokens) with the matrices of those experts that this rank holds to the graph of one
     rank, and return its node. ``local``: the grouped product to replace, its layouts, and the graph of one rank.
 
-    The rows of these experts are consecutive. They are moved to the front before the product and back after it; all
+    The rows of these experts are consecutive. The rows are moved to the front before the product and back after it; all
     other rows of the result are zero.
     """
     x, weight, ends = local.operands

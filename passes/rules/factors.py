@@ -142,9 +142,9 @@ class LocalBuilder:
     """What a sharding rule needs to append to ``graph``, the graph of one rank, the operators that replace the operator
     call ``node``.
 
-    ``factors``: the sharding rule of ``node``. ``strategy``: the layouts of its operands and results. ``axis``,
-    ``num_ranks``: the mesh axis over which these are sharded, and its size. ``operands``: the nodes in ``graph``
-    that have this rank's operands.
+    ``factors``: the sharding rule of ``node``, which says which named loop dimensions its dims consist of.
+    ``strategy``: the layouts of its operands and results. ``axis``, ``num_ranks``: the mesh axis over which these are
+    sharded, and its size. ``operands``: the nodes in ``graph`` that have this rank's operands.
     """
 
     node: fx.Node

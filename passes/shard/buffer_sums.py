@@ -115,8 +115,8 @@ class _BufferSumRewriter:
 
     def add_up(self, name: str, place: int) -> bool:
         """Replace one output of a graph, the new value of a buffer, by one microbatch's addend of it, if it is a sum
-        over microbatches. Return whether it was replaced. It is not if its value is equal in every microbatch or is not
-        such a sum.
+        over microbatches. Return whether it was replaced. It is not replaced if its value is equal in every microbatch
+        or is not such a sum.
 
         ``name``: the name of the block, that is, the graph of a piece of the model such as a layer. ``place``: the
         index of the output, from 0.

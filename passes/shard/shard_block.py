@@ -177,8 +177,8 @@ class _Rewriter:
         rank its shard of ``layout``. Return the node of the result. ``local``: the node of the whole tensor in the
         graph of one rank.
 
-        Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag layout needs
-        this; otherwise ``local`` is returned.
+        Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag layout (each
+        rank has two pieces, one counted from each end of the dim) needs this; otherwise ``local`` is returned.
         """
         if not layout.sections and not layout.zigzag:
             return local
@@ -189,9 +189,10 @@ class _Rewriter:
         """Append operators that reorder a gathered dim from the order of the ranks' shards to its original order.
         Return the node of the result.
 
-        ``local``: the node of the gathered tensor in the graph of one rank. ``layout``: the sharded layout before
-        the gather. Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag
-        layout needs the reordering; otherwise ``local`` is returned.
+        ``local``: the node of the gathered tensor in the graph of one rank. ``layout``: the sharded layout before the
+        gather. Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag layout
+        (each rank has two pieces, one counted from each end of the dim) needs the reordering; otherwise ``local`` is
+        returned.
         """
         if not layout.sections and not layout.zigzag:
             return local

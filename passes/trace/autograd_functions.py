@@ -319,9 +319,9 @@ def _transpose_custom_backward(
 
 
 def _match_gradients_to_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients of those arguments of a user's ``torch.autograd.Function`` that need one, in order. They are
-    made from what its ``backward`` returned as autograd does: broadcast dims are summed, and dtypes cast. ``None`` is a
-    gradient of zero.
+    """Return the gradients of those arguments of a user's ``torch.autograd.Function`` that need one, in order. The
+    gradients are made from what its ``backward`` returned as autograd does: broadcast dims are summed, and dtypes cast.
+    ``None`` is a gradient of zero.
 
     ``found``: what ``backward`` returned. ``args``: the arguments of ``forward``. ``needs``: for each argument, whether
     it needs a gradient. Raise :class:`_InvalidBackward` if number, types or shapes of the gradients do not match the

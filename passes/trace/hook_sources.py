@@ -319,9 +319,9 @@ class _HookReader:
     """Analyses the source of one Python function, such as a hook, without running it. ``depth``: the number of calls
     that enclose the call of this function.
 
-    It finds the origin of each value: an argument of the hook, a part of the model, an object that exists already, a
-    new value, ``None``, or unknown. A local name has one origin in the whole function, and the statements are
-    analysed again until no origin changes. The order of statements and the number of loop iterations therefore do
+    The reader finds the origin of each value: an argument of the hook, a part of the model, an object that exists
+    already, a new value, ``None``, or unknown. A local name has one origin in the whole function, and the statements
+    are analysed again until no origin changes. The order of statements and the number of loop iterations therefore do
     not matter.
     """
 

@@ -75,8 +75,8 @@ _UNUSED = (
 @contextlib.contextmanager
 def trace_inner_gradients(line: Callable[[], str]) -> Iterator[None]:
     """Return a context for tracing a model's forward, in which forward itself can compute gradients by
-    ``torch.autograd.grad``, ``torch.func`` and ``torch.autograd.functional``. It raises :class:`UnsupportedError` for
-    gradients that cannot be traced, such as those inside of ``torch.vmap``.
+    ``torch.autograd.grad``, ``torch.func`` and ``torch.autograd.functional``. The context raises
+    :class:`UnsupportedError` for gradients that cannot be traced, such as those inside of ``torch.vmap``.
 
     ``line``: returns the line of forward that is running, as text for error messages.
     """

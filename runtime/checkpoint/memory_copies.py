@@ -382,7 +382,7 @@ class MemoryCopies:
     def remove(self) -> None:
         """Wait for the last copy, and delete all copies of this training from the nodes' memory. All ranks call this.
 
-        It is called at the end of training, when the last step is on disk.
+        This is done at the end of training, when the last step is on disk.
         """
         self.wait()
         self._slots.clear()
@@ -418,10 +418,10 @@ class MemoryCopies:
         return hashlib.sha256(f"{token} {self._way}".encode()).hexdigest()[:16]
 
     def _begin_line(self) -> None:
-        """Choose a new random token for the copies made from now on, the same on all ranks, and write it beside the
-        checkpoints.
+        """Choose a new random token (a number) for the in-memory copies of training states made from now on, the same
+        on all ranks, and write it beside the checkpoints.
 
-        Copies that were made before have another token, and are not restored any more. All ranks call this.
+        Copies that were made earlier have another token, and are not restored any more. All ranks call this.
         """
         token = secrets.randbits(60) if self.rank == 0 else 0
         [token] = self._peers.sum_numbers([token])
@@ -606,8 +606,8 @@ def get_copies_folder(checkpoints: Path, memory: Path) -> Path:
 
 
 def remove_line_token(checkpoints: Path, rank: int) -> None:
-    """Remove the file with the token of valid in-memory copies from the folder ``checkpoints``, so that none is
-    restored any more.
+    """Remove the file with the token (a random number) of valid in-memory copies from the folder ``checkpoints``, so
+    that none is restored any more.
 
     ``rank``: number of this rank. Only rank 0 removes the file; on other ranks this does nothing.
     """
@@ -621,8 +621,8 @@ def _resize_slots(wanted: Mapping[CheckpointSlot, int]) -> None:
 
 
 def _read_current_line(checkpoints: Path) -> list[int]:
-    """Return two numbers: the token that valid in-memory copies have, and the step of the newest checkpoint on disk
-    that was written after this token.
+    """Return two numbers: the token (a random number) that valid in-memory copies have, and the step of the newest
+    checkpoint on disk that was written after this token.
 
     Each is 0 if there is none. ``checkpoints``: the folder of checkpoints.
     """

@@ -251,8 +251,8 @@ class Checkpoints:
 
 
 def _read_published(folder: Path) -> tuple[str, str] | None:
-    """Return name and token of the checkpoint that the file ``latest`` in ``folder`` names; ``None`` if there is none,
-    or if it cannot be read.
+    """Return the name and the token (a random text that identifies one save) of the checkpoint that the file ``latest``
+    in ``folder`` names; ``None`` if there is none, or if it cannot be read.
     """
     try:
         name = (folder / LATEST).read_text().strip()

@@ -38,8 +38,8 @@ class RankShard(NamedTuple):
 
     Args:
         shards: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
-            ranks, and which of them this rank is. They are applied one after the other, each to the result of the one
-            before.
+            ranks, and which of them this rank is. The entries are applied one after the other, each to the result of
+            the one before.
         piece: first element and number of elements of the ZeRO piece; ``None``: the rank holds the whole shard.
         first: whether the rank is the first of the ranks that divide the shard. This decides which rank writes if all
             pieces are empty.
@@ -80,8 +80,8 @@ def compute_shard_boxes(
     """Return the rectangular parts of a tensor of global ``shape`` that make up a rank's shard, in the shard's order.
 
     ``shards``: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
-    ranks, and which of them this rank is. They are applied one after the other. ``limits``: return only the parts
-    inside this box of the shard; ``None``: all.
+    ranks, and which of them this rank is. The entries are applied one after the other. ``limits``: return only the
+    parts inside this box of the shard; ``None``: all.
     """
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for layout, num_ranks, index in shards:

@@ -176,7 +176,7 @@ class GlooGroup(TorchGroup):
     """A process group on Gloo, with faster all-gather and reduce-scatter than Gloo's own.
 
     Gloo's all-gather copies twice, and its reduce-scatter is a whole all-reduce. Here they are a broadcast from every
-    rank, and an exchange of parts that each rank sums. They take 0.3 to 0.9 of the time of Gloo's own on two and on
+    rank, and an exchange of parts that each rank sums. These take 0.3 to 0.9 of the time of Gloo's own on two and on
     four ranks (measured from 8 KB to 4 MB with torch 2.13).
     """
 

@@ -59,8 +59,8 @@ def generate_code(
 
     ``device``: where the function gets its arguments; the tensors ``arguments`` may be elsewhere, such as on the meta
     device. A compiled function takes a list of arguments, which it empties, and returns a sequence of results with the
-    strides that the operators of the graph give them. It raises ``AssertionError`` for arguments of other shapes or
-    strides.
+    strides that the operators of the graph give them. The function raises ``AssertionError`` for arguments of other
+    shapes or strides.
     """
     function: BoxedFunction | None
     if device.type != "cpu":

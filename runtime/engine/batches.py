@@ -119,7 +119,8 @@ def convert_rank_batch(program: Program, share: BatchShare, batch: Any, local: b
 
 def _select_rank_rows(data: InputData, whole: Tensor, share: BatchShare) -> Tensor:
     """Return the rows (samples) of the input ``data`` that belong to ``share``, the part of a global batch that a rank
-    reads. ``whole``: the input's tensor for the global batch. It is returned itself if the input has no batch dim.
+    reads. ``whole``: the input's tensor for the global batch. This tensor is returned itself if the input has no batch
+    dim.
     """
     if data.batch_dim is None:
         return whole

@@ -91,9 +91,9 @@ class ConsistencyChecks:
         self._probes: list[_GradientProbe] = []
 
     def before_step(self, batch: Any, local: bool, rank: RankProgram | None = None) -> None:
-        """Run the checks that are due before this step; each is due at regular intervals of steps. They compare ranks:
-        replicas of parameters must be equal, the training script must have scaled the gradients of all ranks by the
-        same factor (such as by clipping them), and ranks must have been given the same batch. All ranks call this.
+        """Run the checks that are due before this step; each is due at regular intervals of steps. The checks compare
+        ranks: replicas of parameters must be equal, the training script must have scaled the gradients of all ranks by
+        the same factor (such as by clipping them), and ranks must have been given the same batch. All ranks call this.
 
         ``batch``: the batch of the step. ``local``: whether it has only this rank's samples; otherwise it is the global
         batch. ``rank``: the program of the step; ``None``: the first program of the plan. Raise :class:`AgreementError`

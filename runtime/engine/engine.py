@@ -318,10 +318,10 @@ class Engine:
     def run(self, name: str, batch: Any, *, local: bool = False, keep_outputs: bool | None = None) -> Tensor | None:
         """Run the plan's further program ``name``, such as an evaluation, on a global batch. All ranks call this.
 
-        It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
-        state or buffer, none of :attr:`steps`, and no random numbers of later steps. ``batch``: the whole global batch,
-        the same on all ranks or, with ``local``, this rank's :attr:`share` of it. ``keep_outputs``: collect the results
-        of this run in :attr:`outputs`; ``None``: as the engine's argument of this name says.
+        The program reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient,
+        optimizer state or buffer, none of :attr:`steps`, and no random numbers of later steps. ``batch``: the whole
+        global batch, the same on all ranks or, with ``local``, this rank's :attr:`share` of it. ``keep_outputs``:
+        collect the results of this run in :attr:`outputs`; ``None``: as the engine's argument of this name says.
 
         Returns the loss of the whole batch, the same on all ranks; ``None`` if the program has no loss. The results are
         in :attr:`outputs`.
@@ -361,8 +361,8 @@ class Engine:
         and the decoder generates tokens from its result. All ranks call this with the same arguments, and get the same
         result.
 
-        It reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient, optimizer
-        state or buffer, none of :attr:`steps`, and no random numbers of later steps.
+        Generation reads the weights that :meth:`step` trains, as they are now. It changes no parameter, gradient,
+        optimizer state or buffer, none of :attr:`steps`, and no random numbers of later steps.
 
         Args:
             input_ids: integers ``[batch, positions]``: at most as many samples as planned. A model with an encoder
@@ -646,8 +646,9 @@ class Engine:
         self._counted_at = self.steps_run
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
-        """Report that this rank is in ``phase`` ("saving", "loading") inside the ``with`` block. It is written to the
-        rank's flight record: the files in which a rank records what it does at which time. Do nothing if it has none.
+        """Report that this rank is in ``phase`` ("saving", "loading") inside the ``with`` block. The phase is written
+        to the rank's flight record: the files in which a rank records what it does at which time. Do nothing if it has
+        none.
         """
         recorder = self._executor.recorder
         return nullcontext() if recorder is None else recorder.phase(phase)

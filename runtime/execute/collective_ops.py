@@ -379,8 +379,8 @@ class ContextScoredAttention(KeyExchange):
         return found
 
     def _order_ranks(self, ranks: Sequence[RowMarks]) -> RowMarks:
-        """Return documents and prefixes of all positions, in the order of the sequence. ``ranks``: those of the
-        positions of every rank."""
+        """Return the document ids of all positions, and the flags of keys that belong to a prefix, in the order of the
+        sequence. ``ranks``: the same for the positions of each rank."""
         order = self._order_parts(ranks[0].ids.shape[1])
         ids, prefix = (
             [x[r].narrow(1, p.start, p.length) for r, p in order if x[r] is not None] for x in zip(*ranks, strict=True)
@@ -389,8 +389,9 @@ class ContextScoredAttention(KeyExchange):
 
     def _list_tiles(self, ranks: Sequence[RowMarks], step: int | None) -> list[Tiles]:
         """Return, for each row of the batch, the tiles (blocks of queries and keys, by position, between which
-        attention is computed) of one step of the ring. ``ranks``: documents and prefixes of the positions of every
-        rank. ``step``: number of the step, from 0; ``None``: the tiles of all keys, in the order of the sequence.
+        attention is computed) of one step of the ring. ``ranks``: for each rank, the document ids of its positions, and
+        the flags of keys that belong to a prefix. ``step``: number of the step, from 0; ``None``: the tiles of all
+        keys, in the order of the sequence.
         """
         index, size, length = self.group.index, self.group.size, ranks[0].ids.shape[1]
         own = self._list_rank_parts(length, index)

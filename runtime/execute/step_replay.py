@@ -124,8 +124,8 @@ def find_replay_obstacle(block: BlockGraph, device: str) -> str:
 
 class ReplayableCall:
     """Wrapper of ``bound``, one call of a block (a piece of the model), with the same methods, for steps that are
-    recorded and replayed. A call in which the host reads values from the device cannot be part of a recording. It runs
-    as usual between the recorded segments, in the recorded step and in each replay.
+    recorded and replayed. A call in which the host reads values from the device cannot be part of a recording. Such a
+    call runs as usual between the recorded segments, in the recorded step and in each replay.
 
     ``reason``: why the call cannot be recorded, as text; empty if it can. ``replay``: decides what is recorded.
     """

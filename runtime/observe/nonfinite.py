@@ -62,8 +62,9 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
     infinite.
 
     All ranks call this after ``engine.step(batch, local=local)`` and before they use the gradients. ``batch``: the
-    batch of that step. ``local``: whether it has only this rank's samples; otherwise it is the whole global batch. It
-    reads every gradient once. If a value is not finite, the step is repeated to find the operator that produced it.
+    batch of that step. ``local``: whether it has only this rank's samples; otherwise it is the whole global batch. The
+    check reads every gradient once. If a value is not finite, the step is repeated to find the operator that produced
+    it.
     """
     engine._executor.updates.keep = True  # what a step to come read, should it be run again
     bad = engine.loss is not None and not bool(torch.isfinite(engine.loss))

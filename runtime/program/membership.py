@@ -33,9 +33,9 @@ def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int
     """Return how the pipeline stage ``stage`` passes on a tensor, such as the loss, that goes from the stage ``source``
     to all stages, from each stage to its neighbours.
 
-    All stages are given by their indices. The first returned item is the stage from which ``stage`` receives the
-    tensor; ``None`` if it is ``source`` itself. The second has the stages to which it sends the tensor. ``num_stages``:
-    number of pipeline stages.
+    All pipeline stages are given by their indices, from 0. The first returned item is the stage from which ``stage``
+    receives the tensor; ``None`` if it is ``source`` itself. The second has the stages to which it sends the tensor.
+    ``num_stages``: number of pipeline stages.
     """
     below = [stage - 1] if 0 < stage <= source else []
     above = [stage + 1] if source <= stage < num_stages - 1 else []

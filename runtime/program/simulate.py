@@ -412,14 +412,15 @@ class _InstructionJob(OverlappedCollective):
 class _SimulatedRank(RankClock):
     """The simulated rank of one pipeline stage. ``instructions``: its list; ``position``: that of its next instruction.
 
-    It also has the collectives and copies in progress. A bucket is a set of parameters that are gathered or reduced
-    together. ``gathered``: index of a bucket -> the all-gather of its parameters, until a computation has waited for
-    it. ``scattered``: index of a bucket -> the collective of its gradients that was started last. ``summed``: the final
-    all-gather of a hierarchical reduction that was started last; ``None``: there was none. ``scattering``: the
-    reduce-scatters over ZeRO axes in progress. ``offload_until``, ``fetch_until``: the times until which copies to and
-    from host memory are in progress. ``offloaded_at``: (position of a call, microbatch) -> time at which its
-    activations are back on the device. ``fetched_at``: name of a parameter -> time at which its copy is on the device.
-    ``spans``: the times of its instructions so far. ``background``: the times of its transfers and collectives so far.
+    The other fields are the collectives and copies in progress, and what has run so far. A bucket is a set of
+    parameters that are gathered or reduced together. ``gathered``: index of a bucket -> the all-gather of its
+    parameters, until a computation has waited for it. ``scattered``: index of a bucket -> the collective of its
+    gradients that was started last. ``summed``: the final all-gather of a hierarchical reduction that was started last;
+    ``None``: there was none. ``scattering``: the reduce-scatters over ZeRO axes in progress. ``offload_until``,
+    ``fetch_until``: the times until which copies to and from host memory are in progress. ``offloaded_at``: (position
+    of a call, microbatch) -> time at which its activations are back on the device. ``fetched_at``: name of a parameter
+    -> time at which its copy is on the device. ``spans``: the times of its instructions so far. ``background``: the
+    times of its transfers and collectives so far.
     """
 
     stage: int = 0

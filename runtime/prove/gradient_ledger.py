@@ -237,9 +237,9 @@ class StateGradients:
         """Record that the instruction at position ``index`` reduce-scatters the gradients of the parameters of bucket
         ``number`` over the ranks among which ZeRO divides them.
 
-        A bucket is a set of parameters whose gradients are reduced together; ``number`` is its index. Raise
-        :class:`Refusal` if nothing was added to the gradients since the last time, if they were already reduced
-        further, or, under ZeRO 1, if they are incomplete.
+        A bucket is a set of parameters whose gradients are reduced together; ``number``: index of the bucket on the
+        pipeline stage. Raise :class:`Refusal` if nothing was added to the gradients since the last time, if they were
+        already reduced further, or, under ZeRO 1, if they are incomplete.
         """
         if number not in self.shared or not self.shared[number].axes:
             raise Refusal(
@@ -271,9 +271,10 @@ class StateGradients:
 
     def check_pieces(self, number: int) -> None:
         """Raise :class:`Refusal` unless all gradients of bucket ``number``, which ZeRO shards, are complete and
-        reduce-scattered, so that this rank has its pieces of the sums.
+        reduce-scattered, so that this rank has its ZeRO parts of the sums.
 
-        A bucket is a set of parameters that are reduced together; ``number`` is its index.
+        A bucket is a set of parameters that are reduced together; ``number``: index of the bucket on the pipeline
+        stage.
         """
         for state in self.shared[number].states:
             self.check_whole(state)
@@ -299,9 +300,9 @@ class StateGradients:
         axes.
 
         A bucket is a set of parameters that are reduced together. ``op``: REDUCE (all-reduce), SCATTER (reduce-scatter)
-        or GATHER (all-gather). ``axes``: the mesh axes that the instruction names. ``index``: its position. Raise
-        :class:`Refusal` if another collective is the next one of the bucket's reduction, or if a gradient is
-        incomplete.
+        or GATHER (all-gather). ``axes``: the mesh axes that the instruction names. ``index``: position of the
+        instruction in the list. Raise :class:`Refusal` if another collective is the next one of the bucket's reduction,
+        or if a gradient is incomplete.
         """
         due, done = self.due[number], self.turned.setdefault(number, [])
         self.before_step()

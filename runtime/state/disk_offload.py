@@ -436,8 +436,8 @@ class DiskOptimizerStates:
         return loss
 
     def _divide_into_windows(self) -> Iterator[list[_Part]]:
-        """Yield windows of about 64 MiB of parameters, each a list of (index of the parameter group, parameters of this
-        group).
+        """Yield groups of about 64 MiB of parameters that are updated together, each a list of (index of the parameter
+        group, parameters of this group).
         """
         window: list[_Part] = []
         room = WINDOW
@@ -455,7 +455,8 @@ class DiskOptimizerStates:
             yield window
 
     def _list_read_tensors(self, window: Sequence[_Part]) -> Iterator[Tensor]:
-        """Yield the tensors that the optimizer reads for one window: parameters with gradients, and their states.
+        """Yield the tensors that the optimizer reads for one window (parameters that are updated together): parameters
+        with gradients, and their states.
 
         ``window``: list of (index of the parameter group, parameters of this group).
         """

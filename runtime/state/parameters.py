@@ -291,8 +291,8 @@ def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
     """Return a rank's shard of the tensor ``name`` in ``weights``.
 
     ``shards``: how the tensor is sharded, one entry for each mesh axis: the layout (which dim is cut), the number of
-    ranks, and which of them this rank is. They are applied one after the other. Only the part that the first division
-    leaves is read from the file.
+    ranks, and which of them this rank is. The entries are applied one after the other. Only the part that the first
+    division leaves is read from the file.
     """
     first, *rest = shards or (Shard(REPLICATED, 1, 0),)
     return take_shards(weights.read(name, *first), rest)

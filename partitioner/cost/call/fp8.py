@@ -75,8 +75,8 @@ def in_fp8(
       (NVIDIA's Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
     - ``apart``: with ``fused``, a separate kernel casts the operand nevertheless, for example after a collective.
     - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
-      (``Float8CurrentScalingQuantizer``). Computing it takes two more launches. They read the whole tensor only with
-      ``apart``, since otherwise the preceding kernel computes the maximum.
+      (``Float8CurrentScalingQuantizer``). Computing it takes two more launches. These launches read the whole tensor
+      only with ``apart``, since otherwise the preceding kernel computes the maximum.
     """
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []

@@ -505,8 +505,8 @@ def _compute_product_work(
 
 def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
     """Return two numbers for the attention ``node``: its FLOPs (scores, and their product with the values) and its
-    number of keys. Pairs that a causal mask or a window excludes are not counted. ``operands``: queries, keys and
-    values on one rank. ``out``: shape of the result.
+    number of keys. Pairs that a causal mask or a sliding window excludes are not counted. ``operands``: queries, keys
+    and values on one rank. ``out``: shape of the result.
     """
     query, key = operands[0].shape, operands[1].shape
     over = collective_name(node.target) is not None
@@ -536,7 +536,8 @@ def attention_product(node: fx.Node, query: Shape, key: Shape, width: int, ranks
 
 def _find_priced_band(node: fx.Node) -> Band:
     """Return the range of positions before and after its own that each query of the attention ``node`` attends to.
-    ``node`` is this project's attention operator, or one of PyTorch's fused attention kernels, which has no window.
+    ``node`` is this project's attention operator, or one of PyTorch's fused attention kernels, which has no sliding
+    window.
     """
     if "partition" in str(node.target):
         return find_attention_band(node) or Band()

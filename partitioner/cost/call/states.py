@@ -108,8 +108,8 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """Return the bytes of the rank's shard of this parameter's gradient under ZeRO-2 and ZeRO-3, otherwise 0. They
-        are kept, but not allocated before the first reduce-scatter of a step.
+        """Return the bytes of the rank's shard of this parameter's gradient under ZeRO-2 and ZeRO-3, otherwise 0. These
+        bytes are kept, but not allocated before the first reduce-scatter of a step.
         """
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
@@ -143,7 +143,7 @@ class StateCost:
     @cached_property
     def total(self) -> float:
         """Return the bytes of the parameter or buffer that stay on the rank: its own, its gradient, optimizer states
-        and compression residuals together.
+        and compression residuals (rounding errors of sent gradients, kept for the next step) together.
         """
         return sum(self.kept.values())
 

@@ -99,8 +99,8 @@ def _get_gradient_bytes(state: StateCost | None) -> float:
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
     """Return, for each of several consecutive block calls (such as layers), the bytes of gathered weights and unsharded
-    gradients on the rank while this call runs. They include the bytes of the calls before and after it. ``calls``: for
-    each call, the bytes of this call alone.
+    gradients on the rank while this call runs. They include the bytes for the call before it and for the call after it.
+    ``calls``: for each call, the bytes of this call alone.
 
     A call needs its own weights and gradients. In forward, the next call's weights are gathered at the same time. In
     backward, the previous call's weights are gathered and the next call's gradients are reduced. ``in_turns``: the rank

@@ -180,9 +180,9 @@ def stage_problem(
       virtual stages. Empty: each rank holds one stage.
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.
 
-    Calls that all stages share, and calls of the prologue (which runs before the pipeline starts), run on every stage
-    that reads their results. The problem charges them to every stage. ``constraints``: the choices that the user fixed;
-    ``None``: none.
+    Cheap calls that all stages repeat, and calls of the prologue (which runs before the pipeline starts), run on every
+    stage that reads their results. The problem charges them to every stage. ``constraints``: the choices that the user
+    fixed; ``None``: none.
     """
     constraints = constraints or Constraints()
     # with sequence parallelism values are sharded over tp in any case
@@ -241,9 +241,9 @@ def stage_problem(
 
 def _in_part(asked: Asked | None) -> Recompute | None:
     """Return the kind of recomputation that a stage of the pipeline problem may choose; ``None`` if ``asked`` is
-    ``None``: the choice is free. It is ``asked``, the user's constraint, except that ``"scores"`` and ``"alternate"``
-    become ``"selective"``: these three differ only in the operators that backward runs a second time, and the costs of
-    the block calls (such as layers) are already computed for the right operators.
+    ``None``: the choice is free. The result is ``asked``, the user's constraint, except that ``"scores"`` and
+    ``"alternate"`` become ``"selective"``: these three differ only in the operators that backward runs a second time,
+    and the costs of the block calls (such as layers) are already computed for the right operators.
     """
     return "selective" if asked == "scores" or asked == "alternate" else asked
 

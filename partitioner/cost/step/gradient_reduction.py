@@ -254,8 +254,8 @@ def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> lis
 
 def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCost], float] | None:
     """Return a function from the cost of a parameter to the bytes of its compression residual (the rounding error of
-    sent gradients that is kept for the next step). It assumes the reduction scheme with the largest residual. Return
-    ``None`` if no residual is kept.
+    sent gradients that is kept for the next step). The function assumes the reduction scheme with the largest residual.
+    Return ``None`` if no residual is kept.
 
     ``machine``: the devices and links that the mesh is laid over. ``constraints``: the choices that the user fixed.
     """
@@ -352,11 +352,11 @@ def exposed_seconds(
     """Return the seconds that gradient reductions add to a step, for many reductions at once; the result has the shape
     of the arrays.
 
-    ``works``: six numbers or arrays of seconds, in this order: all reductions, the last bucket, gathers of parameters,
-    reduce-scatters per further microbatch, compression, compression per further microbatch. ``window_s``: seconds of
-    computation that can hide reductions. ``forward_s``: seconds of the forward, which hides gathers. ``slowdown``:
-    factor on the time of computation and of a collective while both run. ``overlap``: whether they run at the same time
-    at all. ``microbatches``: number of them in a step.
+    ``works``: six numbers or arrays of seconds, in this order: all reductions, the last bucket (gradients that one
+    collective reduces), gathers of parameters, reduce-scatters per further microbatch, compression, compression per
+    further microbatch. ``window_s``: seconds of computation that can hide reductions. ``forward_s``: seconds of the
+    forward, which hides gathers. ``slowdown``: factor on the time of computation and of a collective while both run.
+    ``overlap``: whether they run at the same time at all. ``microbatches``: number of them in a step.
     """
     total, last, gather, again, coding, coding_again = works
     coding = coding + (microbatches - 1) * coding_again
@@ -442,8 +442,8 @@ def reduction_of(
 
     ``sizes``: the bytes that each collective moves; a key is (name of the collective, its mesh axes, ZeRO stage, axes
     of an earlier reduce-scatter). ``last_level``: axes of a reduce-scatter -> whether no other data-parallel reduction
-    follows. ``overlap``: gradients are divided into small buckets, so that most of them are reduced during the
-    backward. ``reducer``: computes the seconds of single collectives.
+    follows. ``overlap``: gradients are divided into small buckets (gradients that one collective reduces), so that most
+    of them are reduced during the backward. ``reducer``: computes the seconds of single collectives.
     """
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = coding = coding_again = 0.0

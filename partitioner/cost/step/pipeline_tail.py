@@ -46,10 +46,10 @@ _MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated buc
 
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
-    """Return a lower bound in seconds on the optimizer's update, over all ways to cut the model into stages. It divides
-    the bytes of the update equally over all pipeline ranks and takes the fastest device for each. ``states``: the cost
-    of each parameter and buffer by name. ``problem``: the block calls (such as layers) of the model with their costs.
-    ``machine``: the devices and links that the mesh is laid over.
+    """Return a lower bound in seconds on the optimizer's update, over all ways to cut the model into stages. The bound
+    divides the bytes of the update equally over all pipeline ranks and takes the fastest device for each. ``states``:
+    the cost of each parameter and buffer by name. ``problem``: the block calls (such as layers) of the model with their
+    costs. ``machine``: the devices and links that the mesh is laid over.
     """
     if not problem.train:
         return 0.0
@@ -324,8 +324,9 @@ class _ReductionTails:
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
         """Return, for each pair of ``starts`` and ``stops``, the seconds that gradient reductions take after the last
         backward, under the fastest reduction scheme, if the stage with index ``stage`` consists of the block calls
-        ``start:stop`` (such as layers). The reductions are simulated bucket by bucket. On stage 0, the seconds by which
-        gathers of updated parameters delay the first forward are added.
+        ``start:stop`` (such as layers). The reductions are simulated bucket by bucket (a bucket: gradients that one
+        collective reduces). On stage 0, the seconds by which gathers of updated parameters delay the first forward are
+        added.
 
         Results are cached: calls with equal costs share one, and so do stages with equal groups and devices.
         """
@@ -418,10 +419,11 @@ class _ReductionTails:
         return [name for name in dict.fromkeys(call.states) if name in self._reduced]
 
     def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
-        """Return six durations in seconds of a gradient reduction: all reductions, the last bucket, gathers of
-        parameters, reduce-scatters per further microbatch, compression, compression per further microbatch. ``sizes``:
-        the bytes that each collective of the reduction moves, in the order of the list ``self.keys``, which has the
-        name and the mesh axes of each. ``reducer``: computes the seconds of single collectives.
+        """Return six durations in seconds of a gradient reduction: all reductions, the last bucket (gradients that one
+        collective reduces), gathers of parameters, reduce-scatters per further microbatch, compression, compression per
+        further microbatch. ``sizes``: the bytes that each collective of the reduction moves, in the order of the list
+        ``self.keys``, which has the name and the mesh axes of each. ``reducer``: computes the seconds of single
+        collectives.
         """
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)

@@ -71,9 +71,9 @@ class PlacedMesh:
     - ``topology``: the cluster. ``mesh``: size of each axis. The sizes, without ``ep``, multiply to the number of
       ranks. ``devices``: the device index of every rank; ``None``: rank ``i`` runs on device ``i``.
     - ``precision``: the number format of most matrix products, such as ``"bf16"``.
-    - ``ep``: number of ranks over which the experts are distributed. They are taken from the ``dp``, ``cp`` and ``tp``
-      ranks. ``etp``: number of ranks over which one expert is sharded; 0 means ``tp``. ``num_experts``: number of
-      experts of the layer with the most experts.
+    - ``ep``: number of ranks over which the experts are distributed. These ranks are taken from the ``dp``, ``cp`` and
+      ``tp`` ranks. ``etp``: number of ranks over which one expert is sharded; 0 means ``tp``. ``num_experts``: number
+      of experts of the layer with the most experts.
     - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a parameter under ZeRO; 0 means all of
       them.
     - ``gradient_bytes``: bytes of all gradients of the unsharded model.
@@ -312,8 +312,8 @@ class PlacedMesh:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Return the link from each stage to the next, ``pp - 1`` entries. It is the slowest link between ranks of the
-        two stages.
+        """Return the link from each stage to the next, ``pp - 1`` entries. Each is the slowest link between ranks of
+        the two stages.
         """
         return self.compute_once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
 

@@ -132,7 +132,7 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
     ``topology``, for lower bounds.
 
     ``everywhere``: the bound is for the slowest of several groups that together contain all devices, like the groups of
-    a mesh axis. It is then higher, because some groups may have to span two nodes.
+    a mesh axis. The bound is then higher, because some groups may have to span two nodes.
     """
     if size == 1:
         return Group(1)

@@ -125,8 +125,9 @@ class _Lane:
             self.clock.compute(of_call)
 
     def backward(self, run: StagePlan, seconds: float, weights: bool, is_last: bool) -> None:
-        """Simulate a backward of the virtual stage ``run``, from its last block call (such as a layer) to its first. It
-        takes ``seconds`` without collectives. Begin the reduction of each bucket once its gradients are complete.
+        """Simulate a backward of the virtual stage ``run``, from its last block call (such as a layer) to its first.
+        The backward takes ``seconds`` without collectives. Begin the reduction of each bucket (gradients that one
+        collective reduces) once its gradients are complete.
 
         ``weights``: only the half of the backward that computes gradients of weights. ``is_last``: no backward of this
         virtual stage follows; otherwise gradients are only scattered.

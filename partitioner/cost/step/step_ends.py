@@ -82,9 +82,10 @@ def stage_buckets(
 def _group_bucket_members(
     problem: StageProblem, plan: StagePlan, states: Mapping[str, StateCost], reducer: Reducer
 ) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
-    """Yield, for each kind of gradients that may share a bucket, a list of gradients and the number of bytes that fill
-    a bucket. A gradient is a pair (index of the first block call, such as a layer, that reads the parameter; cost of
-    the parameter). A list is in the order in which the backward completes its gradients.
+    """Yield, for each kind of gradients that may be in one bucket (gradients that one collective reduces), a list of
+    gradients and the number of bytes that fill a bucket. A gradient is a pair (index of the first block call, such as a
+    layer, that reads the parameter; cost of the parameter). A list is in the order in which the backward completes its
+    gradients.
 
     ``plan``: the block calls of the stage. ``states``: the cost of each parameter and buffer by name. ``reducer``:
     computes the seconds of collectives. ``problem``: the block calls of the model with their costs, to be cut into
@@ -118,9 +119,9 @@ def _group_bucket_members(
 
 
 def _fill_buckets(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
-    """Yield the gradients ``members`` in consecutive lists, each of which becomes a bucket. A list ends as soon as its
-    gradients have at least ``limit`` bytes. A member is a pair (index of a block call, such as a layer; cost of a
-    parameter).
+    """Yield the gradients ``members`` in consecutive lists, each of which becomes a bucket (gradients that one
+    collective reduces). A list ends as soon as its gradients have at least ``limit`` bytes. A member is a pair (index
+    of a block call, such as a layer; cost of a parameter).
     """
     filling: list[tuple[int, StateCost]] = []
     size = 0.0
@@ -236,10 +237,10 @@ def reduction_delays(
 ) -> Delays:
     """Return the seconds that the gradient reductions of a stage add to its last backward.
 
-    ``plan``: the block calls (such as layers) of the stage. ``buckets``: its gradient buckets. ``slowdown``: factor on
-    the time of computation and of a collective while both run. ``by_halves``: the schedule splits each backward in two
-    halves, and only the half for gradients of weights runs last. ``problem``: the block calls of the model with their
-    costs, to be cut into pipeline stages.
+    ``plan``: the block calls (such as layers) of the stage. ``buckets``: its gradient buckets (gradients that one
+    collective reduces). ``slowdown``: factor on the time of computation and of a collective while both run.
+    ``by_halves``: the schedule splits each backward in two halves, and only the half for gradients of weights runs
+    last. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
     """
     run = plan.runs[0]  # the virtual stage whose backwards end last
     clock = RankClock(slowdown)

@@ -429,8 +429,8 @@ def bound_busiest_rank(
     ``[blocks]``. ``seconds``: seconds of one call of each block, shape ``[blocks, candidates]``. ``num_ranks``: number
     of pipeline ranks of each candidate, shape ``[candidates]``.
 
-    The bound is at least the longest call. It also counts whole calls of the main block, the one with the most work.
-    Let ``N`` be the number of calls of the main block, ``L`` the seconds of one of them, ``e`` the seconds of the
+    The bound is at least the longest call. The bound also counts whole calls of the main block, the one with the most
+    work. Let ``N`` be the number of calls of the main block, ``L`` the seconds of one of them, ``e`` the seconds of the
     longest call of another block, and ``p`` the number of ranks. If the busiest rank takes ``T`` seconds, all ranks
     have room for ``(p - 1) floor(T / L) + floor((T - e) / L)`` calls of the main block, which must be at least ``N``.
     This number changes only at ``T = k L`` and ``T = k L + e`` for whole ``k``, so the least ``T`` is one of these.

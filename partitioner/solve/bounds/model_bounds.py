@@ -385,8 +385,8 @@ class ModelBounds:
 
     def share_of_states(self, candidate: MeshCandidate) -> StateCosts:
         """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, a lower
-        bound in bytes. It is assumed that they are sharded evenly. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        bound in bytes. Parameters and buffers are assumed to be sharded evenly. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
         """
         key = candidate.states_kind
         if key not in self._shares:
@@ -493,8 +493,8 @@ class ModelBounds:
         speed: float | None = None,
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. They assume that
-        ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding.
+        """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. The bounds
+        assume that ``tp`` divides all work and tensors evenly and without collectives, so they hold for every sharding.
 
         ``floor``: known lower bounds on the seconds of each block (such as a layer); ``None``: only those of the
         unsharded blocks are known. ``speed``: the speed of the fastest stage relative to the best device type;

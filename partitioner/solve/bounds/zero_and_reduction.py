@@ -200,7 +200,7 @@ class Gathers:
 
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
         """Return two lists of groups of ranks: those over which weights are sharded under ZeRO-3, and those over which
-        experts' weights are. They contain the groups of every placement (assignment of ranks to devices) of
+        experts' weights are. The lists contain the groups of every placement (assignment of ranks to devices) of
         ``candidate``. If not all placements are known, each list has one invented group that is at least as fast as any
         real one. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """

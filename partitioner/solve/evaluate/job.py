@@ -42,7 +42,7 @@ class Job:
     """Everything that a plan is searched for: the model, the batch, the cluster and the constraints.
 
     - ``model``: the model as calls of blocks (equal layers share one block). Its graphs are for the whole batch, or for
-      one group of samples if samples interact within groups. They are marked with the gradients that they need.
+      one group of samples if samples interact within groups. The graphs are marked with the gradients that they need.
     - ``global_batch``: number of samples of a step. ``train``: whether the plan is for training. ``precision``: number
       format of most of the work, such as ``"bf16"``. ``batch``: the layouts that split the batch into microbatches and
       data-parallel parts. ``profile``: how the plan is executed, such as the framework and its kernels.

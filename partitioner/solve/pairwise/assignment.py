@@ -162,12 +162,11 @@ def solve_assignment(
     """Return the cheapest assignment of ``problem`` to within ``relative_gap`` (a fraction of its cost), or the best
     one found in ``time_limit_s`` seconds.
 
-    ``settle``: whether to accept a good assignment that is not proven to be optimal. It is returned if the
-    mixed-integer program has more than ``most_variables`` variables, or if the solver finds nothing in time. Such an
-    assignment comes from a smaller problem or from a dual ascent with local improvement, and its lower bound from a
-    dual ascent. It is not available if a resource limit restricts the choices. Raises
-    :class:`InfeasibleAssignmentError` if no assignment is allowed, and :class:`AssignmentTimeLimitError` if none was
-    found in time.
+    ``settle``: whether to accept a good assignment that is not proven to be optimal. Such an assignment is returned if
+    the mixed-integer program has more than ``most_variables`` variables, or if the solver finds nothing in time. Such
+    an assignment comes from a smaller problem or from a dual ascent with local improvement, and its lower bound from a
+    dual ascent. There is none if a resource limit restricts the choices. Raises :class:`InfeasibleAssignmentError` if
+    no assignment is allowed, and :class:`AssignmentTimeLimitError` if none was found in time.
     """
     start = time.perf_counter()
     rows = list(problem.rows)

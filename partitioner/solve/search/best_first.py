@@ -506,8 +506,8 @@ class ZeroInfeasibility:
     parameters, gradients and optimizer states. ``state_bytes``: function that returns these bytes on a rank of a
     candidate.
 
-    It applies only to schedules with several stages on a rank or without a formula, whose stages take long to solve.
-    ZeRO-3 is compared only with ZeRO-3, because it also needs memory for gathered weights.
+    This rule applies only to schedules with several stages on a rank or without a formula, whose stages take long to
+    solve. ZeRO-3 is compared only with ZeRO-3, because it also needs memory for gathered weights.
     """
 
     state_bytes: Callable[[MeshCandidate], float]

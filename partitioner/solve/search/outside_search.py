@@ -105,8 +105,8 @@ def list_promising_candidates(
 
 def _list_context_variants(candidate: MeshCandidate, fine: Sequence[MeshCandidate]) -> list[MeshCandidate]:
     """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
-    one with half of ``dp``, if they are among ``fine`` apart from their schedule. ``candidate``: mesh sizes, microbatch
-    size, schedule and ZeRO stage.
+    one with half of ``dp``, if they are, apart from their schedule, among the candidates ``fine``. ``candidate``: mesh
+    sizes, microbatch size, schedule and ZeRO stage.
     """
     halves = [axis for axis in ("tp", "dp") if getattr(candidate, axis) % 2 == 0]
     found = [replace(candidate, cp=2 * candidate.cp, **{axis: getattr(candidate, axis) // 2}) for axis in halves]
@@ -136,11 +136,11 @@ def _list_untried_candidates(
     rows: Mapping[MeshCandidate, CandidateOutcome],
     fine: Sequence[MeshCandidate],
 ) -> list[MeshCandidate]:
-    """Return the candidates outside the search that may be faster than its best plan: the pipelines of the search with
-    several virtual stages on a rank, and ``fine``, 1F1B candidates in which more ranks share a sequence, with their own
-    schedule and several virtual stages. Each pipeline of the search has ZeRO stage 1 if possible, else that of its
-    fastest plan. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search. ``space``: the
-    search space (cluster, batch, constraints and sizes of the model).
+    """Return the candidates outside the search that may be faster than its best plan: the pipelines of the search, with
+    several virtual stages on a rank; and the 1F1B candidates ``fine``, in which more ranks share a sequence, as they
+    are and with several virtual stages on a rank. Each pipeline of the search has ZeRO stage 1 if possible, else that
+    of its fastest plan. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search. ``space``:
+    the search space (cluster, batch, constraints and sizes of the model).
     """
     some = [candidate for candidate, row in rows.items() if candidate.pp > 1 and row.status != "infeasible"]
     usual = [candidate for candidate in some if candidate.zero == 1 and not candidate.dp_shard]
@@ -183,9 +183,9 @@ class BestSchedule:
         return self._better.step_time if self._better is not None else self.found.estimate.step_time
 
     def follow(self, candidates: Iterable[MeshCandidate], deadline: float) -> tuple[SolvedCandidate, Certificate]:
-        """Try ``candidates``, and return the best plan and the certificate with a row for each of them. Stop at
-        ``deadline`` (:func:`time.monotonic`) or on ``KeyboardInterrupt``. A candidate is a combination of mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        """Try ``candidates``, and return the best plan and the certificate (how near the plan is to the optimum) with a
+        row for each candidate. Stop at ``deadline`` (:func:`time.monotonic`) or on ``KeyboardInterrupt``. A candidate
+        is a combination of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         cut_off = self.certificate.cut_off
         try:

@@ -127,9 +127,9 @@ class UniformClusterBound:
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. The computation stops
-        early when it shows that no bound from the uniform cluster reaches ``cutoff_s``, since the caller then cannot
-        prune the candidate. Return 0 if devices differ so much that the bound would be loose. ``candidate``: mesh
-        sizes, microbatch size, schedule and ZeRO stage.
+        early when it shows that no bound from the uniform cluster (the user's, with all devices as good as the best)
+        reaches ``cutoff_s``, since the caller then cannot prune the candidate. Return 0 if devices differ so much that
+        the bound would be loose. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
@@ -142,9 +142,9 @@ class UniformClusterBound:
 
     def _bound_until(self, candidate: MeshCandidate, cutoff_s: float, stop_s: float) -> float:
         """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 means that there is
-        no bound. The bound is the least of the bounds of all placements on the uniform cluster. As soon as one of them
-        is below ``stop_s``, the others are bounded only coarsely. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        no bound. The bound is the least of the bounds of all placements on the uniform cluster (the user's, with all
+        devices as good as the best). As soon as one of them is below ``stop_s``, the others are bounded only coarsely.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if (
             self._evaluator.tries_all(candidate)
@@ -189,8 +189,8 @@ class UniformClusterBound:
     @cached_property
     def _level_sizes(self) -> tuple[int, ...]:
         """Return, for each level of links (inside a node, between nodes, ...), from the inside out, how many devices
-        one group joined by links of this level has, such as ``(8, 32)`` for four nodes of eight. They are of a
-        relaxation of the user's cluster, in which all devices are as good as the best; empty if there is none."""
+        one group joined by links of this level has, such as ``(8, 32)`` for four nodes of eight. The sizes are those of
+        a relaxation of the user's cluster, in which all devices are as good as the best; empty if there is none."""
         if not self._uniform_topologies:
             return ()
         return equal_levels(self._uniform_topologies[0].changed(overrides={}, node_overrides={})) or ()
@@ -215,8 +215,9 @@ class UniformClusterBound:
         )
 
     def _list_distinct_placements(self, candidate: MeshCandidate) -> list[PlacedMesh]:
-        """Return the placements (assignments of ranks to devices) of the candidate's mesh on the uniform clusters, one
-        for each distinct cost. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the placements (assignments of ranks to devices) of the candidate's mesh on the uniform clusters (like
+        the user's, with all devices as good as the best), one for each distinct cost. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         key = tuple(candidate.grid.values())
         if key not in self._machines:
@@ -225,8 +226,9 @@ class UniformClusterBound:
         return self._machines[key]
 
     def _list_all_placements(self, candidate: MeshCandidate) -> Iterator[PlacedMesh]:
-        """Yield placements of the candidate's mesh on the uniform clusters, as topologies with the mesh laid over them.
-        Some may have equal costs. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Yield placements of the candidate's mesh on the uniform clusters (like the user's, with all devices as good
+        as the best), as topologies with the mesh laid over them. Some may have equal costs. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         sizes = tuple(candidate.grid.get(axis, 1) for axis in AXES)
         nested = all_nestings(sizes, self._level_sizes)

@@ -57,8 +57,8 @@ class LayoutRules:
     lengths: frozenset[int] = frozenset()
 
     def check(self, model: FoldedModel) -> None:
-        """Raise :class:`ShardingError` if a name in ``pins``, ``inputs`` or ``outputs`` is not a value, parameter or
-        buffer of ``model``. ``model``: the model as calls of blocks; equal layers share one block.
+        """Raise :class:`ShardingError` if a name in ``pins`` (fixed layouts), ``inputs`` or ``outputs`` is not a value,
+        parameter or buffer of ``model``. ``model``: the model as calls of blocks; equal layers share one block.
         """
         aliases = {a for state in model.states.values() for a in state.aliases}
         for what, names in (("pins", self.pins), ("inputs", self.inputs), ("outputs", self.outputs)):

@@ -43,8 +43,8 @@ class ProblemBuilder:
         self.names: list[str] = []
 
     def add(self, name: str, cost: Vector) -> int:
-        """Add a node to the assignment problem (one choice per node, at the least total cost), and return its index.
-        ``name``: a text for error messages. ``cost``: the cost of each of the node's choices.
+        """Add a node to the assignment problem (one choice per node, at the least total cost), and return its index
+        among the nodes. ``name``: a text for error messages. ``cost``: the cost of each of the node's choices.
         """
         self.costs.append(cost)
         self.names.append(name)

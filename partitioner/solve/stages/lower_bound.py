@@ -124,8 +124,9 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
     """Return three lower bounds in seconds: on the slowest stage, on the sum of all stages (both per microbatch), and
-    on the step (0 if the schedule has a formula). They are minima over the cuts of the block calls (such as layers)
-    into stages whose work, without waits and recomputation, takes at most ``limit`` seconds per microbatch each.
+    on the step (0 if the schedule has a formula). The bounds are minima over the cuts of the block calls (such as
+    layers) into stages whose work, without waits and recomputation, takes at most ``limit`` seconds per microbatch
+    each.
 
     Return ``None`` if there is no such cut, or if the slowest stage takes more than ``limit`` seconds with waits and
     recomputation, because a cut with more work in a stage might then be better. ``tables``: seconds and bytes of all
@@ -236,9 +237,9 @@ def _check_memory(tables: StageTables) -> None:
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
     """Return all sequences of consecutive block calls (such as layers) that a stage may have if no stage works more
     than ``limit`` seconds: the sequence takes at most this time, and the other stages can do the rest of the work in
-    this time. They are sorted by their ends, as three arrays: the index of the first call, the index after the last
-    call, and, for each distinct end, the position of its first entry in the other two. ``tables``: seconds and bytes of
-    all possible stages.
+    this time. The sequences are sorted by their ends, as three arrays: the index of the first call, the index after the
+    last call, and, for each distinct end, the position of its first entry in the other two. ``tables``: seconds and
+    bytes of all possible stages.
     """
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run

@@ -51,7 +51,7 @@ def bound_fitting_cuts(
     limit_s: float,
 ) -> float:
     """Return a lower bound in seconds on the pipeline, over all cuts of the block calls (such as layers) into virtual
-    stages with which every rank fits in memory, and over all ways to recompute calls. It is at most ``limit_s``.
+    stages with which every rank fits in memory, and over all ways to recompute calls. The bound is at most ``limit_s``.
 
     ``tables``: seconds and bytes of all possible stages; each may use all memory of its rank. ``timetable``: the order
     in which the schedule runs the forwards and backwards of microbatches. ``microbatches_left``: how many microbatches

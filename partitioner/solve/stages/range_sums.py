@@ -57,8 +57,8 @@ class Holding(NamedTuple):
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
     """Return tables of the bytes of all sequences of consecutive ``calls``, which are calls of blocks (such as layers).
-    They are cached, and used again for calls that read and write equal values with equal bytes. ``local``: names of
-    values that are never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do
+    The tables are cached, and used again for calls that read and write equal values with equal bytes. ``local``: names
+    of values that are never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do
     not depend on the stages.
     """
     holdings = tuple(

@@ -129,8 +129,8 @@ class StageTables:
     def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
         """Return, for each pair of entries of ``start`` and ``stop``, whether the stage with the index ``stage``
         recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop`` (such as layers).
-        It does if this is required, or takes less time than keeping or fully recomputing activations. Its seconds and
-        bytes are then those in the tables :attr:`slim`.
+        The stage does so if this is required, or takes less time than keeping or fully recomputing activations. Its
+        seconds and bytes are then those in the tables :attr:`slim`.
         """
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
@@ -259,8 +259,8 @@ class StageTables:
 
     def _mask_allowed_segments(self) -> list[NDArray[np.bool_]]:
         """Return, for each stage, a mask whose entry ``[start, stop]`` says whether the stage may consist of the block
-        calls ``start:stop``. They are not empty (unless the problem allows that) and not forbidden, and contain every
-        call that is fixed to the stage and no call that is fixed to another.
+        calls ``start:stop``. Allowed stages are not empty (unless the problem allows that) and not forbidden, and
+        contain every call that is fixed to the stage and no call that is fixed to another.
         """
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]

@@ -266,7 +266,7 @@ class _VirtualStageRanks:
 
     @cached_property
     def flying(self) -> InFlightMicrobatches:
-        """Return, for each virtual stage, how many microbatches it holds under the schedule at each moment at which
+        """Return, for each virtual stage, how many microbatches it holds under the schedule at each time at which
         memory may peak, as pairs (backward not begun, between the two halves of a split backward)."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 

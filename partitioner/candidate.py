@@ -78,7 +78,7 @@ class MeshCandidate:
 
     @property
     def expert_tp(self) -> int:
-        """Return the number of ranks that share one expert."""
+        """Return the number of ranks over which one expert is sharded."""
         return self.etp or self.tp
 
     @property

@@ -492,13 +492,12 @@ class Fit:
     """Result of :func:`check_fit`. It says whether a job (training of a model with given batch and constraints) fits on
     a cluster. ``str()`` of it has a line for each answer.
 
-    Attributes:
-        plan: the job's best plan, as :func:`partitioner.partition` returns it; ``None``: the job does not fit.
-        reason: why it does not fit, and the nearest changes with which it does; empty if it fits.
-        length: tokens of a sample; 0 if the inputs are not sequences of tokens.
-        microbatch: the largest microbatch that fits; ``None``: not even one sample for each device does.
-        sequence: the longest sequence that fits; ``None``: none does, or there are no sequences.
-        run: time, money and energy of the training run; ``None``: no ``tokens`` were given, or the job does not fit.
+    Attributes: plan: the job's best plan, as :func:`partitioner.partition` returns it; ``None``: the job does not fit.
+        reason: why it does not fit, and the changes with which it does that need the least effort; empty if it fits.
+        length: tokens of a sample; 0 if the inputs are not sequences of tokens. microbatch: the largest microbatch that
+        fits; ``None``: not even one sample for each device does. sequence: the longest sequence that fits; ``None``:
+        none does, or there are no sequences. run: time, money and energy of the training run; ``None``: no ``tokens``
+        were given, or the job does not fit.
     """
 
     plan: Plan | None = field(repr=False)
@@ -510,8 +509,8 @@ class Fit:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Return the bytes of memory that the plan leaves free on the rank with the fullest memory; ``None`` if the job
-        does not fit.
+        """Return the bytes of memory that the plan leaves free on the rank with the fullest memory; ``None`` if the
+        model does not fit.
         """
         if self.plan is None or not self.plan.estimate.memory:
             return None
@@ -520,14 +519,14 @@ class Fit:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Return the tokens per second that the whole cluster processes by the plan; ``None`` if the job does not fit
+        """Return the tokens per second that the whole cluster processes by the plan; ``None`` if the model does not fit
         or has no sequences."""
         if self.plan is None or not self.length or not self.plan.estimate.step_time:
             return None
         return self.plan.global_batch * self.length / self.plan.estimate.step_time
 
     def __str__(self) -> str:
-        """Return the result as text, one line for each answer: whether the job fits, its mesh and step time, the
+        """Return the result as text, one line for each answer: whether the model fits, its mesh and step time, the
         largest sizes, and the training run."""
         lines = [f"fits: no; {self.reason}"]
         if self.plan is not None:

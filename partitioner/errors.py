@@ -67,7 +67,8 @@ class InfeasibleError(PartitionError):
         self._why_none = ""  # why the search for advice failed
 
     def suggest(self) -> Advice:
-        """Return the constraints that conflict, and the nearest changes that make a plan possible, nearest first.
+        """Return the constraints that conflict, and the changes (such as another value of a constraint) that make a
+        plan possible and need the least effort, in ascending order of the effort.
 
         Each change was verified by planning. Both are empty if the search finds nothing, fails, or cannot start because
         a constraint is malformed. The search takes some seconds or longer and runs once; later calls return the same

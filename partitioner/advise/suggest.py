@@ -59,9 +59,9 @@ _ZERO_IS_FREE = ("etp", "dp_shard")  # fields of a candidate in which 0 is the d
 @contextmanager
 def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
     """Context manager around the planning of a job (a model to be planned on a cluster). If the ``with`` block raises
-    :class:`InfeasibleError`, attach a function to the error that finds the conflicting constraints, and the nearest
-    changes with which the job has a plan. The function is called when the user first asks for its results. It takes
-    about as long as the block took, at least 30 s.
+    :class:`InfeasibleError`, attach a function to the error that finds the conflicting constraints, and the changes
+    with which the job has a plan and which need the least effort of the user. The function is called when the user
+    first asks for its results. It takes about as long as the block took, at least 30 s.
 
     ``asked``: the job as the user requested it.
     """
@@ -80,7 +80,8 @@ def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
 
 def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
     """Return why the job ``asked`` (a model to be planned on a cluster) has no plan: the constraints of the user that
-    conflict, and the nearest changes with which it has a plan. Both are empty if the request itself is invalid.
+    conflict, and the changes with which it has a plan and which need the least effort of the user. Both are empty if
+    the request itself is invalid.
 
     ``short_of_memory``: whether missing memory is the reason that there is no plan. ``seconds``: approximate time limit
     of the search.
@@ -271,8 +272,8 @@ class _RelaxationSearch:
     ) -> list[tuple[float, float, MeshCandidate]]:
         """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of a changed job (model,
         global batch, cluster and constraints) that differ from the user's value in each of ``pins``, as (distance from
-        the user's values, sort key, candidate), in ascending order. The distance is the larger, the more a user would
-        have to change. Empty if the job is invalid.
+        the user's values, sort key, candidate), in ascending order. The distance is the sum, over ``pins``, of half the
+        absolute base-2 logarithm of the ratio of both values. Empty if the job is invalid.
 
         ``variant``: the changed job. ``pins``: names of the fixed constraints to give up. The sort key is a lower
         bound: the step time in seconds or, if memory is lacking, the bytes of a rank.
@@ -422,9 +423,9 @@ class _RelaxationSearch:
         """Return the change from the requested job to ``candidate``, with its description and its new constraints,
         topology and batch.
 
-        ``variant``: the changed job. ``pins``: names of the fixed constraints that take the candidate's values.
-        ``plan``: the candidate's solution; if it needs offload that the user did not request, the description names it
-        and the step time. ``None``: not planned yet.
+        ``variant``: the changed job (model, global batch, cluster and constraints). ``pins``: names of the fixed
+        constraints that take the candidate's values. ``plan``: the candidate's solution; if it needs offload that the
+        user did not request, the description names it and the step time. ``None``: not planned yet.
         """
         new, constraints = _find_new_pin_values(pins, candidate), self._constrain_to_candidate(variant, pins, candidate)
         texts = [*variant.texts, *(describe_pin_change(variant.constraints, pin, new.get(pin)) for pin in pins)]

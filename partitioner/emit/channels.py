@@ -36,9 +36,10 @@ class Fetch:
 
 
 def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[list[Fetch]]]:
-    """Return the transfers that each pipeline rank receives before each of its actions, indexed by rank and by the
-    index of the action in the rank's order. ``orders``: the forwards and backwards of each rank in order. ``routes``:
-    the values that are sent between virtual stages. ``train``: whether gradients are sent, too."""
+    """Return the transfers that each pipeline rank receives before each of its forwards and backwards of one
+    microbatch, indexed by rank and by the position in the rank's order. ``orders``: the forwards and backwards of each
+    rank in order. ``routes``: the values that are sent between virtual stages. ``train``: whether gradients are sent,
+    too."""
     own = group_stages_by_rank(routes.ranks, len(orders))
     sent: dict[Channel, list[Fetch]] = {}
     for rank, order in enumerate(orders):

@@ -46,9 +46,9 @@ KINDS = {
 
 def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
     """Write the predicted step of ``plan`` as a trace file to ``path`` and return the path. ``folder``: the recordings
-    of the ranks of a job that executed the plan; the last step that they contain is added to the trace. If the job was
-    started several times, those of the last start are used. If ``folder`` is ``None``, only the prediction is written.
-    Raise :class:`PlanError` if the recordings have another number of ranks than the plan.
+    of the ranks of a training that executed the plan; the last step that they contain is added to the trace. If the
+    training was started several times, those of the last start are used. If ``folder`` is ``None``, only the prediction
+    is written. Raise :class:`PlanError` if the recordings have another number of ranks than the plan.
     """
     events: list[Event] = []
     if folder is not None:

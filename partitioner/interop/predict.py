@@ -92,7 +92,7 @@ def predict_layout(
     compare: bool = True,
     time_limit_s: float | None = None,
 ) -> Prediction:
-    """Predict a training step of ``layout``: its time and the memory of every rank, before a job is launched.
+    """Predict a training step of ``layout``: its time and the memory of every rank, before training is launched.
 
     Args:
         layout: the layout of another framework's configuration, from :func:`partitioner.read_layout`. The search

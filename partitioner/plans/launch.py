@@ -52,7 +52,7 @@ class LaunchJob:
 def job_of(
     plan: Plan, plan_file: str, script: str | None = None, arguments: Sequence[str] = (), max_restarts: int = 3
 ) -> LaunchJob:
-    """Return the job that runs a training script on the devices of ``plan``.
+    """Return the job (what torchrun or Slurm has to start) that runs a training script on the devices of ``plan``.
 
     ``script``: the script. ``None``: the job runs ``-m partitioner.runtime`` on the plan's file ``plan_file``, with the
     weights that ``plan.weights`` names unless ``arguments`` contain ``--weights``. ``arguments``: command-line

@@ -255,8 +255,9 @@ class BlockLibrary:
             return self._derivatives[key]
 
     def _describe(self, name: str, needs: GradientNeeds) -> tuple[Any, ...]:
-        """Return a key under which the forward and backward graphs of a block are stored: a tuple of everything on
-        which they depend. ``name``: the name of the block. ``needs``: which gradients backward computes.
+        """Return a key under which the forward and backward graphs of a block (a piece of the model, such as a layer)
+        are stored: a tuple of everything on which they depend. ``name``: the name of the block. ``needs``: which
+        gradients backward computes.
         """
         block = self.program.blocks[name]
         again = tuple(block.again) if needs.selective else ()

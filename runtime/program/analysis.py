@@ -237,8 +237,8 @@ class ProgramFacts:
         return self._get_sizes(name).piece
 
     def gradient_piece_bytes(self, name: str) -> int:
-        """Return the bytes of the gradient of the piece of the parameter ``name`` that ZeRO leaves on one rank, with
-        padding.
+        """Return the bytes, with padding, of the gradient of that part of the parameter ``name`` which ZeRO leaves on
+        one rank.
 
         Without ZeRO this is the gradient of the rank's whole shard.
         """

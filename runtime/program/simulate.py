@@ -188,8 +188,8 @@ class Durations(Protocol):
         ...
 
     def slowdown(self, stage: int) -> float:
-        """Return the factor by which a computation and a collective of the pipeline stage with the index ``stage`` each
-        take longer while both run.
+        """Return the factor by which a computation and a collective of a pipeline stage (``stage``: its index, from 0)
+        each take longer while both run.
         """
         ...
 

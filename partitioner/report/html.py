@@ -1,6 +1,6 @@
 """Elements of HTML pages, and the tables and texts of ``partitioner/explain`` as HTML.
 
-Pages are trees of elements. The serialiser escapes every text and attribute, so that no name of a plan can become
+``page.py`` assembles the report from them. Pages are trees of elements. The serialiser escapes every text and attribute, so that no name of a plan can become
 markup.
 """
 

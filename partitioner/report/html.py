@@ -1,7 +1,7 @@
 """Elements of HTML pages, and the tables and texts of ``partitioner/explain`` as HTML.
 
-Pages are trees of elements. The serialiser escapes every text and attribute, so that no name of a plan can become
-markup.
+``page.py`` assembles the report from them. Pages are trees of elements. The serialiser escapes every text and
+attribute, so that no name of a plan can become markup.
 """
 
 from __future__ import annotations

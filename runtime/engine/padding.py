@@ -1,7 +1,7 @@
 """Pad a batch to the shape of a program, and take what is padded out of the outputs.
 
-Which numbers new samples and positions have is data of the plan (:class:`BatchPadding`): the planner has shown that
-they change neither the loss nor a gradient nor an output at real places.
+Which numbers new samples and positions have is data of the plan (:class:`BatchPadding`): the planner has shown
+(``passes/padding/find.py``) that they change neither the loss nor a gradient nor an output at real places.
 """
 
 from __future__ import annotations

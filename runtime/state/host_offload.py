@@ -1,4 +1,6 @@
-"""Data of a rank in host memory: activations between OFFLOAD and FETCH, parameters, and optimizer states.
+"""Data of a rank in host memory: activations between OFFLOAD and FETCH, and parameters until a block reads them.
+
+The copies that an offloaded optimizer updates are in ``parameters.py`` (``MasterParameters``).
 
 On CUDA, copies run on their own streams, to and from pinned memory. On a CPU, host memory and device memory are the
 same, and a copy is made nevertheless.

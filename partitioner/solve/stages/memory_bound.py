@@ -2,10 +2,11 @@
 memory requires.
 
 The bound is a Lagrangian relaxation (Geoffrion 1974). The longest path through the actions of a schedule is relaxed to
-the mean of one path for each rank, as in ``improve_cuts.py``. The memory of each rank is relaxed too: instead of a
-limit, its bytes have a price in seconds, and the step gets back the price of the rank's capacity. For given prices the
-best cuts are a shortest path over (stage, cut), and each call is recomputed if that is cheaper than the bytes it frees.
-The result is a lower bound for every price of 0 or more; a line search looks for the price with the highest bound.
+the mean of one path for each rank; ``improve_cuts.py`` has other means. The memory of each rank is relaxed too: instead
+of a limit, its bytes have a price in seconds, and the step gets back the price of the rank's capacity. For given prices
+the best cuts are a shortest path over (stage, cut), and each call is recomputed if that is cheaper than the bytes it
+frees. The result is a lower bound for every price of 0 or more; a line search looks for the price with the highest
+bound.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 The calls are cut into as many stages as the schedule has. The first cuts are exact under the model that the largest
 stage paces all others, ``(m v - b) max t_k + b sum t_k``, each within a share of its rank's memory; the shares follow
 from the stages' needs. The time of the cuts is then found by simulating the schedule's order, action by action. Better
-cuts, and a lower bound on all cuts, come from the paths through the schedule (``improve_cuts.py``).
+cuts, and a lower bound on all cuts, come from the paths through the schedule (``improve_cuts.py``). A further lower
+bound counts the recomputation that memory requires (``memory_bound.py``).
 
-``fitted`` chooses the recomputation of a rank once the calls of its virtual stages are known. Whole calls are
-recomputed one after the other, in the order of bytes freed per second, until the virtual stages fit together; a call
-frees more bytes if its virtual stage has more microbatches in flight. Alternatives are selective recomputation of one
-virtual stage after the other, and selective recomputation of all with whole calls in addition. The fastest one that
-fits is used, for each rank by itself.
+:func:`fit_virtual_stages` chooses the recomputation of a rank once the calls of its virtual stages are known. Whole
+calls are recomputed one after the other, in the order of bytes freed per second, until the virtual stages fit together;
+a call frees more bytes if its virtual stage has more microbatches in flight. Alternatives are selective recomputation
+of one virtual stage after the other, and selective recomputation of all with whole calls in addition. The fastest one
+that fits is used, for each rank by itself.
 """
 
 from __future__ import annotations

@@ -505,8 +505,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
             )
 
     def check_expert_tensor(self) -> None:
-        """Raise :class:`ConstraintError` if ``etp``, the number of ranks that share one expert, is neither 1 nor
-        ``tp``. The runtime of this project does not execute other numbers."""
+        """Raise :class:`ConstraintError` if ``etp``, the number of ranks over which one expert is sharded, is neither 1
+        nor ``tp``. The runtime of this project does not execute other numbers."""
         if self.etp not in (None, 1, self.tp) and self.tp is not None:
             raise ConstraintError(
                 f"etp={self.etp} with tp={self.tp}: our runtime shards an expert over 1 rank or over all ranks of tp; "

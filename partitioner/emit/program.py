@@ -108,9 +108,9 @@ class ProgramSpec:
       one does. ``None``: both are chosen.
     - ``bucket_bytes``: bytes of gradients that are reduced together; ``None``: a default. ``reducing``: the scheme of
       gradient reductions.
-    - ``etp``: number of ranks that share one expert (0: ``tp``). ``fused_attention``: attention kernels save no scores
-      for backward. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``offload``: the
-      kinds of data in host memory or on disk, such as ``"optimizer"``.
+    - ``etp``: number of ranks over which one expert is sharded (0: ``tp``). ``fused_attention``: attention kernels save
+      no scores for backward. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor.
+      ``offload``: the kinds of data in host memory or on disk, such as ``"optimizer"``.
     """
 
     mesh: Mapping[str, int]

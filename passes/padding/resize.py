@@ -190,9 +190,9 @@ def _resize_block(main: Block, other: Block, line: Line) -> Block:
 
 
 def _match_call_shapes(model: FoldedModel) -> bool:
-    """Return whether each call in ``model`` (a use of a block, the graph that equal layers share) passes tensors of the
-    shapes to the block that the block expects. This may fail after resizing: layers that are equal for two batch sizes
-    share a block, and need not be equal for a third."""
+    """Return whether each call in ``model`` (a use of a block, the graph that equal layers share) passes tensors to the
+    block that have the shapes which the block expects. This may fail after resizing: layers that are equal for two
+    batch sizes share a block, and need not be equal for a third."""
     shapes = {name: tuple(spec.shape) for name, spec in model.values.items()}
     shapes |= {i.value: tuple(i.spec.shape) for i in model.inputs}
     for call in model.calls:

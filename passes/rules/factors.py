@@ -34,9 +34,10 @@ class Strategy:
     sharded along a dim, whole on every rank, or a partial sum.
 
     ``factor``: the name of the loop dimension of the operator that is sharded; ``None`` if there is none. ``sections``:
-    if this dimension joins several tensors, such as queries, keys and values, each of which is sharded by itself: their
-    sizes; ``()`` otherwise. ``operands``, ``results``: the layouts, in order. ``form``: the name of a special way to
-    run the operator that shards several loop dimensions (see :attr:`OpFactors.forms`); empty for an ordinary strategy.
+    if this dimension consists of parts that are each divided over all ranks, such as queries, keys and values in one
+    weight: their sizes in elements; ``()`` otherwise. ``operands``, ``results``: the layouts, in order. ``form``: the
+    name of a special way to run the operator that shards several loop dimensions (see :attr:`OpFactors.forms`); empty
+    for an ordinary strategy.
     """
 
     factor: str | None

@@ -241,9 +241,9 @@ def is_product(node: fx.Node) -> bool:
 
 # --- which module calls are units -------------------------------------------------------------------------------------
 def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall]) -> None:
-    """Choose the module calls inside of ``call`` that each become a call of their own in the folded model, such as one
-    for each layer, and append them to ``atoms``. A submodule that contains the repeated layers is not chosen, but
-    searched in turn.
+    """Choose the module calls inside of ``call`` that each become a call of their own in the folded model (a sequence
+    of calls of graphs that equal layers share), such as one for each layer, and append them to ``atoms``. A submodule
+    that contains the repeated layers is not chosen, but searched in turn.
     """
     parts = call.parts
     for part in parts:

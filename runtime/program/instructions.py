@@ -152,7 +152,7 @@ class Instruction(Data):
         """Return a short text: stage, operation, and index of the microbatch or bucket (the set of parameters that the
         operation is about), such as ``0F3`` or ``0REDUCE:1``.
 
-        If torch.distributed.pipelining has the action, the text is its name there.
+        If torch.distributed.pipelining has this operation, the text is its name there.
         """
         tail = "" if self.microbatch is None else str(self.microbatch)
         if self.bucket is not None:

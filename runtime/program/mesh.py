@@ -25,8 +25,8 @@ def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
     ``etp``.
 
     Size of ``edp``: number of replicas of an expert. ``ep``: number of groups of ranks with different experts. ``etp``:
-    number of ranks that share one expert. ``mesh``: axis -> size. The argument ``etp``: the same number, or 0 for as
-    many as ``tp``.
+    number of ranks over which one expert is sharded. ``mesh``: axis -> size. The argument ``etp``: the same number, or
+    0 for as many as ``tp``.
     """
     ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
     room = num_ranks(mesh) // mesh.get("pp", 1)
@@ -37,9 +37,10 @@ def hybrid_mesh(mesh: Mapping[str, int], etp: int = 0, dp_shard: int = 0) -> dic
     """Return the sizes of the axes into which hybrid sharding splits ``dp`` and the experts' ``edp``, as axis -> size.
     ZeRO divides states (of optimizers, with gradients and parameters by its stage) over the ranks of ``dp_shard`` and
     ``edp_shard``; ``dp_replicate`` and ``edp_replicate`` have the replicas of such groups of ranks. ``mesh``: axis ->
-    size. ``etp``: ranks that share one expert; 0: as many as ``tp``. ``dp_shard``: number of ``dp`` ranks that divide a
-    state; 0: all of them. ``edp_shard``: number of replicas of an expert among which ZeRO divides its states: those
-    within one group of ``dp_shard`` ranks, or 1 if one copy of all experts spans more ranks than such a group.
+    size. ``etp``: ranks over which one expert is sharded; 0: as many as ``tp``. ``dp_shard``: number of ``dp`` ranks
+    that divide a state; 0: all of them. ``edp_shard``: number of replicas of an expert among which ZeRO divides its
+    states: those within one group of ``dp_shard`` ranks, or 1 if one copy of all experts spans more ranks than such a
+    group.
     """
     dp, edp = mesh.get("dp", 1), expert_mesh(mesh, etp)["edp"]
     shard = dp_shard or dp

@@ -260,7 +260,7 @@ class Program(Data):
     """The programs of all ranks of a plan, as data.
 
     For experts of mixture-of-experts layers, the ranks of a pipeline stage form the axes ``edp`` (replicas of an
-    expert), ``ep`` (different experts) and ``etp`` (ranks that share one expert), outermost first.
+    expert), ``ep`` (different experts) and ``etp`` (ranks over which one expert is sharded), outermost first.
     """
 
     mesh: dict[str, int] = Field(

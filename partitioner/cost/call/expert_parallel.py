@@ -38,8 +38,8 @@ class Spread:
     ``tp`` and ``cp``.
 
     - ``tp``: number of ranks of the axis ``tp``. ``experts``: the group over which experts are distributed (``ep``).
-      ``sharers``: the group of ranks that share one expert; their number is called ``etp``. ``expert_tensor``: ``tp``
-      divided by ``etp``. ``num_experts``: the number of experts of the layer that has most.
+      ``sharers``: the group of ranks over which one expert is sharded; their number is called ``etp``.
+      ``expert_tensor``: ``tp`` divided by ``etp``. ``num_experts``: the number of experts of the layer that has most.
     - ``shards``: the group over which ZeRO-3 shards the weights outside of experts. ``expert_shards``: the group over
       which it shards the weights of experts.
     - ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: products with

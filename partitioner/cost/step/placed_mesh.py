@@ -188,8 +188,8 @@ class PlacedMesh:
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
         """Return a mesh of the same ranks (axis -> size) for the groups of experts. In it, ``cp`` is the axis over
-        which experts are distributed (``ep``), ``tp`` has the ranks that share one expert (``etp``), and ``dp`` has the
-        replicas of an expert.
+        which experts are distributed (``ep``), ``tp`` has the ranks over which one expert is sharded (``etp``), and
+        ``dp`` has the replicas of an expert.
         """
         room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
         etp = self.expert_tp
@@ -203,8 +203,9 @@ class PlacedMesh:
         """Return a mesh of the same ranks (axis -> size, outermost first) in which ``dp`` is divided into ``dp_shard``
         (the ranks that shard a parameter together) and ``dp_replicate`` (the ranks that hold the same shard of it).
 
-        ``experts``: return the mesh for parameters of experts instead. It has the axes ``ep`` and ``etp`` (ranks that
-        share one expert), and ``edp_shard`` and ``edp_replicate`` in place of ``dp_shard`` and ``dp_replicate``.
+        ``experts``: return the mesh for parameters of experts instead. It has the axes ``ep`` and ``etp`` (ranks over
+        which one expert is sharded), and ``edp_shard`` and ``edp_replicate`` in place of ``dp_shard`` and
+        ``dp_replicate``.
         """
         parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
         if experts:
@@ -222,7 +223,7 @@ class PlacedMesh:
 
     @property
     def expert_tp(self) -> int:
-        """Return the number of ranks that share one expert."""
+        """Return the number of ranks over which one expert is sharded."""
         return self.etp or self.mesh.get("tp", 1)
 
     @property

@@ -445,8 +445,8 @@ def _is_same_fit(one: Mapping[tuple[int, int], float], other: Mapping[tuple[int,
 
 def _name_weights(weights: Mapping[tuple[int, int], float], labels: Sequence[tuple[int, int]]) -> Cause | None:
     """Return the cause why pieces of the batch contribute to gradients with wrong ``weights``; ``None`` if all are 1.
-    ``weights``: (sample, part of the sequence) -> weight, 1 if right. ``labels``: all pieces; those without a target
-    have no weight."""
+    ``weights``: (sample, part of the sequence) -> weight, 1 if right. ``labels``: (sample, part of the sequence) of all
+    pieces, also of those without a target, which have no weight."""
     samples = sorted({sample for sample, _ in weights})
     by_sample = {s: [w for (sample, _), w in weights.items() if sample == s] for s in samples}
     if all(max(w) - min(w) < 1e-6 for w in by_sample.values()):

@@ -168,7 +168,7 @@ def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
 
 def _map_transposed_dim(node: Mapping[str, Any], dim: int) -> int:
     """Return the dim of a transpose's or permute's result that holds the operand's dim ``dim``. ``node``: the graph
-    node of this operator.
+    node of this operator as it is stored in a plan: a dict with its ``target``, ``args`` and ``val`` (shape first).
     """
     rank = len((node.get("val") or [[0, 0]])[0])
     order = list(range(rank))

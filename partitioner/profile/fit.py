@@ -220,8 +220,7 @@ def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[
 def _product_rate(samples: Sequence[tuple[KernelSample, float]]) -> float:
     """Return the FLOP/s that best explains the times of matrix products with the same smallest dim (of M, N and K).
     Each product gives a rate; the result is the rate with which the times of all products are predicted with the least
-    sum of relative errors. ``samples``: each measured product, with the predicted seconds of its launch and memory
-    traffic.
+    sum of relative errors. ``samples``: pairs (measured product, predicted seconds of its launch and memory traffic).
     """
 
     def error(rate: float) -> float:

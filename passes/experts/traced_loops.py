@@ -254,8 +254,8 @@ def is_iteration_of_parity(node: fx.Node, parity: int) -> bool:
 
 def append_empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
     """Append to ``graph`` a mask of zeros that replaces ``node``, the mask of the rows (tokens) that chose one expert,
-    as if no row had chosen it. Return the new node. ``where``: metadata of the new node, such as its module path and
-    source line.
+    as if no row had chosen it. Return the new node. ``where``: entries of the new node's ``meta``: its module path
+    (``path``), source line (``source``) and so on.
     """
     value: Tensor = node.meta["val"]
     made = insert_operator_node(

@@ -258,8 +258,9 @@ def _rename_path_and_stack(
     paths of the modules whose calls enclose it. Return ``None`` if the node belongs to a module outside of the first
     layer.
 
-    ``meta``: metadata of the node. ``old``: the paths of the modules whose calls enclose the first layer, with this
-    layer itself last. ``new``: the paths for the other layer.
+    ``meta``: metadata of the node, with its module path under ``path`` and the paths of the enclosing modules under
+    ``stack``. ``old``: the paths of the modules whose calls enclose the first layer, with this layer itself last.
+    ``new``: the paths for the other layer.
     """
     before, after = old[-1], new[-1]
     inner = meta.get("stack", ())[len(old) :]

@@ -135,8 +135,8 @@ class ShardReader:
 def pack_record(written: Written, random: Mapping[str, Any], own: bytes) -> bytes:
     """Return, as bytes, the report that a rank writes to a file for rank 0 after it has written its part of a
     checkpoint. ``written``: a record of the written parts of tensors. ``random``: the rank's states of random
-    generators. ``own``: its other state, such as hyperparameters of optimizers, already serialised by
-    :func:`pack_plain_data`.
+    generators, by the generator's name (``python``, ``torch`` and so on). ``own``: its other state, such as
+    hyperparameters of optimizers, already serialised by :func:`pack_plain_data`.
     """
     return pickle.dumps((written, pack_plain_data({"random": random}, "the random generators"), own))
 

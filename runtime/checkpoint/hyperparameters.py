@@ -62,10 +62,11 @@ def merge_rank_descriptions(rank_descriptions: Sequence[Sequence[Mapping[str, An
     """Combine the descriptions of optimizers of all ranks, as returned by :func:`describe_optimizers`, and return the
     combined description.
 
-    A description of an optimizer is a dict with its class name, the names of its hyperparameters, and its parameter
-    groups with their hyperparameters. ``rank_descriptions``: for each rank, its list of descriptions (one for each
-    optimizer) or ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a
-    list of them for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers."""
+    A description of an optimizer is a dict with its class name (``kind``), the names of its hyperparameters
+    (``defaults``), and its parameter ``groups``, each a dict with the ``names`` of the parameters and the ``values`` of
+    hyperparameters. ``rank_descriptions``: for each rank, its list of descriptions (one for each optimizer) or
+    ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list of them
+    for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers."""
     found = [d for d in rank_descriptions if d is not None]
     if len({len(d) for d in found}) > 1:
         raise CheckpointError(
@@ -80,7 +81,8 @@ def _merge_descriptions(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, 
     """Return one description of an optimizer, a dict like those in ``descriptions`` but with the parameter groups of
     all ranks; ``None`` if no rank has the optimizer.
 
-    ``descriptions``: for each rank that has it, a dict with its class name, defaults and parameter groups.
+    ``descriptions``: for each rank that has it, a dict with its class name (``kind``), the names of its hyperparameters
+    (``defaults``) and its parameter ``groups``.
     """
     if not descriptions:
         return None
@@ -162,11 +164,11 @@ def match_saved_groups(
     """Return the saved hyperparameters (name -> value) for each parameter group of ``optimizer``, in the order of its
     groups. Groups are matched by the names of their parameters.
 
-    ``saved``: the saved description of one optimizer, with the parameter names and hyperparameters of its groups. A
-    group none of whose parameters were saved gets an empty dict. Raise :class:`CheckpointError` if parameters of one
-    saved group are now in several groups, or if a group has parameters of saved groups with different values.
-    ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's
-    names of its parameters.
+    ``saved``: the saved description of one optimizer, whose ``groups`` are dicts with parameter ``names`` and
+    ``values`` of hyperparameters. A group none of whose parameters were saved gets an empty dict. Raise
+    :class:`CheckpointError` if parameters of one saved group are now in several groups, or if a group has parameters of
+    saved groups with different values. ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the
+    program, which knows the model's names of its parameters.
     """
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}

@@ -275,9 +275,10 @@ def _select_extra_states(
 ) -> dict[str, Any]:
     """Return the saved state of each object named in ``requested``, such as a data loader, for this rank.
 
-    ``training``: the saved data other than tensors. If the ranks had different states, this rank gets its own. Raise
-    :class:`CheckpointError` if a state is missing, or if states differ between ranks and the mesh is not the one of the
-    checkpoint. ``found``: the checkpoint. ``rank``: the program of this rank, with its mesh.
+    ``training``: the saved data other than tensors, with the states (name -> state) under ``extra`` and those that
+    differ between ranks (name -> list over ranks) under ``extra_of_ranks``. If the ranks had different states, this
+    rank gets its own. Raise :class:`CheckpointError` if a state is missing, or if states differ between ranks and the
+    mesh is not the one of the checkpoint. ``found``: the checkpoint. ``rank``: the program of this rank, with its mesh.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in requested:
@@ -298,7 +299,8 @@ def _read_group_hyperparameters(
     """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, each a dict of name ->
     value; empty without an optimizer.
 
-    ``training``: the saved data of the checkpoint other than tensors. ``rank``: the program of this rank.
+    ``training``: the saved data of the checkpoint other than tensors, with the descriptions of the optimizers under
+    ``optimizer`` (in files of earlier versions: parameter groups under ``groups``). ``rank``: the program of this rank.
     ``optimizer``: the optimizers whose parameter groups are matched with the saved ones; ``None``: there are none.
     """
     if optimizer is None:

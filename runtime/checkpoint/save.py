@@ -572,7 +572,7 @@ def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str,
     """Return the random states of all ranks, with equal states stored once.
 
     The key ``"states"`` has the distinct states, and ``"of"`` has for each rank the index of its state. ``states``: for
-    each rank, a dict of its random generators' states.
+    each rank, a dict of the states of its random generators, by the generator's name (``python``, ``torch`` and so on).
     """
     places: dict[bytes, int] = {}
     of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]

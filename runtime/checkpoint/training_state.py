@@ -258,8 +258,8 @@ def find_wrong_state(training: Any) -> str:
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Set the random generators of Python, NumPy, torch on the CPU and the CUDA ``device`` to ``state``.
 
-    ``state``: a dict of generator states with the keys ``python``, ``numpy``, ``torch`` and ``cuda``. Generators that
-    it lacks are left alone.
+    ``state``: a dict of generator states with the keys ``python`` and ``torch``, and perhaps ``numpy`` and ``cuda``,
+    whose generators are left alone otherwise.
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -370,7 +370,7 @@ def load_residuals(
     to zero if the checkpoint's plan reduced gradients differently.
 
     ``rank``: the program of this rank. ``residuals``: name of the compressed transfer -> flat tensor. ``training``: the
-    checkpoint's data other than tensors, which says how its plan reduced gradients.
+    checkpoint's data other than tensors, which under ``residuals`` has a hash of how its plan reduced gradients.
     """
     if not residuals:
         return

@@ -217,7 +217,7 @@ def _build_options_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     once for all of them.
 
     Options are of the same kind if they are equal, where numbers only need to be both zero or both not zero, and
-    learning rates may differ. ``group``: the parameter group.
+    learning rates may differ. ``group``: a parameter group of a torch optimizer (``params`` and options by name).
     """
     kinds = []
     for name, value in sorted(group.items()):

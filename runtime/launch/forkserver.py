@@ -74,7 +74,7 @@ class ForkServer:
 
     def fork(self, arguments: Mapping[str, Any]) -> Child:
         """Fork a process that calls ``process_pool.serve_rank_requests(connection, **arguments)``. Return its PID and
-        this side of the connection.
+        this side of the connection. ``arguments``: keyword arguments of that function.
         """
         ours, theirs = socket.socketpair()
         with ours, theirs:

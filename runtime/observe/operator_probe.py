@@ -277,7 +277,8 @@ def _find_first_difference(rank: int, one: Path, other: Path) -> Difference | No
 
 def _make_difference(rank: int, first: dict[str, Any], second: dict[str, Any]) -> Difference:
     """Return the difference of ``rank`` between two parsed lines of its files of hashes: ``first`` of the first run,
-    ``second`` of the second.
+    ``second`` of the second. Both are dicts with the fields of :class:`Difference` that describe the operator, and the
+    hashes of its operands under ``in``.
     """
     names = ("step", "index", "instruction", "operator", "call", "node", "path", "source")
     same = all(first[n] == second[n] for n in ("step", "index", "operator"))

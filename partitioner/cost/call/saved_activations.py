@@ -279,7 +279,7 @@ def _list_copies(node: fx.Node) -> list[tuple[Value, int]]:
 def _measure_copies(equation: str | None, layouts: tuple[tuple[Any, ...], ...]) -> tuple[int, ...]:
     """Return, for each operand of a product, the bytes of the copy that torch makes of it; 0 if it makes none.
 
-    ``equation``: that of ``torch.einsum``; ``None`` for ``torch.matmul``. ``layouts``: shape, strides and dtype of each
+    ``equation``: that of ``torch.einsum``; ``None`` for ``torch.matmul``. ``layouts``: (shape, strides, dtype) of each
     operand. Products of another number of operands than two are taken to make no copies.
     """
     if len(layouts) != 2:

@@ -84,7 +84,7 @@ def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType
 def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> GatheredBytes:
     """Return the bytes of weights and gradients that ZeRO-3 holds unsharded for a block call (such as a layer).
 
-    ``sizes``: for each sharded parameter, its bytes and the bytes of its gradient. ``spread``: the groups over which
+    ``sizes``: for each sharded parameter, (its bytes, the bytes of its gradient). ``spread``: the groups over which
     they are sharded. ``saved``: bytes of saved activations, which are counted elsewhere. Backward frees these while it
     computes gradients, so all gradients together add memory only as far as they exceed ``saved``; the largest gradient
     is always counted. While gradients are reduce-scattered they also need a receive buffer.

@@ -187,9 +187,10 @@ def _cut_node_into_groups(
     templates: dict[tuple[bytes, int], list[int]],
 ) -> Ints:
     """Return the device indices of one node of ``topology``, ordered so that each ``size`` consecutive devices form a
-    group. Nodes with equal links and devices get the same order, which is cached in ``templates``. ``node``: index of
-    the node. ``features``, ``sign`` and ``key``: the devices are first sorted by column ``key`` of ``features`` (one
-    row per device), descending if ``sign`` is -1.
+    group. Nodes with equal links and devices get the same order, which is cached in ``templates``: (key of links and
+    devices, key of the sort order) -> the order, as device indices minus that of the node's first device. ``node``:
+    index of the node. ``features``, ``sign`` and ``key``: the devices are first sorted by column ``key`` of
+    ``features`` (one row per device), descending if ``sign`` is -1.
     """
     devices = np.flatnonzero(topology.node_of == node)
     own = features[devices]

@@ -620,6 +620,15 @@ def test_verify_takes_the_number_of_frames_from_the_plan(tmp_path: Path) -> None
     assert f"×{frames}" in result.stdout and "Equal" in result.stdout
 
 
+def test_the_longest_sequence_is_at_most_the_number_of_positions(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "gpt2")
+    positions = load_pretrained(config, seq=16, batch=2).longest
+    assert positions is not None and positions > 16
+    result = invoke("largest", config, "--topology", "local:1", "--seq", 16, "--batch", 2)
+    assert result.exit_code == 0, result.output
+    assert f"a sequence of {positions} tokens fits" in result.stdout
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from partitioner.plans.files import PlanFileError
     from partitioner.plans.reference import Reference, run_reference
     from partitioner.plans.verify import Verification
-    from partitioner.pretrained.adapters import Lora
+    from partitioner.pretrained.adapters import Lora, save_adapters
     from partitioner.pretrained.configuration import HubError, PretrainedError, RemoteCodeError
     from partitioner.pretrained.generation import GenerationError
     from partitioner.pretrained.load import PretrainedModel, load_pretrained, partition_pretrained
@@ -199,6 +199,7 @@ __all__ = [
     "run_local",
     "run_reference",
     "run_threads",
+    "save_adapters",
     "size_cluster",
     "timed",
     "write_layout",
@@ -254,7 +255,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.plans.files": ("PlanFileError",),
     "partitioner.plans.reference": ("Reference", "run_reference"),
     "partitioner.plans.verify": ("Verification",),
-    "partitioner.pretrained.adapters": ("Lora",),
+    "partitioner.pretrained.adapters": ("Lora", "save_adapters"),
     "partitioner.pretrained.configuration": ("HubError", "PretrainedError", "RemoteCodeError"),
     "partitioner.pretrained.generation": ("GenerationError",),
     "partitioner.pretrained.load": ("PretrainedModel", "load_pretrained", "partition_pretrained"),

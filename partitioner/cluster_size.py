@@ -32,7 +32,7 @@ from partitioner.passes.ir.model import FoldedModel
 from partitioner.passes.padding.resize import resize_folded
 from partitioner.plan import Plan
 from partitioner.plans.figures import candidate_text, fullest_rank, list_usable_bytes, memory_text
-from partitioner.plans.training_run import TrainingRun, energy_of, money_of
+from partitioner.plans.training_run import TrainingRun, energy_of, is_positive, money_of
 from partitioner.runtime.files import write_text
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 from partitioner.topology import Topology
@@ -319,8 +319,8 @@ def largest_that_fits(
 
     Args:
         model, topology: as for :func:`partitioner.partition`.
-        inputs: a sample of the batch, as for :func:`partitioner.partition`. Dim 0 is the batch. A second dim is the
-            sequence; its content is repeated to make it longer.
+        inputs: a sample of the batch, as for :func:`partitioner.partition`. Dim 0 is the batch. The second of two or
+            three dims is the sequence; its content is repeated to make it longer.
         of: what is enlarged: ``sequence`` (tokens of a sample) or ``microbatch`` (samples that a rank processes at a
             time; the global batch is then one microbatch per device).
         most: largest size to try.
@@ -335,6 +335,8 @@ def largest_that_fits(
     """
     if of not in _WHAT:
         raise ConstraintError(f"of must be one of {', '.join(_WHAT)}; got {of!r}")
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ConstraintError(f"most must be a whole number, 1 or more; got {most!r}")
     asked = constraints or Constraints()
     if of == "microbatch" and asked.microbatch_size is not None:
         raise ConstraintError(
@@ -343,6 +345,11 @@ def largest_that_fits(
     plan_of = _of_microbatch if of == "microbatch" else _of_sequence
     plan = plan_of(model, topology, inputs, asked, more, most)
     first = 1 if of == "microbatch" else length_of(inputs)
+    if first > most:
+        raise ConstraintError(
+            f"the inputs have sequences of {first:,} tokens, with which the search starts, and most={most:,}; expected "
+            "inputs with shorter sequences, or a larger most"
+        )
     step = multiple or (1 if of == "microbatch" else min(_MULTIPLE, first))
     good, found = first, plan(first)
     bad: int | None = None
@@ -459,11 +466,14 @@ def _of_sequence(
 
 
 def length_of(inputs: Any) -> int:
-    """Return the number of tokens of a sample: the size of dim 1 of the first tensor in ``inputs`` that has two or more
-    dims. Raise :class:`InputsError` if there is none."""
-    lengths = [leaf.shape[_DIM] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > _DIM]
+    """Return the number of tokens of a sample: the size of dim 1 of the first tensor in ``inputs`` that has two or
+    three dims; images and square masks have four. Raise :class:`InputsError` if there is none."""
+    lengths = [leaf.shape[_DIM] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() in (2, 3)]
     if not lengths:
-        raise InputsError("no input has a second dim, which would be the sequence; use of='microbatch' instead")
+        raise InputsError(
+            "no input has two or three dims, of which the second would be the sequence; expected sequences, or use "
+            "of='microbatch'"
+        )
     return int(lengths[0])
 
 
@@ -573,6 +583,13 @@ def check_fit(
     Raises the errors of :func:`partitioner.partition` besides :class:`CapacityError`, and those of
     ``Plan.training_run``.
     """
+    if price is not None and tokens is None:
+        raise ConstraintError(
+            f"price={price!r} is for the cost of a training run; expected tokens, the length of the run, or no price"
+        )
+    for name, value in (("tokens", tokens), ("price", price)):
+        if value is not None and not is_positive(value):
+            raise InputsError(f"{name} must be a positive number; got {value!r}")
     length = _token_length(inputs)
     plan, reason = None, ""
     try:

@@ -194,13 +194,11 @@ class SampleOptions:
         and sequence length. ``source``: path of the configuration, or its name on the Hugging Face hub."""
         from partitioner.pretrained.load import choose_samples, load_pretrained
 
-        plan, seq, batch = self.plan, self.seq, self.batch
+        plan, batch = self.plan, self.batch
         if plan is not None:
             batch = batch or plan.global_batch or None
-            shapes = [] if plan.written is None else [i.shape for i in plan.written.inputs if len(i.shape) == 2]
-            seq = seq or (shapes[0][1] if shapes else None)
 
-        def load(length: int | None) -> PretrainedModel:
+        def load(length: int | None, values: bool) -> PretrainedModel:
             return load_pretrained(
                 source,
                 seq=length,
@@ -208,14 +206,42 @@ class SampleOptions:
                 task=self.task,  # type: ignore[arg-type]  # load_pretrained says what it may be
                 lora=self.lora,
                 objective=self.objective if plan is None else plan.objective,  # type: ignore[arg-type]
-                values=self.values,
+                values=values,
             )
 
-        found = load(seq)
+        seq = self.seq
+        if seq is None and plan is not None:
+            seq = _find_planned_length(plan, lambda length: load(length, False))
+        found = load(seq, self.values)
         ids = found.inputs.get("input_ids")
         if seq is None and self.tokens is not None and ids is not None and ids.shape[1] != self.tokens:
-            found = load(self.tokens)
+            found = load(self.tokens, self.values)
         return TargetModel(found.model, found.inputs, pretrained=found)
+
+
+def _find_planned_length(plan: Plan, load: Callable[[int | None], PretrainedModel]) -> int | None:
+    """Return the length of a sample (tokens, frames or samples of a waveform) for which the inputs of a configuration
+    have the shapes of those of ``plan``; ``None`` for the default length.
+
+    The lengths that are tried are the dims of the plan's inputs, those of sequences of tokens first, then the default.
+    If none gives these shapes, return the first one. ``load``: builds the model with inputs of a length.
+    """
+    from partitioner.pretrained.configuration import PretrainedError
+
+    if plan.written is None:
+        return None
+    shapes = {data.path: tuple(data.shape) for data in plan.written.inputs}
+    of_tokens = [shape[1] for shape in shapes.values() if len(shape) == 2]
+    others = [dim for shape in shapes.values() if len(shape) > 2 for dim in shape[1:]]
+    lengths = [*dict.fromkeys([*of_tokens, *others]), None]
+    for length in lengths:
+        try:
+            inputs = load(length).inputs
+        except PretrainedError:
+            continue
+        if {name: tuple(value.shape) for name, value in inputs.items() if name in shapes} == shapes:
+            return length
+    return lengths[0]
 
 
 def announce_target(text: str, *, meta: bool = False, asked: SampleOptions | None = None) -> TargetModel:

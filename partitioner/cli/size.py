@@ -177,7 +177,9 @@ def largest(
     function: ModelFunction,
     topology: Cluster,
     of: Annotated[str, typer.Option(help="Find the largest `microbatch` or the longest `sequence`.")] = "sequence",
-    most: Annotated[int, typer.Option(help="The largest size to try.")] = 2**24,
+    most: Annotated[
+        int, typer.Option(help="The largest size to try; for a configuration at most its number of positions.")
+    ] = 2**24,
     constraints: Pins = None,
     profile: Profile = None,
     precision: Precision = None,
@@ -195,6 +197,9 @@ def largest(
     where = Topology.parse(topology)
     sample = SampleOptions(seq, global_batch, task, lora, devices=where.num_devices)
     target = announce_target(function, meta=meta, asked=sample)
+    longest = None if target.pretrained is None else target.pretrained.longest
+    if of == "sequence" and longest is not None:
+        most = min(most, longest)  # the model has no more positions
     with show_spinner(f"Planning {target.name} with larger and larger sizes"):
         found = largest_that_fits(
             target.model,

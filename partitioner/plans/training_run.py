@@ -81,7 +81,7 @@ def training_run(
         )
     ((name, number),) = known.items()
     for what, value in ((name, number), ("price", price)):
-        if value is not None and not _is_positive(value):
+        if value is not None and not is_positive(value):
             raise InputsError(f"{what} must be a positive number; got {value!r}")
     if plan.objective != "train":
         raise PlanError("this plan is for inference, so it has no training run; expected a plan with objective='train'")
@@ -113,12 +113,13 @@ def parse_count(text: str) -> float:
         found = float(words[:-1] if words[-1:] in _SCALES else words) * scale
     except ValueError:
         found = math.nan
-    if not _is_positive(found):
+    if not is_positive(found):
         raise InputsError(f"{text!r} is not a positive number; expected one like 15T, 300B or 1.5e12")
     return found
 
 
-def _is_positive(value: Any) -> bool:
+def is_positive(value: Any) -> bool:
+    """Return whether ``value`` is a positive finite number."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
 
 

@@ -23,7 +23,7 @@ from partitioner.constraints import Constraints
 from partitioner.passes.errors import PartitionError
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
-from partitioner.pretrained.adapters import Lora, add_adapters
+from partitioner.pretrained.adapters import Lora, add_adapters, list_bypassed_adapters
 from partitioner.pretrained.batch import (
     BatchRequest,
     Labels,
@@ -132,6 +132,8 @@ def load_pretrained(
     name, labels, notes = choice.name, choice.labels, choice.notes
     trains = objective == "train"
     model = _build_model(found, name).train(trains)
+    if trains:
+        _check_layer_drop(found, name)
     if adapters is not None:
         add_adapters(model, adapters)
     if labels == "few" and trains:
@@ -141,12 +143,17 @@ def load_pretrained(
             "FILE.py:FUNCTION with a loss of plain operators"
         )
     request = BatchRequest(labels, batch, seq, trains)
+    bypassed: list[str] = []
     with quiet_transformers():
         specs = choose_batch(model, found, request)
-    if values:
-        model = _build_model(found, name, device="cpu").train(trains)
         if adapters is not None:
-            add_adapters(model, adapters)
+            bypassed = list_bypassed_adapters(model, make_batch(specs, "meta", dtype=find_dtype(model)))
+    if bypassed:
+        notes = (*notes, _note_bypassed(bypassed, adapters))
+    if values or bypassed:
+        model = _build_model(found, name, device="cpu" if values else "meta").train(trains)
+        if adapters is not None:
+            add_adapters(model, adapters, without=bypassed)
     inputs = make_batch(specs, "cpu" if values else "meta", dtype=find_dtype(model))
     if left_out := list_left_out(model, specs):
         notes = (
@@ -159,6 +166,33 @@ def load_pretrained(
     if adapters is not None and found.weights is not None:
         notes = (*notes, f"{found.weights} has no weights of the adapters: give the ranks those of a loaded model.")
     return PretrainedModel(model, inputs, choice.task, weights, longest, (*found.notes, *notes), choice.why)
+
+
+def _check_layer_drop(found: Configuration, name: str) -> None:
+    """Raise :class:`PretrainedError` if the configuration ``found`` of a model of the class ``name`` skips whole layers
+    at random in training (LayerDrop), which no plan can follow: it is one way through forward for all steps."""
+    for part in list_parts(found.config):
+        for field_name, value in part.to_dict().items():
+            if field_name.endswith("layerdrop") and isinstance(value, float) and value > 0:
+                raise PretrainedError(
+                    f"{found.source}: {field_name}={value:g} skips whole layers of {name} at random in training, and a "
+                    f"plan has one way through forward for all steps; expected {field_name}=0: write it into the "
+                    "configuration, or plan for inference (--objective infer)"
+                )
+
+
+def _note_bypassed(bypassed: Sequence[str], lora: Lora | None) -> str:
+    """Return a sentence for the user on the layers that get no adapters because the model reads their weights without
+    calling them. ``bypassed``: their paths. Raise :class:`PretrainedError` if ``lora`` names them.
+    """
+    names = list(dict.fromkeys(path.rpartition(".")[2] for path in bypassed))
+    asked = [name for name in names if lora is not None and name in lora.targets]
+    if asked:
+        raise PretrainedError(
+            f"lora: adapters of {asked[0]} would have no effect, because the model reads the weight of {bypassed[0]} "
+            f"without calling the layer; leave {asked[0]} out of targets"
+        )
+    return f"{', '.join(names)} get no adapters: the model reads their weights without calling the layers."
 
 
 def partition_pretrained(

@@ -140,6 +140,7 @@ def capture(
             trace = tracer.capture(fake_copy, arguments, lift_numbers, before)
         captured = trace.captured
         notes += (*dict.fromkeys(of_hooks), *_note_ignored_loss(captured, loss))
+        notes += _note_unread_parameters(captured) if train else ()
         notes += _list_decision_notes(captured, {canonical[name] for name in fake_copy.read_buffers})
         notes += tuple(list_fixed_input_notes(captured.signature, trace.uses))
     _warn_of_unrolled_loops(captured)
@@ -232,6 +233,17 @@ def _list_decision_notes(captured: Captured, read_buffers: set[str]) -> tuple[st
     return (
         (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if read_buffers else ()
     )
+
+
+def _note_unread_parameters(captured: Captured) -> tuple[str, ...]:
+    """Return a note for the user, as a tuple of one text, that names the parameters of the model ``captured`` that are
+    to be trained and that its graph does not read; an empty tuple if there are none."""
+    read = {captured.placeholders.get(node.name) for node in captured.graph.nodes if node.op == "placeholder"}
+    unread = [n for n, s in captured.states.items() if s.kind == "parameter" and s.requires_grad and n not in read]
+    if not unread:
+        return ()
+    names = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
+    return (f"forward does not read {len(unread)} of the trained parameters, which get no gradient: {names}",)
 
 
 def _note_ignored_loss(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:

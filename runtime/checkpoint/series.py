@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import json
 import signal
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,17 +42,21 @@ from partitioner.runtime.checkpoint.training_state import Optimizers, Stateful
 from partitioner.runtime.errors import CheckpointError, DamagedCheckpointError
 from partitioner.runtime.files import write_text
 
+_SAME_REQUEST_S = 2.0  # torchrun passes a signal on within its monitor interval of 0.1 s, later on a busy host
+
 
 class Interrupts:
     """Records whether this rank has received one of ``signals``, such as SIGTERM.
 
-    After the first signal the previous handlers are restored, so that a second one has its usual effect. Raise
-    :class:`CheckpointError` if Python cannot install the handlers, for example outside of the main thread.
+    A signal that arrives more than :data:`_SAME_REQUEST_S` seconds after the first one has its usual effect. Earlier
+    ones are the same request, which reached the process on two ways: Slurm, for example, signals torchrun and its
+    workers, and torchrun passes the signal on. Raise :class:`CheckpointError` if Python cannot install the handlers,
+    for example outside of the main thread.
     """
 
     def __init__(self, rank: int, world_size: int, signals: Iterable[int]) -> None:
         self._peers = Peers(rank, world_size)
-        self._asked = False
+        self._asked_at: float | None = None  # time.monotonic() of the first signal
         self._before: dict[int, Any] = {}
         try:
             for number in signals:
@@ -66,7 +71,7 @@ class Interrupts:
 
     def is_requested(self) -> bool:
         """Return whether any rank has received one of the signals that ask to end training. All ranks call this."""
-        return bool(self._peers.sum_numbers([int(self._asked)])[0])
+        return bool(self._peers.sum_numbers([int(self._asked_at is not None)])[0])
 
     def close(self) -> None:
         """Restore the signal handlers that were installed before."""
@@ -75,8 +80,12 @@ class Interrupts:
         self._before = {}
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        self.close()
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now - self._asked_at > _SAME_REQUEST_S:
+            self.close()
+            signal.raise_signal(number)
 
 
 class Checkpoints:

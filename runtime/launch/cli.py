@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run ``python -m partitioner.runtime`` with ``arguments`` (by default those of the process), which trains a plan,
     and exit the process.
 
-    The exit status is 0, 1 if a rank failed, or 2 for a wrong command line.
+    The exit status is 0, 1 if a rank failed, 2 for a wrong command line, 130 after Ctrl-C, or 143 if the run was asked
+    to end and its last step is saved.
     """
     options = _build_parser().parse_args(arguments)
     status = 0
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except PartitionError as error:
         status = 1
         print(f"rank {_read_rank()}: {type(error).__name__}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+        print(f"rank {_read_rank()}: interrupted", file=sys.stderr)
     except BaseException:
         status = 1
         traceback.print_exc()
@@ -189,7 +193,7 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
     """Train ``engine`` for the number of steps in ``options``, with the metrics, checkpoints and checks that the
     options ask for.
 
-    Exit the process with status 143 after a SIGTERM, when the last step is saved.
+    Exit the process with status 143 after a SIGTERM or SIGINT, when the last step is saved.
     """
     trained = [p for p in engine.parameters() if p.requires_grad]
     program = engine.program
@@ -208,7 +212,7 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
             optimizer,
             every=options.every,
             copies_every=options.copies_every,
-            signals=(signal.SIGTERM,),
+            signals=(signal.SIGTERM, signal.SIGINT),
         )
         found = kept.restore()
         if _read_rank() == 0:

@@ -43,6 +43,7 @@ _SETTLE_S = 2.0
 _SLOW_LOOK_S = 1.0
 _MIRROR_S = 1.0
 _LEAVE_S = 3.0  # time for the launcher to end a rank that only lost another one
+_GRACE_S = 30.0  # between two requests to end; torchrun also gives its workers so long
 
 
 class Watch:
@@ -54,7 +55,8 @@ class Watch:
 
     If a rank fails, is killed or stalls, one of the ranks prints one line to the standard error with the rank's
     instruction, graph node, module and source line. Then all ranks exit with status 1, so that a ``torchrun`` with
-    restarts left restarts them.
+    restarts left restarts them. If ``torchrun`` itself is killed, its ranks get SIGTERM, as if it had been asked to
+    end.
 
     Args:
         folder: the folder to which all ranks write what they do, in memory if possible. By default each host has a
@@ -95,6 +97,7 @@ class Watch:
         self.board: StatusBoard = self.monitor.board
         self.slow: list[SlowRank] = []
         self._slow = SlowRanks(self.board, slow_factor) if slow_factor and self._is_first() else None
+        self._launcher = Launcher() if leave and "TORCHELASTIC_RUN_ID" in os.environ else None
         self._end = threading.Event()
         self._leaving = threading.Lock()
         self._thread = threading.Thread(target=self._run_watch_loop, name="watch", daemon=True)
@@ -207,6 +210,8 @@ class Watch:
         pause = max(self.beat_s, self.monitor.patience_s / 10)
         while not self._end.wait(self.beat_s):
             self.recorder.record_heartbeat()
+            if self._launcher is not None:
+                self._launcher.end_with_it()
             if self._slow is not None and time.monotonic() - slow_looked > _SLOW_LOOK_S:
                 slow_looked = time.monotonic()
                 self._report_slow(self._slow)
@@ -278,6 +283,28 @@ class Watch:
             if failure.secondary:
                 time.sleep(_LEAVE_S)
             os._exit(1)
+
+
+class Launcher:
+    """The torchrun that started this process. A torchrun that is killed, for example for lack of memory, cannot end its
+    ranks, which would train on beside those of the next start.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getppid()
+        self._asked_at: float | None = None
+
+    def end_with_it(self) -> None:
+        """Send SIGTERM to this process if torchrun has ended, as torchrun does if it is asked to end. Send it again
+        after 30 seconds: a process that handles the first signal, to save its last step, does not handle the second.
+        """
+        now = time.monotonic()
+        if os.getppid() == self.pid or (self._asked_at is not None and now - self._asked_at < _GRACE_S):
+            return
+        if self._asked_at is None and os.environ.get("LOCAL_RANK") == "0":
+            print(f"torchrun (process {self.pid}) was killed: its ranks end, too", file=sys.stderr, flush=True)
+        self._asked_at = now
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _kill_stalled(state: RankState, host: str, board: StatusBoard) -> None:

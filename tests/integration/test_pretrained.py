@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
 
@@ -22,6 +23,7 @@ from partitioner import (
     CapacityError,
     CaptureError,
     Constraints,
+    Engine,
     HubError,
     InputsError,
     Lora,
@@ -36,10 +38,11 @@ from partitioner import (
     partition_pretrained,
     run_local,
     run_reference,
+    save_adapters,
 )
 from partitioner.plans.figures import candidate_text
 from partitioner.plans.verify import TOLERANCE, compare
-from partitioner.pretrained.adapters import AdaptedLinear
+from partitioner.pretrained.adapters import AdaptedLinear, add_adapters
 from partitioner.pretrained.configuration import Configuration, read_configuration
 from partitioner.pretrained.load import _choose_class, _list_classes
 from partitioner.units import format_plural
@@ -468,10 +471,46 @@ def test_an_adapted_layer_computes_the_sum() -> None:
         torch.testing.assert_close(layer(x), expected)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_adapted_models_run_on_ranks_as_on_one(tmp_path: Path, model_type: str) -> None:
-    """GPT-2's linear layers have transposed weights. Gradients of the adapters are equal in float64."""
-    found = load_pretrained(write_config(tmp_path, model_type), seq=16, batch=4, lora="r=4", values=True)
+class WrittenOut(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T if self.bias is None else x @ self.weight.T + self.bias
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Router(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).topk(2).values
+
+
+def test_a_subclass_gets_an_adapter_if_it_computes_a_linear_layer() -> None:
+    layers = {"same": WrittenOut(6, 4), "bare": WrittenOut(6, 4, bias=False), "doubled": Doubled(6, 4)}
+    layers |= {"router": Router(6, 4), "inner": torch.nn.MultiheadAttention(4, 2)}
+    model = torch.nn.ModuleDict(layers)
+    x = torch.randn(2, 6)
+    before = {name: layers[name](x) for name in ("same", "bare")}
+    assert add_adapters(model, Lora(r=2)) == 2
+    for name, result in before.items():
+        assert isinstance(model[name], AdaptedLinear)
+        torch.testing.assert_close(model[name](x), result)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lora"),
+    [
+        ("llama", "r=4,dropout=0.25,modules_to_save=norm"),
+        ("gpt2", "r=4"),
+        ("falcon", "r=4,targets=query_key_value"),
+        ("vit", "r=64,modules_to_save=classifier"),
+    ],
+)
+def test_adapted_models_run_on_ranks_as_on_one(tmp_path: Path, model_type: str, lora: str) -> None:
+    """GPT-2's linear layers have transposed weights, and Falcon's are of a subclass. Gradients are equal in float64."""
+    seq = None if model_type == "vit" else 16
+    found = load_pretrained(write_config(tmp_path, model_type), seq=seq, batch=4, lora=lora, values=True)
     for name, parameter in found.model.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -480,6 +519,62 @@ def test_adapted_models_run_on_ranks_as_on_one(tmp_path: Path, model_type: str) 
     assert set(run.grads) == {name for name, p in found.model.named_parameters() if p.requires_grad}
     errors = compare(run, run_reference(found.model, found.inputs, None), plan.program)
     assert {n: e for n, e in errors.items() if not e <= TOLERANCE} == {}
+
+
+def test_modules_to_save_are_trained_as_a_whole(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "vit")
+    found = load_pretrained(config, batch=4, lora="r=2,modules_to_save=classifier")
+    trained = {name for name, p in found.model.named_parameters() if p.requires_grad}
+    assert {name for name in trained if ".lora_" not in name} == {"classifier.weight", "classifier.bias"}
+    assert not any(name.startswith("classifier.lora") for name in trained)
+    with pytest.raises(PretrainedError, match=r"shares a weight with transformer.wte"):
+        load_pretrained(write_config(tmp_path / "tied", "gpt2"), seq=16, batch=4, lora="r=2,modules_to_save=lm_head")
+
+
+def test_layers_whose_weight_is_read_elsewhere_get_no_adapter(tmp_path: Path) -> None:
+    """Mamba multiplies by the weight of ``dt_proj`` and does not call the layer."""
+    config = write_config(tmp_path, "mamba")
+    found = load_pretrained(config, seq=16, batch=4, lora="r=2")
+    names = {name for name, _ in found.model.named_parameters()}
+    assert any("x_proj.lora_A" in name for name in names) and not any("dt_proj.lora_A" in name for name in names)
+    assert any(note.startswith("dt_proj get no adapters") for note in found.notes)
+    with pytest.raises(PretrainedError, match=r"of dt_proj would have no effect.*leave dt_proj out of targets"):
+        load_pretrained(config, seq=16, batch=4, lora="r=2,targets=dt_proj+x_proj")
+
+
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_adapters_are_saved_as_peft_reads_them(tmp_path: Path, from_folder: bool) -> None:
+    lora = "r=2,alpha=6,dropout=0.1,modules_to_save=classifier"
+    found = load_pretrained(write_config(tmp_path / "model", "vit"), batch=4, lora=lora, values=True)
+    weights: Any = found.model.state_dict()
+    if from_folder:
+        Engine(partition(found.model, Topology.local(1), found.inputs), found.model).export_weights(tmp_path / "all")
+        weights = tmp_path / "all"
+    folder = save_adapters(tmp_path / "adapter", weights, lora, base="base/model")
+    saved = load_file(folder / "adapter_model.safetensors")
+    trained = {name: p for name, p in found.model.named_parameters() if p.requires_grad}
+    assert {*saved} == {f"base_model.model.{name}" for name in trained}
+    for name, parameter in trained.items():
+        assert torch.equal(saved[f"base_model.model.{name}"], parameter)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["lora_dropout"]) == ("LORA", 2, 6, 0.1)
+    assert config["base_model_name_or_path"] == "base/model" and config["modules_to_save"] == ["classifier"]
+    every = {name.rpartition(".")[2] for name, m in found.model.named_modules() if isinstance(m, AdaptedLinear)}
+    assert {*config["target_modules"]} == every
+
+
+def test_targets_are_whole_paths_if_other_layers_have_the_same_last_part(tmp_path: Path) -> None:
+    names = ["a.proj.weight", "a.proj.lora_A.weight", "a.proj.lora_B.weight", "b.proj.weight"]
+    folder = save_adapters(tmp_path, {name: torch.ones(2, 2) for name in names}, "r=2", task="causal")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["a.proj"] and config["task_type"] == "CAUSAL_LM"
+
+
+def test_weights_without_these_adapters_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(PretrainedError, match="the weights have no adapters"):
+        save_adapters(tmp_path, {"a.weight": torch.ones(2, 2)}, "r=2")
+    with pytest.raises(PretrainedError, match="have the rank 2, and lora says r=4"):
+        save_adapters(tmp_path, {"a.lora_A.weight": torch.ones(2, 3), "a.lora_B.weight": torch.ones(3, 2)}, "r=4")
 
 
 def test_adapters_take_less_memory_than_all_weights(saved: Path) -> None:
@@ -491,14 +586,57 @@ def test_adapters_take_less_memory_than_all_weights(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     "lora",
-    ["r=0", "r=two", "alpha=3", "r=4,alpha=-1", "r=4,alpha=much", "r=4,dropout=1", "r", "r=4,targets=nowhere", "", 3],
+    "r=0;r=two;alpha=3;r=4,alpha=-1;r=4,alpha=much;r=4,dropout=1;r=4,dropout=some;r=4,lora_alpha=8;r;"
+    "r=4,targets=nowhere;r=4,modules_to_save=nowhere;".split(";"),
 )
-def test_wrong_adapters_are_refused(saved: Path, lora: Any) -> None:
+def test_wrong_adapters_are_refused(saved: Path, lora: str) -> None:
     with pytest.raises(PretrainedError, match="lora"):
         load_pretrained(saved, batch=2, lora=lora)
 
 
+def test_adapters_that_are_no_options_are_refused(saved: Path) -> None:
+    with pytest.raises(PretrainedError, match="lora: got 3; expected r=RANK"):
+        load_pretrained(saved, batch=2, lora=3)  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_of_adapters_is_named(saved: Path) -> None:
+    with pytest.raises(PretrainedError, match="unknown option 'lora_alpha'; write alpha; expected r=RANK"):
+        load_pretrained(saved, batch=2, lora="r=4,lora_alpha=8")
+    with pytest.raises(PretrainedError, match="unknown option 'droput'; did you mean dropout"):
+        load_pretrained(saved, batch=2, lora={"r": 4, "droput": 0.5})
+
+
+# --- commands on a plan -----------------------------------------------------------------------------------------------
+
+
+def test_verify_takes_the_number_of_frames_from_the_plan(tmp_path: Path) -> None:
+    """Whisper's inputs have frames and tokens; the length of a sample is in frames."""
+    config, plan = write_config(tmp_path, "whisper"), tmp_path / "plan.json"
+    frames = 2 * json.loads((config / "config.json").read_text())["max_source_positions"]
+    made = invoke("plan", config, "--topology", "local:2", "--seq", frames, "--batch", 4, "-o", plan)
+    assert made.exit_code == 0, made.output
+    result = invoke("verify", plan, config)
+    assert result.exit_code == 0, result.output
+    assert f"×{frames}" in result.stdout and "Equal" in result.stdout
+
+
+def test_the_longest_sequence_is_at_most_the_number_of_positions(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "gpt2")
+    positions = load_pretrained(config, seq=16, batch=2).longest
+    assert positions is not None and positions > 16
+    result = invoke("largest", config, "--topology", "local:1", "--seq", 16, "--batch", 2)
+    assert result.exit_code == 0, result.output
+    assert f"a sequence of {positions} tokens fits" in result.stdout
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_are_skipped_at_random_are_refused_in_training(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "wav2vec2", layerdrop=0.1)
+    with pytest.raises(PretrainedError, match=r"layerdrop=0.1 skips whole layers .*; expected layerdrop=0"):
+        load_pretrained(config, batch=2)
+    assert load_pretrained(config, batch=2, objective="infer").task == "audio"
 
 
 def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:

@@ -255,3 +255,19 @@ def test_errors_say_what_to_do(case, capfd):
     with pytest.raises(error, match=f"(?s){message}"):
         capture(model, inputs, **options)
     assert capfd.readouterr() == ("", "")
+
+
+class PartlyRead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.spare, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(x).sum()
+
+
+def test_a_note_names_trained_parameters_that_forward_does_not_read() -> None:
+    note = "forward does not read 2 of the trained parameters, which get no gradient: spare.weight, spare.bias"
+    assert capture(PartlyRead(), torch.ones(2, 4)).notes == (note,)
+    assert capture(PartlyRead(), torch.ones(2, 4), objective="infer").notes == ()
+    assert capture(Tied(), torch.zeros(2, 4, dtype=torch.int64)).notes == ()

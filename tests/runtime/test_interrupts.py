@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from partitioner import CheckpointError, Checkpoints, Engine, LocalRanks
+from partitioner.runtime.checkpoint import series
+from partitioner.runtime.launch import cli
 from partitioner.runtime.program.program import Program
 from tests.helpers.paths import ROOT
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
@@ -32,7 +34,8 @@ def train(program: str, folder: str, struck: int, at: int) -> tuple[int | None, 
 
     def strike() -> None:
         if engine.communicator.rank == struck and engine.steps == at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(2):  # one request may arrive on two ways
+                os.kill(os.getpid(), signal.SIGTERM)
         action()
 
     actions[len(actions) // 2] = index, strike
@@ -55,6 +58,22 @@ def test_all_ranks_stop_behind_the_step_in_which_one_was_asked_to(tmp_path: Path
         assert ranks.call(train, text, folder, -1, 0, timeout=120) == [(10, 20, False, True)] * 4
 
 
+def test_a_later_signal_has_its_usual_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(series, "_SAME_REQUEST_S", 0.0)
+    received: list[int] = []
+    usual = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        checkpoints = Checkpoints(tmp_path, Engine(program_of_net(), Net()), signals=(signal.SIGINT,))
+        os.kill(os.getpid(), signal.SIGINT)
+        assert received == []
+        os.kill(os.getpid(), signal.SIGINT)
+        assert received == [signal.SIGINT]
+        checkpoints.after_step()
+        assert checkpoints.interrupted
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
 def test_outside_of_the_main_thread_signals_are_refused(tmp_path: Path):
     engine, errors = Engine(program_of_net(), Net()), []
 
@@ -69,7 +88,8 @@ def test_outside_of_the_main_thread_signals_are_refused(tmp_path: Path):
     assert len(errors) == 1
 
 
-def test_torchrun_that_is_terminated_leaves_a_checkpoint_of_the_last_step(tmp_path: Path):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_torchrun_that_is_ended_leaves_a_checkpoint_of_the_last_step(how: signal.Signals, tmp_path: Path):
     plan = plan_file(tmp_path, program_of_net(pp=2, num_microbatches=2))
     command = [
         sys.executable,
@@ -91,9 +111,24 @@ def test_torchrun_that_is_terminated_leaves_a_checkpoint_of_the_last_step(tmp_pa
     )
     assert run.stdout is not None
     lines = [run.stdout.readline() for _ in range(4)]
-    run.send_signal(signal.SIGTERM)
-    out, told = run.communicate(timeout=200)
+    run.send_signal(how)
+    out, told = run.communicate(timeout=200)  # until the ranks have ended, too
     steps = re.findall(r"^step (\d+) ", "".join(lines) + out, re.MULTILINE)
     assert (tmp_path / "run" / "latest").read_text() == f"step-{int(steps[-1]):010}"
     assert f"asked to end: step {steps[-1]} is saved in" in told
     assert "first cause" not in told
+    assert (f"torchrun (process {run.pid}) was killed" in told) == (how == signal.SIGKILL)
+
+
+def test_a_run_without_checkpoints_ends_in_one_line_after_an_interrupt(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(options: object) -> None:
+        raise KeyboardInterrupt
+
+    statuses: list[int] = []
+    monkeypatch.setattr(cli, "_train_patiently", interrupt)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    cli.main([str(tmp_path / "plan.json")])
+    assert statuses == [130]
+    assert capfd.readouterr().err == "rank 0: interrupted\n"

@@ -128,7 +128,7 @@ class CapacityError(PlanError):
 
     ``shortage``: what is missing, as text. ``stage``: index of the pipeline stage that exceeds its memory most.
     ``missing_bytes``: bytes that each of its ranks lacks. ``at_least``: ``missing_bytes`` is only a lower bound, and
-    the stage is not known.
+    the stage is not known. ``advise``: as for :class:`InfeasibleError`.
     """
 
     _least_conflict = 1

@@ -170,7 +170,7 @@ class RankError(PartitionError):
     """Raised in the launching process if a rank failed, after the other ranks were ended.
 
     The message ends with the first cause. ``failures``: all failures. ``failure``: the first one that is not a
-    consequence of another rank's failure.
+    consequence of another rank's failure. ``world_size``: number of ranks.
     """
 
     def __init__(self, failures: tuple[Failure, ...], world_size: int) -> None:

@@ -358,9 +358,9 @@ class _DataAssignmentMode(TorchFunctionMode):
     """Function mode that makes assignments to ``x.data`` traceable: after one, functions that read ``x`` get the
     assigned tensor instead. ``values``: for each tensor to whose ``.data`` forward assigned, by its ``id``: (that
     tensor, the tensor that replaces it). ``read``: the ids of plain tensor attributes of modules (neither parameters
-    nor buffers) that forward read. ``held``: the model's tensors at the start of forward. ``inputs``: tensors among
-    forward's arguments. ``double``: whether the model is traced in float64; an assigned floating-point tensor may then
-    differ in dtype from the tensor that it replaces.
+    nor buffers) that forward read. ``snapshot``: the model's tensors at the start of forward. ``inputs``: tensors among
+    forward's arguments. ``in_float64``: whether the model is traced in float64; an assigned floating-point tensor may
+    then differ in dtype from the tensor that it replaces.
     """
 
     def __init__(self, snapshot: _StateSnapshot, inputs: Any, in_float64: bool) -> None:

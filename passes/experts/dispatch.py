@@ -75,12 +75,13 @@ class _ExpertDistributor:
     """Builds the graph of a block (a piece of the model on one rank) in which each rank of a mesh axis has some of the
     experts.
 
-    ``axis``, ``size``: the mesh axis and its number of ranks. ``apart``: mesh axes along which ranks have different
-    experts, so that experts must not communicate over them. ``merged``: the one of these axes over which the block was
-    sharded before, or ``None``. ``tables``: nodes that are computed only from the experts' parameters, each with the
-    dim that indexes experts. ``env`` maps nodes outside of the expert regions (the parts that compute by expert) to
-    their copies, ``inside`` maps nodes within them. ``routes``: for each node with the expert numbers of rows (tokens),
-    three nodes: the order of the rows by expert, the counts of rows per rank, and the experts of the received rows.
+    ``axis``, ``size``: the mesh axis and its number of ranks. ``expert_axes``: mesh axes along which ranks have
+    different experts, so that experts must not communicate over them. ``merged``: the one of these axes over which the
+    block was sharded before, or ``None``. ``tables``: nodes that are computed only from the experts' parameters, each
+    with the dim that indexes experts. ``env`` maps nodes outside of the expert regions (the parts that compute by
+    expert) to their copies, ``inside`` maps nodes within them. ``routes``: for each node with the expert numbers of
+    rows (tokens), three nodes: the order of the rows by expert, the counts of rows per rank, and the experts of the
+    received rows.
     """
 
     def __init__(self, axis: str, size: int, merged: str | None, expert_axes: Collection[str]) -> None:

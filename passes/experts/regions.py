@@ -115,8 +115,8 @@ class _RegionFinder:
     ``products``: these products. ``tables`` maps nodes that are computed only from the experts' parameters to the dim
     that indexes experts. ``keys``: the node with the expert number of each row (token); ``None`` if all experts compute
     every row. ``places`` has the operators of the region, with the dims of their results that index rows and experts.
-    ``entries`` has the values from outside that they read, with the same dims. ``apart``: mesh axes along which ranks
-    will have different experts; operators that communicate over them cannot be in the region.
+    ``entries`` has the values from outside that they read, with the same dims. ``expert_axes``: mesh axes along which
+    ranks will have different experts; operators that communicate over them cannot be in the region.
     """
 
     def __init__(

@@ -80,9 +80,9 @@ class _ConcreteScalarMode(TorchFunctionMode):
     """A torch function mode for a trace, in which functions that read tensors as numbers, such as ``Tensor.item``,
     return real numbers if these follow from constants and buffers of the model.
 
-    ``held``: buffer name -> tensor with the buffer's real values. ``asked``: a set that receives buffer names; one is
-    added if forward read a number that depends on this buffer. ``drawn``: a list that receives the names of random
-    operators, if forward tried to read a number that depends on them.
+    ``buffer_values``: buffer name -> tensor with the buffer's real values. ``read_buffers``: a set that receives buffer
+    names; one is added if forward read a number that depends on this buffer. ``random_operators``: a list that receives
+    the names of random operators, if forward tried to read a number that depends on them.
     """
 
     def __init__(

@@ -379,8 +379,8 @@ def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_si
 
 
 class _ConstantInterpreter(fx.Interpreter):
-    """Runs a graph, ``module``, in which constants (``get_attr`` nodes) are read from the dict ``held``, name ->
-    tensor, instead of from the module."""
+    """Runs a graph, ``module``, in which constants (``get_attr`` nodes) are read from the dict ``captured_tensors``,
+    name -> tensor, instead of from the module."""
 
     def __init__(self, module: fx.GraphModule, captured_tensors: Mapping[str, Tensor]) -> None:
         super().__init__(module)

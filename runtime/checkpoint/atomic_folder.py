@@ -188,8 +188,8 @@ class CheckpointTarget:
         )
 
     def _is_gone(self, record: Path) -> bool:
-        """Return whether the process that has to write the file ``get_record_path`` has certainly ended. With this file
-        a rank confirms that its part of the checkpoint is written."""
+        """Return whether the process that has to write the file ``record`` has certainly ended. With this file a rank
+        confirms that its part of the checkpoint is written."""
         with contextlib.suppress(OSError):
             return has_ended(self.get_writer_path(int(record.name.removeprefix(".record-"))).read_text())
         return False

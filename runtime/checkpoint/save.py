@@ -50,8 +50,8 @@ from partitioner.runtime.state.disk_offload import is_mapped
 
 
 class Staging:
-    """Copies a rank's training state to host memory, from where a checkpoint is written while training continues. One
-    save at a time; the host buffers of the previous save are reused.
+    """Copies a rank's training state to host memory, from where a checkpoint is written while training continues.
+    ``device``: the device of the rank. One save at a time; the host buffers of the previous save are reused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -180,7 +180,7 @@ class CheckpointContent:
     Args:
         rank: the program of this rank. ``changing``: rectangular parts of tensors that may change before the optimizer
             steps.
-        still: rectangular parts of tensors that change only when the optimizer steps.
+        unchanging: rectangular parts of tensors that change only when the optimizer steps.
         training: state that is equal on all ranks, such as step counters.
         random: this rank's states of random generators.
         own: this rank's states of further objects, such as data loaders, and its optimizers' hyperparameters.

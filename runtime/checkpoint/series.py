@@ -50,8 +50,8 @@ class Interrupts:
 
     A signal that arrives more than :data:`_SAME_REQUEST_S` seconds after the first one has its usual effect. Earlier
     ones are the same request, which reached the process on two ways: Slurm, for example, signals torchrun and its
-    workers, and torchrun passes the signal on. Raise :class:`CheckpointError` if Python cannot install the handlers,
-    for example outside of the main thread.
+    workers, and torchrun passes the signal on. ``rank``, ``world_size``: number of this rank, and of all ranks. Raise
+    :class:`CheckpointError` if Python cannot install the handlers, for example outside of the main thread.
     """
 
     def __init__(self, rank: int, world_size: int, signals: Iterable[int]) -> None:

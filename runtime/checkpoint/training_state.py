@@ -76,9 +76,9 @@ def _get_optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
 class OptimizerState:
     """The state that optimizers hold for a rank's parameters, by parameter name.
 
-    ``given``: one optimizer or a list; an item is ``None`` if this rank has none of the parameters of that optimizer.
-    Raise :class:`CheckpointError` if an optimizer has parameters other than ``parameters`` (name -> parameter), if two
-    have the same parameter, or if there are several and a trained parameter is in none.
+    ``optimizers``: one optimizer or a list; an item is ``None`` if this rank has none of the parameters of that
+    optimizer. Raise :class:`CheckpointError` if an optimizer has parameters other than ``parameters`` (name ->
+    parameter), if two have the same parameter, or if there are several and a trained parameter is in none.
     """
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -25,7 +25,7 @@ class ErrorFeedbackEncoder:
 
     ``residual`` has the rounding error of the last step, which is added to the data of the next one. ``codec``:
     converts rows of numbers to compressed bytes and back. ``numel``: number of elements that the rank sends in one
-    step, over all receivers; ``dtype`` is their type.
+    step, over all receivers; ``dtype`` is their type, and ``device`` where they are.
     """
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,7 +49,8 @@ class ErrorFeedbackEncoder:
 
 
 class PendingDecode:
-    """A collective in progress that transfers compressed data. :meth:`wait` returns the decompressed result."""
+    """A collective in progress that transfers compressed data. :meth:`wait` returns the decompressed result.
+    ``pending``: the collective. ``decode``: decompresses what it has transferred."""
 
     def __init__(self, pending: Pending, decode: Callable[[Tensor], Tensor]) -> None:
         self.pending, self.decode = pending, decode

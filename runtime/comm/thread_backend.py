@@ -22,7 +22,8 @@ from partitioner.runtime.program.membership import PipelineEdge
 class ThreadWorld:
     """The data that the ranks share when all of them are threads of one process.
 
-    ``timeout``: seconds that a rank waits for the others.
+    ``world_size``: number of ranks. ``device``: where their tensors are. ``timeout``: seconds that a rank waits for the
+    others.
     """
 
     def __init__(self, world_size: int, device: torch.device | str = "cpu", timeout: float = 300.0) -> None:
@@ -79,7 +80,7 @@ class ThreadWorld:
 class _ThreadCollective:
     """One collective among threads: the operands of the members that have entered it, and the result for each member.
 
-    ``what``: description of the operation. ``size``: number of members.
+    ``world``: the data that all ranks share. ``signature``: description of the operation. ``size``: number of members.
     """
 
     def __init__(self, world: ThreadWorld, signature: str, size: int) -> None:
@@ -146,9 +147,9 @@ class ThreadGroup:
     """A process group of ranks that are threads of one process. The rank that enters a collective last computes it for
     all.
 
-    It implements :class:`partitioner.runtime.comm.group.RankGroup`. ``ranks``: the members. ``rank``: this rank.
-    ``gathering``: whether this is the second of two groups of the same ranks, whose collectives do not wait for those
-    of the first one.
+    It implements :class:`partitioner.runtime.comm.group.RankGroup`. ``world``: the data that all ranks share.
+    ``ranks``: the members. ``rank``: this rank. ``gathering``: whether this is the second of two groups of the same
+    ranks, whose collectives do not wait for those of the first one.
     """
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:
@@ -262,7 +263,7 @@ class ThreadGroup:
 class ThreadCommunicator:
     """Process groups, sends and receives of one rank that is a thread of this process.
 
-    It implements :class:`partitioner.runtime.comm.group.Communicator`.
+    It implements :class:`partitioner.runtime.comm.group.Communicator`. ``world``: the data that all ranks share.
     """
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:

@@ -129,7 +129,7 @@ def _select_rank_rows(data: InputData, whole: Tensor, share: BatchShare) -> Tens
 
 
 class BatchEntries:
-    """The entries of one batch, by their path in the call of the model.
+    """The entries of ``batch``, one batch for ``program``, by their path in the call of the model.
 
     Positional and keyword arguments have the same path: the first argument of ``forward(x, mask=None)`` is ``x`` in a
     tuple and in a dict.

@@ -69,7 +69,7 @@ class ConsistencyChecks:
     ranks were given the same batch. Every rank has one.
 
     ``parameters``: name -> this rank's parameter, as optimizers update it. ``gradients``: name -> gradient that
-    optimizers read.
+    optimizers read. ``communicator``: connects this rank with the others.
     """
 
     def __init__(

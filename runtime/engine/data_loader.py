@@ -43,7 +43,7 @@ class SampleOrder:
     It stores the permutation of one epoch in memory, or of two if a range of samples crosses their border: 8 bytes per
     sample.
 
-        >>> SampleOrder(5, seed=0, shuffle=False).at(range(3, 8))
+        >>> SampleOrder(5, seed=0, shuffle=False).get_indices(range(3, 8))
         [3, 4, 0, 1, 2]
     """
 
@@ -262,10 +262,10 @@ class Loader:
 class StreamBatches(IterableDataset[Any]):
     """This rank's part of each global batch of a stream, which is read from its start.
 
-    ``length``: samples of one epoch; ``None``: unknown. ``count_tokens_and_samples``: samples of a global batch.
-    ``rows``: which of them this rank reads. ``epochs``: number of epochs; ``None``: no end. ``start``: samples to skip
-    first. ``collate``: makes a batch of a list of samples. Raise :class:`BatchError` if the stream returns no samples,
-    or another number of samples than ``length``."""
+    ``length``: samples of one epoch; ``None``: unknown. ``batch_size``: samples of a global batch. ``rows``: which of
+    them this rank reads. ``epochs``: number of epochs; ``None``: no end. ``start``: samples to skip first. ``collate``:
+    makes a batch of a list of samples. Raise :class:`BatchError` if the stream returns no samples, or another number of
+    samples than ``length``."""
 
     def __init__(
         self,

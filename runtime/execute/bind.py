@@ -328,7 +328,8 @@ class CurrentMicrobatch:
     """Holds the index (on this rank, from 0) of the microbatch that runs now, in ``microbatch``.
 
     ``data_index()`` returns the microbatch's index in the global batch, as a tensor; graphs read it by the operator
-    ``axis_index("data")``. ``share``: the indices, over the global batch, of this rank's microbatches.
+    ``axis_index("data")``. ``share``: the indices, over the global batch, of this rank's microbatches. ``device``:
+    where that tensor is.
     """
 
     def __init__(self, share: range, device: torch.device) -> None:
@@ -342,7 +343,7 @@ class CurrentMicrobatch:
 class Binder:
     """Compiles the graphs of blocks (pieces of the model, such as layers) to Python functions of one rank, each once.
 
-    Collectives in the graphs run on the process groups of this rank.
+    Collectives in the graphs run on the process groups of ``communicator``. ``library``: has the graphs.
     """
 
     def __init__(self, rank: RankProgram, library: BlockLibrary, communicator: Communicator) -> None:

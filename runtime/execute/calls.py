@@ -22,7 +22,8 @@ class Environment:
     ``values`` (tensors that pass between calls of blocks, such as layers) and ``gradients``: lists over this rank's
     microbatches of name -> tensor. Three dicts have keys (microbatch, position of the call on the stage): ``saved`` has
     the tensors that forward saved for backward, ``parked`` those of them that were moved to host memory, and
-    ``staying`` the addresses of the memory that is not moved.
+    ``staying`` the addresses of the memory that is not moved. ``copier``: starts the copies to and from host memory;
+    ``None``: there are none.
     """
 
     def __init__(self, rank: RankProgram, device: torch.device, copier: HostCopier | None = None) -> None:

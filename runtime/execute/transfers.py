@@ -25,6 +25,7 @@ Direction = tuple[int, str]  # a stage, and the channel to it
 
 class PendingReceive:
     """One instruction that receives values (RECV_F) or gradients (RECV_B) from another pipeline stage.
+    ``communicator``: connects this rank with the others.
 
     ``start`` posts the receives, ``finish`` waits for them and calls ``place(microbatch, name, tensor)`` for each
     tensor.
@@ -69,7 +70,7 @@ class PendingReceive:
 
 class TransferSender:
     """Starts sends of values and gradients to other pipeline stages, and keeps a reference to the tensors until they
-    have arrived.
+    have arrived. ``env``: has the tensors of the step. ``communicator``: connects this rank with the others.
     """
 
     def __init__(self, rank: RankProgram, env: Environment, communicator: Communicator) -> None:

@@ -32,12 +32,12 @@ class StepTimes:
     """Times of one step on one rank, in seconds.
 
     Args:
-        begun: start of the step.
+        started: start of the step.
         whole: duration of the step.
         computing: total duration of computations.
         waiting: total duration of waiting for other ranks.
         work: (instruction index, duration) of every computation, in order.
-        posted: instruction index -> duration of what it does besides computing and waiting, such as starting a send.
+        posting: instruction index -> duration of what it does besides computing and waiting, such as starting a send.
         sent: (index of the pipeline stage at the other end, "F" for values or "B" for gradients) -> start time of each
             send, in order.
         received: (index of the pipeline stage at the other end, "F" or "B") -> (start of waiting, end) of each receive,

@@ -63,8 +63,8 @@ _PYTORCH = os.path.dirname(torch.__file__)
 
 
 class _OperatorProbe(TorchDispatchMode):
-    """A torch dispatch mode that calls ``see`` with every operator that runs. ``index``: position of the current
-    instruction.
+    """A torch dispatch mode that calls ``see`` with every operator that runs in a step of ``engine``. ``index``:
+    position of the current instruction.
     """
 
     def __init__(self, engine: Engine, see: Callable[[ProbedOperation], None]) -> None:

@@ -296,6 +296,13 @@ class CollectiveEvent:
 
 @dataclass(frozen=True)
 class SendEvent:
+    """The event that a rank starts to send values (``direction`` ``F``) or their gradients (``B``) to the pipeline
+    stage with the index ``peer``.
+
+    ``key``: data on which sender and receiver must agree: the names and the microbatch. ``text``: description for
+    people.
+    """
+
     direction: Literal["F", "B"]
     peer: int
     key: Hashable
@@ -304,6 +311,13 @@ class SendEvent:
 
 @dataclass(frozen=True)
 class ReceiveEvent:
+    """The event that a rank waits for values (``direction`` ``F``) or their gradients (``B``) from the pipeline stage
+    with the index ``peer``.
+
+    ``key``: data on which sender and receiver must agree: the names and the microbatch. ``text``: description for
+    people.
+    """
+
     direction: Literal["F", "B"]
     peer: int
     key: Hashable

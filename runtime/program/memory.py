@@ -41,7 +41,8 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
 
 class LevelReductionBytes:
     """Counts the extra device bytes of one rank while gradients of its pipeline stage are reduced hierarchically:
-    within nodes, between nodes, and so on. ``held``: the bytes held now, besides the gradients themselves.
+    within nodes, between nodes, and so on. ``held``: the bytes held now, besides the gradients themselves. ``facts``:
+    the program of all ranks, with the gradients and memory of its block calls (such as layers).
     """
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:

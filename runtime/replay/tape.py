@@ -31,7 +31,7 @@ class Tape:
     A step is divided into numbered places, such as the actions of an executor. ``entries``: pairs (place, function
     without arguments that repeats a segment or calls the host's function), in the order of execution; a segment that
     spans several places has the first one. ``host``: kind of function -> number of functions that the host calls.
-    ``num_segments``: number of segments.
+    ``num_segments``: number of segments. ``capture``: records segments, such as in CUDA graphs.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -113,9 +113,9 @@ class Tape:
 
 
 class RecordedPending:
-    """A collective or transfer in progress in a step that is recorded. ``started``: the same collective as the
-    underlying communicator has returned it, in the recorded step or in the last replay. A replay copies the result to
-    the memory that it had in the recorded step.
+    """A collective or transfer in progress in a step that is recorded on ``tape``. ``kind``: a word for it, under which
+    it is counted. ``started``: the same collective as the underlying communicator has returned it, in the recorded step
+    or in the last replay. A replay copies the result to the memory that it had in the recorded step.
     """
 
     def __init__(self, tape: Tape, kind: str, started: Pending | TransferHandle | None = None) -> None:

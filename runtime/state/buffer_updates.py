@@ -18,8 +18,8 @@ _SHORT = (torch.float16, torch.bfloat16)
 class BufferUpdates:
     """The buffers of a rank that a training step changes, such as running statistics.
 
-    ``states``: name -> parameter or buffer that this rank holds. If ``keep`` is set, the values before each update are
-    stored, so that the step can be repeated.
+    ``states``: name -> parameter or buffer that this rank holds. ``communicator``: connects this rank with the others.
+    If ``keep`` is set, the values before each update are stored, so that the step can be repeated.
     """
 
     def __init__(self, rank: RankProgram, states: Mapping[str, Tensor], communicator: Communicator) -> None:

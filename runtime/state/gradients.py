@@ -158,8 +158,9 @@ class ScatteredBucket:
     reads. ``keep``: the whole gradients keep their memory until the next step (ZeRO 1). Otherwise they are released
     after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on.
 
-    ``number``: the bucket's index. ``group``: ranks that divide the parameters. ``rest``: ranks with the same pieces.
-    Pieces start at multiples of ``grain`` elements, and the length of their buffer is a multiple of ``whole`` elements.
+    ``number``: the bucket's index. ``group``: ranks that divide the parameters. ``all_reduce_group``: ranks with the
+    same pieces. Pieces start at multiples of ``grain`` elements, and the length of their buffer is a multiple of
+    ``whole`` elements.
     """
 
     def __init__(

@@ -119,7 +119,8 @@ class OffloadedActivations:
     """Tensors saved for backward that are moved to host memory. Tensors that share memory are moved together.
 
     ``saved``: the saved tensors, and other values, which stay. ``stay``: addresses of storages that remain on the
-    device. Device memory is released with the last reference to it, so the caller must drop ``saved``.
+    device. ``copier``: starts the copies. Device memory is released with the last reference to it, so the caller must
+    drop ``saved``.
     """
 
     def __init__(self, saved: Sequence[Any], stay: Collection[int], copier: HostCopier) -> None:

@@ -40,8 +40,8 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
 
 
 class LossSum:
-    """Sums the loss of the current training step over microbatches and ranks. After :meth:`finish`, ``value`` is the
-    loss of the global batch on every rank.
+    """Sums the loss of the current training step over microbatches and ranks, which ``communicator`` connects. After
+    :meth:`finish`, ``value`` is the loss of the global batch on every rank.
     """
 
     def __init__(self, rank: RankProgram, communicator: Communicator) -> None:

@@ -333,7 +333,8 @@ class MasterParameters:
 
     Both are the same tensors, except for parameters that have a copy in a wider type, in host memory or on disk.
     ``hosted``: the copies in host memory, from which the program's instructions set the parameters. ``weights``: where
-    the values are read. ``disk``: where float32 copies are, if the program offloads to disk.
+    the values are read. ``copier``: copies between the device and host memory. ``disk``: where float32 copies are, if
+    the program offloads to disk.
     """
 
     def __init__(

@@ -107,9 +107,9 @@ class GatherBuffer:
 class GatheredBucket:
     """The parameters of one bucket, which ZeRO divides and which are all-gathered together, and their all-gather.
 
-    ``number``: index of the bucket. ``held``: parameter name -> this rank's piece (part of the flattened parameter),
-    whose values are copied. ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces
-    are in host memory, and are on the device only until the all-gather ends.
+    ``number``: index of the bucket. ``stored``: parameter name -> this rank's piece (part of the flattened parameter),
+    whose values are copied. ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``host_parameters``: the rank's
+    pieces are in host memory, and are on the device only until the all-gather ends.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class TensorWeights:
 
 
 class FileWeights:
-    """Weights in one safetensors file, or in the files of a folder. Only the requested slices are read.
+    """Weights in the safetensors file, or the folder of such files, ``path``. Only the requested slices are read.
 
     ``index``: file name of the folder's index, which says which file has which tensor.
     """

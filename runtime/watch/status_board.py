@@ -34,7 +34,7 @@ class RankState:
         index: index of its current instruction; ``None`` if it runs none.
         idle_s: seconds since its last progress.
         silent_s: seconds since its last heartbeat.
-        here: whether it runs on this host.
+        on_this_host: whether it runs on this host.
         alive: whether its process runs; true if it is on another host.
         stopped: whether a signal has stopped its process.
         place: the position in the model that it has reported; ``None`` if it has reported none, or has moved on since.

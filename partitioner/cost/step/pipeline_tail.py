@@ -254,7 +254,7 @@ class _ReductionTails:
     calls (such as layers).
 
     ``tables``: seconds and bytes of all sequences of consecutive calls. ``states``: the cost of each parameter and
-    buffer by name. ``machine``: devices and groups of ranks.
+    buffer by name. ``machine``: devices and groups of ranks. ``constraints``: the choices that the user fixed.
     """
 
     def __init__(

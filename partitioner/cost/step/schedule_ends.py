@@ -87,7 +87,7 @@ def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Se
 
 class _Lane:
     """The simulation of one pipeline rank in a step: its clock, and the collectives (gathers of parameters, reductions
-    of gradients) that overlap with its computation.
+    of gradients) that overlap with its computation. ``ends``: these collectives, with their seconds.
     """
 
     def __init__(self, ends: RankEnds) -> None:

@@ -154,9 +154,9 @@ def batches_near(global_batch: int, num_devices: int) -> list[int]:
 
 def faster_batches(job: Job, best_s: float, job_of: JobOf, best: Best) -> tuple[Baseline, ...]:
     """Return the nearest global batch with which each sample takes clearly less time than now, with its plan, as a
-    tuple of one entry; empty if there is none. ``best_s``: seconds of a step with the present batch. ``job_of``:
-    returns the planning problem with another batch. ``best``: returns the best plan of such a problem, given the step
-    time in seconds that the plan has to beat."""
+    tuple of one entry; empty if there is none. ``job``: the planning problem (model, batch, cluster and constraints).
+    ``best_s``: seconds of a step with the present batch. ``job_of``: returns the planning problem with another batch.
+    ``best``: returns the best plan of such a problem, given the step time in seconds that the plan has to beat."""
     pinned = job.constraints
     if not job.train or pinned.group_size is not None or pinned.data_shares is not None:
         return ()

@@ -98,12 +98,8 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
-    elif is_plain_attention(node):
-        arguments = (*node.args[:3], *get_band_limits(band), node.kwargs.get("scale"))
-        replace_attention(graph, node, torch.ops.partition.band_attention.default, arguments)
-    else:
-        return False
-    return True
+        return True
+    return replace_by_band_attention(graph, node, band)
 
 
 def _replace_mask_by_documents(
@@ -125,6 +121,18 @@ def _replace_mask_by_documents(
         ids[where] = insert_document_ids(graph, mask, query[0])
     arguments = (*node.args[:3], ids[where], [], *get_band_limits(mask.band), node.kwargs.get("scale"))
     replace_attention(graph, node, document_ops.document_attention.default, arguments)
+    return True
+
+
+def replace_by_band_attention(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
+    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::band_attention``, and
+    return whether that was done: it is not if the operands do not suit (see :func:`is_plain_attention`). ``band``: how
+    many positions before and after its own a query sees.
+    """
+    if not is_plain_attention(node):
+        return False
+    arguments = (*node.args[:3], *get_band_limits(band), node.kwargs.get("scale"))
+    replace_attention(graph, node, torch.ops.partition.band_attention.default, arguments)
     return True
 
 

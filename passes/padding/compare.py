@@ -17,6 +17,8 @@ _SIZED = frozenset(
     "view _unsafe_view reshape expand expand_copy arange full zeros ones empty new_full new_zeros new_ones new_empty "
     "slice slice_copy narrow split_with_sizes split repeat slice_scatter unflatten".split()
 )
+# attentions in which a query sees keys in a range of positions around its own
+BANDED_ATTENTIONS = ("partition::band_attention", "partition::document_attention", "partition::scored_attention")
 _END = {"slice": 3, "slice_copy": 3, "slice_scatter": 4}  # position of the argument for the end, which may be a size
 
 
@@ -153,10 +155,34 @@ def has_own_number(node: fx.Node, other: fx.Node) -> bool:
         end = _END[name]
     elif name in _SIZED:
         return False
+    elif name in BANDED_ATTENTIONS:
+        return _limit_band(node, other) != _limit_band(other, node)
     for place, pair in enumerate(zip(node.args, other.args, strict=True)):
         if place != end and _are_arguments_different(*pair):
             return True
     return any(_are_arguments_different(node.kwargs[k], other.kwargs[k]) for k in node.kwargs)
+
+
+def _limit_band(node: fx.Node, other: fx.Node) -> list[Any]:
+    """Return the arguments of the attention ``node`` that are no graph nodes, in which numbers of positions before and
+    after a query that exclude no key are -1 (no limit). ``other``: the same attention for another batch size. The
+    shorter of the two sequences decides: a window as long as it is no limit there, and captured as none.
+    """
+    positions = min(each.args[0].meta["val"].shape[-2] for each in (node, other))  # type: ignore[union-attr]
+
+    def limit(number: int) -> int:
+        return number if 0 <= number < positions - 1 else -1
+
+    found: list[Any] = []
+    assert isinstance(node.target, torch._ops.OpOverload) and not node.kwargs
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.name in ("before", "after"):
+            found.append(limit(value))  # type: ignore[arg-type]
+        elif argument.name == "reach":
+            found.append([limit(number) for number in value])  # type: ignore[union-attr,arg-type]
+        else:
+            found.append(None if isinstance(value, fx.Node) else value)
+    return found
 
 
 def _is_random(name: str) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.passes.ir.model import Captured
-from partitioner.passes.ir.rewrite import format_node_location
+from partitioner.passes.ir.rewrite import aten, format_node_location
+from partitioner.passes.normalize.attention_masks import replace_by_band_attention
 from partitioner.passes.padding.compare import (
     align_graphs,
     get_operator_name,
@@ -21,6 +22,7 @@ from partitioner.passes.padding.compare import (
 )
 from partitioner.passes.padding.fills import VIEWS
 from partitioner.passes.padding.propagate import Sizes, Values, propagate_padding
+from partitioner.passes.padding.resize import copy_captured
 from partitioner.passes.padding.unseen import (
     Unseen,
     classify_unseen,
@@ -29,6 +31,7 @@ from partitioner.passes.padding.unseen import (
     list_mask_nodes,
 )
 from partitioner.passes.padding.values import DimPart, PaddedValue, find_created_part, make_fixed_value
+from partitioner.passes.rules.attention import find_attention_band
 from partitioner.passes.rules.factors import operands_of
 
 _MAX_COMBINATIONS = 64  # combinations of numbers that are tried
@@ -75,6 +78,8 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
     the axis. The padding is correct for every value of the weights, so gradients are unchanged, too.
     """
     aligned = align_graphs(main, other)
+    if aligned is None:  # the window of an attention is no limit in a shorter sequence, and is not written there
+        aligned = align_graphs(*map(_write_bands, (main, other)))
     if aligned is None:
         return AxisPadding(
             fault="the model computes other operators for another size, so one cannot stand for the other"
@@ -91,6 +96,16 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
             return AxisPadding(dict(fills), _find_output_dims(main, values), fault, hiding)
         faults.append(fault)
     return AxisPadding(fault=faults[-1])  # that of the last attempt, which leaves out the most numbers
+
+
+def _write_bands(captured: Captured) -> Captured:
+    """Return a copy of ``captured`` in which attentions without a mask have the operator of those with a window."""
+    copied = copy_captured(captured)
+    for node in list(copied.graph.nodes):
+        plain = node.target is aten.scaled_dot_product_attention.default
+        if plain and (band := find_attention_band(node)) is not None:
+            replace_by_band_attention(copied.graph, node, band)
+    return copied
 
 
 @dataclass(frozen=True)

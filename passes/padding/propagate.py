@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from partitioner.passes.ir.rewrite import format_node_location
-from partitioner.passes.padding.compare import get_operator_name, list_result_shapes
+from partitioner.passes.padding.compare import BANDED_ATTENTIONS, get_operator_name, list_result_shapes
 from partitioner.passes.padding.fills import CASTS, NEGATIVE, VIEWS, apply_to_numbers, is_pointwise
 from partitioner.passes.padding.places import find_lowest, fix_read_dims, propagate_argmax
 from partitioner.passes.padding.values import (
@@ -41,7 +41,6 @@ _READS_DOCUMENT_IDS = (
     "partition::document_attention",
     "partition::scored_attention",
 )  # these read document ids and prefixes instead of a mask
-_ATTENTIONS = ("partition::band_attention", *_READS_DOCUMENT_IDS)
 
 
 def propagate_padding(
@@ -60,7 +59,7 @@ def propagate_padding(
     single = SINGLE_RULES.get(get_operator_name(node)) if len(shapes) == 1 else None
     made = None if single is None else single(node, operands)
     values = (made,) if made is not None else _describe_results_by_factors(node, operands, other_shapes, sizes)
-    if get_operator_name(node) in _ATTENTIONS:
+    if get_operator_name(node) in BANDED_ATTENTIONS:
         attended = _propagate_attention(node, operands)
         values = (attended, replace(attended, dims=attended.dims[:-1]))
     return tuple(

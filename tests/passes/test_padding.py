@@ -241,6 +241,41 @@ def test_what_is_said_to_be_exact_is(name: str):
         check_exact(model, padding, inputs(samples, positions))
 
 
+WINDOW = 8
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    after = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(after >= 0) & (after < WINDOW))
+
+
+def windowed_and_capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    after = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    hidden = torch.where((after >= 0) & (after < WINDOW), 0.0, -math.inf)
+    return (5.0 * (scores(q, k) / 5.0).tanh() + hidden.to(q.dtype)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attend", [windowed, windowed_and_capped])
+@pytest.mark.parametrize("positions", [WINDOW + 1, 3 * WINDOW // 2, 2 * WINDOW])
+def test_a_window_may_be_as_long_as_a_shorter_batch(attend: Attention, positions: int):
+    """The graph of a batch that is no longer than the window has no limit; that of a longer one has."""
+    model = make(lambda: Reader(attend))
+    padding = find_padding(model, tokens_and_labels(SAMPLES, positions))
+    assert (padding.fewer, padding.shorter) == ("", "")
+    for samples, shorter in ((SAMPLES, WINDOW), (4, WINDOW - 2), (1, positions - 1)):
+        check_exact(model, padding, tokens_and_labels(samples, shorter))
+
+
+@pytest.mark.parametrize("attend", [windowed, windowed_and_capped])
+def test_a_window_that_follows_from_the_size_is_refused(attend: Attention, monkeypatch: pytest.MonkeyPatch):
+    def grow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        monkeypatch.setitem(globals(), "WINDOW", q.shape[2] // 2)
+        return attend(q, k, v)
+
+    padding = find_padding(make(lambda: Reader(grow)), tokens_and_labels(SAMPLES, POSITIONS))
+    assert "follows from the batch size" in padding.shorter
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("skip-mlp", "transformer-encoder", "vit")])
 def test_the_zoo(name: str):

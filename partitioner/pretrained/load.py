@@ -146,6 +146,9 @@ def load_pretrained(
     bypassed: list[str] = []
     with quiet_transformers():
         specs = choose_batch(model, found, request)
+        if seq is not None and not any(seq in spec.shape[1:] for spec in specs.values()):
+            sizes = ", ".join(f"{path} {list(spec.shape)}" for path, spec in specs.items())
+            notes = (*notes, f"seq={seq} is not used: the inputs of {name} have other sizes ({sizes}).")
         if adapters is not None:
             bypassed = list_bypassed_adapters(model, make_batch(specs, "meta", dtype=find_dtype(model)))
     if bypassed:

@@ -82,6 +82,12 @@ def build_preset_topology(name: str, nodes: int = 1) -> Topology:
     name is unknown or ``nodes`` is not a positive integer.
     """
     machines = catalogue("machines")
+    machine, colon, count = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if colon and machine in machines:
+        raise TopologyError(
+            f"preset {name!r} names a number of nodes; expected {machine!r} here, and the number apart: nodes={count}, "
+            f"or --nodes {count} (Topology.parse and most commands take {name})"
+        )
     if name not in machines:
         raise TopologyError(
             f"unknown preset {name!r}; {format_suggestion(name, [*machines])}known are {', '.join(machines)}; "

@@ -266,6 +266,15 @@ def test_inputs_that_a_batch_leaves_out_are_told(tmp_path: Path) -> None:
     assert any("The batch has no audio, which the model reads with text" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(("kind", "used"), [("vit", False), ("bert", True), ("t5", True)])
+def test_a_length_that_no_input_has_is_told(tmp_path: Path, kind: str, used: bool) -> None:
+    config = write_config(tmp_path, kind)
+    told = [note for note in load_pretrained(config, seq=16, batch=2).notes if "seq=16 is not used" in note]
+    assert len(told) == (not used)
+    assert all("pixel_values [2, 3, 64, 64]" in note for note in told)
+    assert not any("is not used" in note for note in load_pretrained(config, batch=2).notes)
+
+
 @pytest.mark.parametrize("command", ["plan", "fit"])
 def test_commands_say_class_and_task_first(tmp_path: Path, command: str) -> None:
     write_config(tmp_path, "clip", architectures=None)

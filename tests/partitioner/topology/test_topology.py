@@ -365,6 +365,8 @@ def test_slices_of_tpus_are_joined_by_a_slower_network():
 def test_an_unknown_preset_lists_the_known():
     with pytest.raises(TopologyError, match="unknown preset 'dgx-z9'; known are dgx-v100, dgx-a100"):
         Topology.preset("dgx-z9")
+    with pytest.raises(TopologyError, match="expected 'dgx-h100' here, and the number apart: nodes=2, or --nodes 2"):
+        Topology.preset("dgx-h100:2")
     with pytest.raises(TopologyError, match="neither a file nor a known topology"):
         Topology.parse("dgx-z9:2")
     with pytest.raises(TopologyError, match=r"cannot read the topology 'missing\.yaml'"):

@@ -45,9 +45,6 @@ from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hardware import Link
 from partitioner.topology.hosts import BOUNDLESS
 
-# kinds of time that may be hidden, in the order in which a shorter step has less of them
-_HIDDEN_FIRST = ("pp_communication", "bubble", "reduction", "offload", "contention", "compute")
-
 
 def stage_estimates(
     problem: StageProblem, split: StageSplit, names: Sequence[Sequence[str]], held: Sequence[Sequence[StateCost]]
@@ -394,20 +391,14 @@ def estimate_step(
 
 
 def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
-    """Return a copy of ``estimate``, the estimate of a training step, with the step time ``seconds``. Additional
-    seconds are added to the bubble (the time spent waiting for other stages). If there are fewer, messages between
-    stages are hidden: the missing seconds are taken from the messages' time, then from the bubble, then from other
-    kinds of waiting, and at last from computation. ``mfu`` is scaled accordingly.
+    """Return a copy of ``estimate``, the estimate of a training step, with the step time ``seconds``, which must not be
+    less than before. The difference is added to the bubble (the time spent waiting for other stages), and ``mfu`` is
+    scaled accordingly.
     """
-    breakdown, less = dict(estimate.breakdown), estimate.step_time - seconds
-    if less < 0:
-        breakdown["bubble"] = breakdown.get("bubble", 0.0) - less
-    for kind in _HIDDEN_FIRST if less > 0 else ():
-        part = min(less, breakdown.get(kind, 0.0))
-        breakdown[kind] = breakdown.get(kind, 0.0) - part
-        less -= part
+    more = seconds - estimate.step_time
+    breakdown = {**estimate.breakdown, "bubble": estimate.breakdown.get("bubble", 0.0) + more}
     share = estimate.step_time / seconds if seconds else 1.0
-    bubble = breakdown.get("bubble", 0.0) / seconds if seconds else 0.0
+    bubble = breakdown["bubble"] / seconds if seconds else 0.0
     return estimate.model_copy(
         update={"step_time": seconds, "mfu": estimate.mfu * share, "bubble": bubble, "breakdown": breakdown}
     )

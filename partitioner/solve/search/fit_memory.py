@@ -135,9 +135,11 @@ def plan_to_fit(
             if lacks is None:
                 candidate, seconds = found.chosen.candidate, found.estimate.simulated
                 if candidate in job.simulated or not _is_slower(found.estimate):
-                    certificate = _as_followed(explored.compared(lower_bound_s), found)
-                    told = replace(found, certificate=certificate, lacking=explored.lacking)
-                    return _correct_step_time(told, certificate) if _is_faster(found.estimate) else told
+                    return replace(
+                        found,
+                        certificate=_as_followed(explored.compared(lower_bound_s), found),
+                        lacking=explored.lacking,
+                    )
                 assert seconds is not None
                 if fastest is None or seconds < fastest[0]:
                     fastest = seconds, found, explored
@@ -167,12 +169,6 @@ def _is_slower(estimate: Estimate) -> bool:
     return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
 
 
-def _is_faster(estimate: Estimate) -> bool:
-    """Return whether the simulated step time in ``estimate``, that of the emitted program, is more than 1 % shorter
-    than the estimated one. This happens if messages between stages are hidden behind a slower stage."""
-    return estimate.simulated is not None and estimate.simulated < estimate.step_time * (1 - SAME_TIME)
-
-
 def _rivals_s(explored: PlanSearchResult) -> float:
     """Return a lower bound in seconds on the step times of all candidates except the chosen one; infinite if there is
     no other. If the program of the chosen plan is slower than estimated, this bound tells whether the plan is still the
@@ -190,14 +186,8 @@ def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> Plann
     """
     seconds = found.estimate.simulated
     assert seconds is not None
-    rows = tuple(
-        row.model_copy(update={"step_time": seconds, "bound": min(row.bound, seconds)})
-        if row.status == "chosen"
-        else row
-        for row in certificate.candidates
-    )
     bound, gap = bound_and_gap(seconds, (certificate.bound,))
-    told = certificate.model_copy(update={"objective": seconds, "bound": bound, "gap": gap, "candidates": rows})
+    told = certificate.model_copy(update={"objective": seconds, "bound": bound, "gap": gap})
     return replace(found, estimate=with_step_time(found.estimate, seconds), certificate=told)
 
 

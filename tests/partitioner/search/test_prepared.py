@@ -83,31 +83,6 @@ def test_the_fastest_simulated_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert plan.estimate.step_time == min(simulated) == simulated[0]
 
 
-def test_a_plan_that_is_simulated_faster_has_the_simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 1 % the estimate stands. Of a step that is shorter by a tenth, all figures are the simulation's."""
-    emit, share = fit_memory._emit_found_plan, [0.995]
-
-    def emit_faster(*arguments: Any) -> Any:
-        found = emit(*arguments)
-        shorter = found.estimate.step_time * share[0]
-        return replace(found, estimate=found.estimate.model_copy(update={"simulated": shorter}))
-
-    monkeypatch.setattr(fit_memory, "_emit_found_plan", emit_faster)
-    arguments = _model(), Topology.local(4), (torch.zeros(8, 8),)
-    estimated = partition(*arguments, loss=_loss)
-    step = estimated.estimate.step_time
-    share[0] = 0.9
-    plan = partition(*arguments, loss=_loss)
-    (row,) = [row for row in plan.certificate.candidates if row.status == "chosen"]
-    for seconds in (plan.estimate.step_time, plan.certificate.objective, row.step_time):
-        assert seconds == pytest.approx(0.9 * step, rel=1e-12)
-    assert sum(plan.estimate.breakdown.values()) == pytest.approx(0.9 * step)
-    assert all(seconds >= 0 for seconds in plan.estimate.breakdown.values())
-    assert plan.estimate.mfu == pytest.approx(estimated.estimate.mfu / 0.9)
-    assert row.bound <= 0.9 * step
-    assert plan.certificate.bound <= plan.certificate.objective
-
-
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
 def test_no_batch_is_refused(size: Any) -> None:
     prepared = prepare(_model(), (torch.zeros(8, 8),), loss=_loss)

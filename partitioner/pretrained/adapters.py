@@ -217,8 +217,8 @@ class _ReadTensors(TorchDispatchMode):
 
 
 def _find_saved_modules(model: nn.Module, lora: Lora) -> dict[str, nn.Module]:
-    """Return the modules of ``model`` that ``lora`` trains as a whole, by path. Raise :class:`PretrainedError` if the
-    model has no module with parameters of such a name.
+    """Return the modules of ``model`` that are trained as a whole, by path: those named in ``lora.modules_to_save``.
+    Raise :class:`PretrainedError` for a name that no module with parameters has.
     """
     found: dict[str, nn.Module] = {}
     known = {path: m for path, m in model.named_modules() if path and next(m.parameters(), None) is not None}

@@ -36,10 +36,11 @@ QUERY = ("--query-gpu=index,uuid,pcie.link.gen.max,pcie.link.width.max", "--form
 class Wiring:
     """The links of the GPUs of one machine, in the order of the machine's GPU indices.
 
-    ``nvlinks``: number of NVLinks between each pair of GPUs, shape ``[n, n]``; behind NVLink switches every pair has
-    the number of NVLinks of one GPU. ``num_nics``: number of network cards. ``speed``: bytes/s of one NVLink per
-    direction. ``ports``: active NVLinks of one GPU. ``pcie``: bytes/s of the slowest PCIe slot per direction.
-    ``uuids``: the unique ids of the GPUs. ``None`` and empty mean that ``nvidia-smi`` does not report the value.
+    ``nvlinks``: number of NVLinks between each pair of GPUs, shape ``[n, n]``; behind NVLink switches, which connect
+    every pair by all links of a GPU, all entries are ``ports``. ``num_nics``: number of network cards. ``speed``:
+    bytes/s of one NVLink per direction. ``ports``: active NVLinks of one GPU. ``pcie``: bytes/s of the slowest PCIe
+    slot per direction. ``uuids``: the unique ids of the GPUs. ``None`` and empty mean that ``nvidia-smi`` does not
+    report the value.
     """
 
     nvlinks: NDArray[np.int64]

@@ -416,8 +416,8 @@ class _DataAssignmentMode(TorchFunctionMode):
         return pytree.tree_map(functools.partial(self.get_assigned, alone=False), output) if self.values else output
 
     def iterate_writes(self) -> Iterator[_TensorWrite]:
-        """Yield a write of the assigned value for each parameter, buffer or input to whose ``.data`` forward assigned a
-        tensor.
+        """Yield a write for each parameter, buffer or input whose attribute ``.data`` was assigned a tensor in forward:
+        a write of that tensor.
         """
         for tensor, value in self.values.values():
             if id(tensor) in self.held.names or id(tensor) in self.inputs:

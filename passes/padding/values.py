@@ -33,8 +33,10 @@ class DimPart:
 
     @property
     def kind(self) -> tuple[int, bool, int]:
-        """Return (size, whether it grows with the batch, offset) of this part of a dim. Parts that an operator
-        combines element by element must be equal in these three."""
+        """Return the attributes (``size``, ``grows``, ``offset``) of this part of a dim: its number of elements,
+        whether this number grows with the batch, and by how much it then exceeds the batch size. Parts that an operator
+        combines element by element must be equal in these three.
+        """
         return self.size, self.grows, self.offset
 
 

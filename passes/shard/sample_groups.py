@@ -167,12 +167,12 @@ def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Nod
 def _build_group_addend(
     graph: fx.Graph, new: fx.Node, old: fx.Node | None, chain: Collection[fx.Node], factor: float, num_groups: int
 ) -> fx.Node:
-    """Append operators to ``graph`` that compute what one group of samples adds to a buffer, and return the node of the
-    result.
-
-    If the buffer's new value is ``factor * old + b``, it is ``factor**(num_groups - 1 - i) * b`` for group ``i``
-    (from 0). ``new``, ``old``: the nodes of the new and the old value; ``old`` is ``None`` if the model's forward
-    does not read it. ``chain``: all nodes that depend on ``old``. ``num_groups``: the number of groups in a step.
+    """Append operators to ``graph``, the model of one group of samples, that compute what the group adds to a buffer,
+    and return the node of the result. If the buffer's new value is ``factor * old + b``, the addend of group ``i``
+    (from 0) is ``factor**(num_groups - 1 - i) * b``: the buffer after all groups is the sum of the addends plus
+    ``factor**num_groups`` times its old value. An operator in the graph gives ``i`` when the group is run. ``new``,
+    ``old``: the nodes of the new and the old value; ``old`` is ``None`` if the model's forward does not read it.
+    ``chain``: all nodes that depend on ``old``. ``num_groups``: the number of groups in a step.
     """
     build = Builder(graph, new)
     if old is not None and new in chain:

@@ -56,10 +56,10 @@ def view_as_real(x: Tensor) -> Tensor:
 class Transfer:
     """A transfer or collective of torch's process groups in progress, with the tensor that it fills.
 
-    ``group``: the process group. ``handles``: what to wait for. ``result``: the tensor that is filled; ``finish(result,
-    dim)`` converts it at the end. ``operand``: the operand, kept until the transfer ends, because Gloo does not keep it
-    alive. ``copied``: whether ``operand`` is a copy that nothing else uses, so that its memory is freed when the
-    transfer ends.
+    ``group``: the process group. ``handles``: what to wait for. ``result``: the tensor that is filled, such as received
+    parts ``[ranks, ...]``; ``finish(result, dim)`` makes the final tensor of it, such as the parts joined along
+    ``dim``. ``operand``: the operand, kept until the transfer ends, because Gloo does not keep it alive. ``copied``:
+    whether ``operand`` is a copy that nothing else uses, so that its memory is freed when the transfer ends.
     """
 
     __slots__ = ("copied", "dim", "finish", "group", "result", "sent", "works")

@@ -501,8 +501,8 @@ class Engine:
 
         States without the parameter's shape (step counts) are returned as they are. All ranks call this. Raises
         :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
-        left out. Raises :class:`CheckpointError` if the optimizer has other parameters, and :class:`LaunchError` if no
-        device mesh of all ranks can be made.
+        left out. Raises :class:`CheckpointError` if the optimizer has other parameters than the engine, and
+        :class:`LaunchError` if no device mesh of all ranks can be made.
         """
         return self._get_state_views(strict).view_optimizer(self._parameters, optimizer)
 

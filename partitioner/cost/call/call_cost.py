@@ -274,8 +274,8 @@ class CallWork:
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """Return the cost of one call of the block (such as a layer) on a rank with device type ``device``. ``groups``:
         mesh axis -> the group of ranks over which collectives of that axis run. ``spread``: how expert parallelism and
-        ZeRO-3 distribute the call over ranks. If its profile has fp8 only where it is faster, products in 16 bits are
-        priced, too, and the faster of both costs is returned.
+        ZeRO-3 distribute the call over ranks. If the execution profile uses fp8 only in blocks that become faster by
+        it, the block is priced with products in fp8 and in 16 bits, and the lower of the two costs is returned.
         """
         cost = self._price_call(device, groups, spread)
         if not spread.fp8 or spread.profile.fp8_products == "all":

@@ -342,8 +342,8 @@ def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list
 
 
 def list_mesh_shapes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
-    """Return all tuples of sizes (pp, dp, tp, cp) of the mesh axes that the constraints of ``space`` (cluster, batch,
-    constraints and sizes of the model) allow for its devices.
+    """Return all tuples of sizes (pp, dp, tp, cp) of the mesh axes that the constraints in ``space`` allow for the
+    devices of its cluster. ``space``: cluster, batch, the user's constraints and sizes of the model.
     """
     pinned, world = space.constraints, space.world_size
     found = []

@@ -53,15 +53,15 @@ class TensorCosts:
     changes of layout, states (parameters and buffers), and tensors that are kept between blocks (such as layers).
 
     - ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
-      sharded tensors between blocks; other values allow them. ``update_bytes``: memory traffic of the optimizer per
-      byte of parameter that a rank holds. ``tp``: number of tensor-parallel ranks over which attention heads are
-      divided in addition to ``group``.
+      tensors between blocks to be sharded over positions; ``True`` and ``None`` (the search chooses) allow it.
+      ``update_bytes``: memory traffic of the optimizer per byte of parameter that a rank holds. ``tp``: number of
+      tensor-parallel ranks over which attention heads are divided in addition to ``group``.
     - Three penalties favour shardings that divide memory and work. ``state_price``: seconds per byte of state that a
       rank holds. ``undivided``: seconds per matrix-product FLOP that every rank repeats. ``repeated``: seconds per byte
       of results that every rank computes.
     - ``short_gradients``: whether gradients have the dtype of their parameter instead of float32. ``complete``: whether
-      a gradient that every rank computes in full costs as much as one that must be reduced. This is the case if ZeRO
-      shards only states whose gradient must be reduced.
+      a gradient that every rank computes in full is charged like one that must be reduced. This is so if ZeRO shards
+      only states whose gradient must be reduced: each rank then keeps and updates the whole state.
 
     ``device``: the device type. ``train``: whether costs include the backward.
     """

@@ -99,10 +99,11 @@ class GroupSpeeds:
         together: Vector = taken @ self.speeds
         return together
 
-    def least(self, work: float, microbatches: float, *, plain: bool) -> float:
+    def least(self, work: float, microbatches: float, *, plain: bool, ahead: float = 0.0) -> float:
         """Return a lower bound in seconds on the time in which all pipelines together process ``microbatches``
         microbatches, over every way to form pipelines of the groups. ``work``: seconds of one microbatch on all stages
-        at speed 1. ``plain``: the schedule is GPipe or 1F1B; otherwise the bound holds for any schedule.
+        at speed 1. ``plain``: the schedule is GPipe or 1F1B; otherwise the bound holds for any schedule. ``ahead``: if
+        each group has one stage, the least share of a stage's seconds that is its forward; 0 for other schedules.
 
         Let ``P`` be the number of pipelines. The fastest group of the slowest pipeline is at most as fast as the
         ``P``-th fastest group. If the ``J`` fastest groups work and the others are idle, the formula of GPipe and 1F1B,
@@ -113,11 +114,33 @@ class GroupSpeeds:
             return PipelineSpeeds(self.speeds[:, None], self.counts).least(work, microbatches, plain=plain)
         alone = (1.0 if plain else ALONE) / float(self.speeds[np.searchsorted(np.cumsum(self.counts), self.pipelines)])
         if not plain:
-            return max(microbatches / self.together, alone) * work
+            return max(microbatches / self.together, alone, self._bound_filled_pipelines(microbatches, ahead)) * work
         ends = np.concatenate([np.cumsum(self.counts), [self.pipelines]])
         busy = ends[ends >= self.pipelines]
         seconds = (microbatches - self.pipelines + busy) / self.fastest_together(busy)
         return max(float(seconds.min()), alone) * work
+
+    def _bound_filled_pipelines(self, microbatches: float, ahead: float) -> float:
+        """Return a lower bound on the time in which all pipelines process ``microbatches`` microbatches, in units of
+        the seconds of one microbatch on all stages at speed 1. It counts the time in which a stage waits for its first
+        microbatch. ``ahead``: the least share of a stage's seconds that is its forward.
+
+        Let a pipeline process ``n`` microbatches in ``T`` seconds, and let ``u_k`` be the seconds of one microbatch on
+        its stage ``k``. The stage waits for the forwards before it, then processes all microbatches: ``ahead (u_0 + ...
+        + u_(k-1)) + n u_k <= T``. The most work in this time has ``u_k = (T / n) (1 - ahead / n)^k``, with faster
+        groups first. No pipeline processes more than ``n`` microbatches if ``T`` is below ``n + 1`` times the seconds
+        of one on the fastest groups. All pipelines together do the most work if the fastest groups are all first
+        stages, the next all second stages, and so on.
+        """
+        stages = self.number // self.pipelines
+        by_stage = np.diff(self.fastest_together(np.arange(stages + 1) * self.pipelines))
+        fastest = float(self.fastest_together(np.array([stages]))[0])
+        found, most = np.inf, max(1, int(microbatches * fastest / self.together))
+        while most / fastest < found:
+            capacity = float(by_stage @ (1 - ahead / most) ** np.arange(stages))
+            found = min(found, max(microbatches / capacity, most / fastest))
+            most += 1
+        return float(found)
 
 
 def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> GroupSpeeds:
@@ -149,3 +172,17 @@ def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vecto
     of_all = np.maximum(seconds @ np.array(often, dtype=np.float64), _TINY_S)
     speeds = of_all.min() / of_all
     return float((speeds[:, None] * seconds).min(axis=0) @ np.array(often)), speeds
+
+
+def least_forward_share(forward: Matrix, both: Matrix, often: Sequence[int]) -> tuple[float, float]:
+    """Return two values ``(share, less)``: the forward seconds of any set of block calls (such as layers), on any
+    device types, are at least ``share`` times their forward plus backward seconds, minus ``less`` seconds.
+
+    The share is that of the main block, the one with the most work. Other blocks may have a smaller share, such as a
+    look-up of embeddings; ``less`` is by how much at most. ``forward``, ``both``: seconds of one call of each block on
+    each device type, shape ``[kinds, blocks]``. ``often``: for each block, the number of its calls.
+    """
+    number = np.array(often, dtype=np.float64)
+    main = int(np.argmax(number * both.max(axis=0)))
+    share = float((forward[:, main] / np.maximum(both[:, main], _TINY_S)).min())
+    return share, float((number * np.maximum(0.0, share * both - forward).max(axis=0)).sum())

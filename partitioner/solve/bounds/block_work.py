@@ -385,12 +385,12 @@ class DeviceKinds:
         return found[0], found[1]
 
     def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Return lower bounds on the forward plus backward seconds of one call of each block (such as a layer) with one
-        microbatch on every device type, shape ``[kinds, blocks, candidates]``. Blocks are in the order of
+        """Return lower bounds on the forward and the backward seconds of one call of each block (such as a layer) with
+        one microbatch on every device type, shape ``[2, kinds, blocks, candidates]``. Blocks are in the order of
         ``self.often``, device types in the order of the topology. ``candidates``: combinations of mesh sizes,
         microbatch size, schedule and ZeRO stage.
         """
-        return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
+        return np.stack([self.seconds(paced, candidates) for paced in self.works.paced], axis=1)
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
         """Return the backward seconds of one microbatch through all block calls (such as layers) on the slowest device

@@ -32,7 +32,7 @@ from partitioner.constraints import Constraints
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.recomputation import allowed_recompute_mode
 from partitioner.cost.call.states import StateCost, StateCosts, kinds_of, state_costs, sum_state_costs, update_time
-from partitioner.cost.step.device_speeds import GroupSpeeds, pool_of, work_and_speeds
+from partitioner.cost.step.device_speeds import GroupSpeeds, least_forward_share, pool_of, work_and_speeds
 from partitioner.cost.step.estimate import stage_problem
 from partitioner.cost.step.offload import update_seconds
 from partitioner.cost.step.relaxed_mesh import BestCaseMesh, best_type, build_best_case_mesh
@@ -235,10 +235,9 @@ class ModelBounds:
         )
         bound = pipelines + self._bound_seconds_after_pipeline(candidates, back)
         if self._kinds.differ:
-            seconds, hides = self._kinds.of_each(candidates), self._kinds.longest_backward(candidates)
-            bound = np.maximum(
-                bound, self._shared_out(candidates, seconds) + self._bound_seconds_after_pipeline(candidates, hides)
-            )
+            hides = self._kinds.longest_backward(candidates)
+            shared_out = self._shared_out(candidates, *self._kinds.of_each(candidates))
+            bound = np.maximum(bound, shared_out + self._bound_seconds_after_pipeline(candidates, hides))
         found: Vector = np.maximum(bound, self._bound_drain_seconds(candidates, ahead, back)) * _ROUNDING
         return found
 
@@ -278,19 +277,26 @@ class ModelBounds:
         alone = ahead + back * np.array([least_alone(p.schedule) for p in candidates])
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
-    def _shared_out(self, candidates: Sequence[MeshCandidate], seconds: NDArray[np.float64]) -> Vector:
+    def _shared_out(
+        self, candidates: Sequence[MeshCandidate], forward: NDArray[np.float64], backward: NDArray[np.float64]
+    ) -> Vector:
         """Return a lower bound in seconds on the time of the pipelines in a step of each candidate, shape
         ``[candidates]``, for devices that differ in speed. Gradient reduction and update come on top. The bound holds
-        for any division of the work among the devices, in proportion to their speed or not. ``seconds``: the time of
-        each block (such as a layer) for one microbatch on each device type, shape ``[kinds, blocks, candidates]``.
-        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        for any division of the work among the devices, in proportion to their speed or not. ``forward``, ``backward``:
+        the seconds of each block (such as a layer) for one microbatch on each device type, shape ``[kinds, blocks,
+        candidates]``. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        found = np.zeros(len(candidates))
-        for place, (candidate, of_kind) in enumerate(zip(candidates, np.moveaxis(seconds, 2, 0), strict=True)):
-            work, speeds = work_and_speeds(of_kind, list(self._calls_by_block.values()))
+        found, often = np.zeros(len(candidates)), list(self._calls_by_block.values())
+        for place, candidate in enumerate(candidates):
+            ahead, both = forward[..., place], forward[..., place] + backward[..., place]
+            work, speeds = work_and_speeds(both, often)
             pool = self._group_device_speeds(candidate, speeds)
-            of_all = self.rounds(candidate) * pool.pipelines
-            found[place] = pool.least(work, of_all, plain=is_formula(candidate.schedule))
+            of_all, plain = self.rounds(candidate) * pool.pipelines, is_formula(candidate.schedule)
+            found[place] = pool.least(work, of_all, plain=plain)
+            in_order = is_plain(candidate.schedule, candidate.virtual_stages) and not self.constraints.overlap_steps
+            if in_order and not plain:
+                share, less = least_forward_share(ahead, both, often)
+                found[place] = max(found[place], pool.least(work, of_all, plain=False, ahead=share) - less)
         return found
 
     def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
@@ -641,9 +647,10 @@ class ModelBounds:
         least = min(candidates, key=self.rounds)
         bound = after + float(self._bound_pipeline_seconds([least], *of_point)[0])
         if floor.of_kind:  # the slowest device type may hide most of the reduction
-            both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
+            each = np.array([[of[block] for block in often] for of in floor.of_kind]).transpose(2, 0, 1)
+            each[1] *= self.train
             apart = list({self.may_differ(candidate): candidate for candidate in candidates}.values())
-            hides = float((both @ np.array(list(often.values()))).max())
+            hides = float((each.sum(axis=0) @ np.array(list(often.values()))).max())
             after = float(self._bound_seconds_after_pipeline(candidates, np.full(len(candidates), hides)).min())
-            bound = max(bound, after + min(self._shared_out(apart, np.dstack([both] * len(apart)))))
+            bound = max(bound, after + min(self._shared_out(apart, *np.stack([each] * len(apart), axis=-1))))
         return max(bound, float(self._bound_drain_seconds(candidates, *of_point[:2]).min())) * _ROUNDING

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.cost.step.device_speeds import PipelineSpeeds, pool_of, work_and_speeds
+from partitioner.cost.step.device_speeds import PipelineSpeeds, least_forward_share, pool_of, work_and_speeds
 from partitioner.passes.errors import PartitionError
+from partitioner.schedules.makespan import Phases, compute_makespan
+from partitioner.schedules.registry import build_timetable
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.bound_steps import BoundCascade
@@ -72,6 +74,54 @@ def test_no_choice_of_pipelines_takes_less(of: list[list[float]], more: int):
     pool = pool_of(speeds, counts, 1, len(of))
     for plain in (True, False):
         assert pool.least(1.0, len(of) + more, plain=plain) <= bound_of(of, len(of) + more, plain) * (1 + 1e-9)
+
+
+@settings(max_examples=200)
+@given(pipelines(), st.floats(0.0, 1.0), st.lists(st.integers(1, 9), min_size=4, max_size=4), st.randoms())
+def test_no_division_fills_pipelines_in_less(of: list[list[float]], ahead: float, shares: list[int], random: Any):
+    """A stage waits for the forwards before it, and then runs all of its microbatches."""
+    work, taken = 1.0, []
+    for speeds, n in zip(of, shares, strict=False):
+        some = np.array([random.random() ** 2 for _ in speeds]) + 1e-3
+        times = some / some.sum() * work / np.array(speeds)
+        taken.append(float((ahead * (np.cumsum(times) - times) + n * times).max()))
+    speeds_of, counts = np.unique(np.array(list(itertools.chain(*of))), return_counts=True)
+    pool = pool_of(speeds_of, counts, 1, len(of))
+    bound = pool.least(work, sum(shares[: len(of)]), plain=False, ahead=ahead)
+    assert pool.least(work, sum(shares[: len(of)]), plain=False) <= bound * (1 + 1e-9)
+    assert bound <= max(max(taken), max(0.5 * work / max(speeds) for speeds in of)) * (1 + 1e-9)
+
+
+@settings(max_examples=100)
+@given(st.lists(SPEEDS, min_size=2, max_size=4), st.integers(1, 8), st.sampled_from(["zb-1p", "zb-2p"]), st.randoms())
+def test_no_simulated_pipeline_takes_less(speeds: list[float], n: int, schedule: str, random: Any):
+    phases = [Phases(*((random.random() + 0.01) / speed for _ in range(3))) for speed in speeds]
+    table = build_timetable(schedule, len(speeds), max(n, 1), 1)
+    work = sum(phase.total * speed for phase, speed in zip(phases, speeds, strict=True))
+    distinct, counts = np.unique(np.array(speeds), return_counts=True)
+    ahead = min(phase.forward / phase.total for phase in phases)
+    bound = pool_of(distinct, counts, 1, 1).least(work, n, plain=False, ahead=ahead)
+    assert bound <= compute_makespan(table, phases) * (1 + 1e-9)
+
+
+def test_filling_takes_time():
+    """Two equal stages, two microbatches of 1 s each, of which a third is forward. A first stage with x seconds lets
+    the second begin after x / 3, and it then takes 2 (1 - x): both end after 2 x if x = 6 / 11, after 12 / 11 s.
+    """
+    pool = pool_of(np.array([1.0]), np.array([2]), 1, 1)
+    assert pool.least(1.0, 2, plain=False, ahead=1 / 3) == pytest.approx(12 / 11)
+    assert pool.least(1.0, 2, plain=False) == pytest.approx(1.0)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 3), st.integers(1, 4), st.randoms())
+def test_forwards_take_at_least_their_share(kinds: int, blocks: int, random: Any):
+    both = np.array([[random.random() for _ in range(blocks)] for _ in range(kinds)])
+    forward = both * np.array([[random.random() for _ in range(blocks)] for _ in range(kinds)])
+    often = [random.randint(1, 4) for _ in range(blocks)]
+    share, less = least_forward_share(forward, both, often)
+    calls = [(random.randrange(kinds), block) for block, n in enumerate(often) for _ in range(random.randint(0, n))]
+    assert sum(forward[at] for at in calls) >= share * sum(both[at] for at in calls) - less - 1e-12
 
 
 def test_the_slowest_of_a_group_paces_it():

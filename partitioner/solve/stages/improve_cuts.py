@@ -41,6 +41,7 @@ _MOVED, _ALL = (
 _LISTED = 20_000_000  # actions to simulate if all cuts are tried that could still be faster
 _TABLED = 5_000_000  # seconds to tabulate for that: of each path on each sequence of calls in each stage
 _BEGUN, _AT_ONCE = 200_000, 4_000_000  # cuts to build up at the same time, and their paths to add up at once
+_FEW_PATHS = 8  # paths by which unfinished cuts are left out
 _KEPT = 1000  # cuts that are returned if all are tried
 _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 
@@ -178,27 +179,33 @@ def _list_cuts_within(
             for weights, allowed, of_stage in zip(np.stack(paths, axis=1), fits, costs.of_stage, strict=True)
         ]
     )
+    tightest = np.argsort(-_complete_paths(along, fits)[0][:, 0], kind="stable")[:_FEW_PATHS]
+    every, along = along, along[:, tightest]  # the others are compared once, with the cuts that are left
     rest = _complete_paths(along, fits)
-    m, ranks = count_microbatches(timetable), timetable.ranks
+    m = count_microbatches(timetable)
     cuts, loads = np.zeros((1, 1), dtype=np.int64), np.zeros((1, len(timetable.orders)))
-    sums = np.zeros((1, len(paths)))
-    for stage, rank in enumerate(ranks):
+    sums = np.zeros((1, len(tightest)))
+    for stage, rank in enumerate(timetable.ranks):
         begun = cuts[:, -1]
         work = np.sum(costs.of_stage[stage][:3], axis=0)  # forward, and both halves of the backward
         seconds = loads[:, rank, None] + m * work[begun]  # [cuts, end of the stage]
         allowed = fits[stage][begun] & np.isfinite(rest[stage + 1]).all(axis=0) & (seconds < limit_s)
         row, stop = np.nonzero(allowed)
         kept: list[NDArray[np.float64]] = []
-        for some in np.array_split(np.arange(len(row)), 1 + len(row) * len(paths) // _AT_ONCE):
+        for some in np.array_split(np.arange(len(row)), 1 + len(row) * len(tightest) // _AT_ONCE):
             longer = sums[row[some]] + along[stage][:, begun[row[some]], stop[some]].T
             allowed[row[some], stop[some]] = (longer + rest[stage + 1][:, stop[some]].T < limit_s).all(axis=1)
             kept.append(longer[allowed[row[some], stop[some]]])
-            if sum(map(len, kept)) > (most if stage == stages - 1 else _BEGUN):
+            if sum(map(len, kept)) > _BEGUN:
                 return None
         row, stop = np.nonzero(allowed)
         cuts, loads, sums = np.column_stack([cuts[row], stop]), loads[row], np.concatenate(kept)
         loads[:, rank] = seconds[row, stop]
-    return cuts
+    lengths = np.zeros((len(paths), len(cuts)))
+    for of_stage, start, stop in zip(every, cuts.T, cuts.T[1:], strict=False):
+        lengths += of_stage[:, start, stop]
+    left: Places = cuts[(lengths < limit_s).all(axis=0)]
+    return left if len(left) <= most else None
 
 
 def _complete_paths(along: Table, fits: NDArray[np.bool_]) -> list[Table]:

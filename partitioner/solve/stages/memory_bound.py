@@ -124,7 +124,7 @@ class _PricedCuts:
         ]
         fastest = np.min([of_way[:, :3].sum(axis=1) for of_way in seconds], axis=0)
         fit = (fastest <= most_s * (1 + TINY)) & (stop >= length)
-        width = int(np.flatnonzero(fit.any(axis=(0, 1)))[-1]) + 1
+        width = 1 + int(np.flatnonzero(fit.any(axis=(0, 1))).max(initial=0))  # 1 if nothing is quick enough
         start, fit = start[:, :width], fit[..., :width]
         self._ways = [
             _Recomputation(way, np.where(fit[:, None], of_way[..., :width], np.inf), paths, ranks, start, stop)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -95,7 +96,7 @@ def follow_all(
     in steady state, if a rank begins the next step as soon as it has finished its part of this one.
     """
     ends = not overlap_steps and bool(phases[:, :, _ENDS].any())
-    waits = waits_of(table, train, ends=ends)
+    waits, fronts = waits_of(table, train, ends=ends), _find_fronts(SameObject(table), train, ends)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
     last = phases[:, :, _ENDS] if ends else np.zeros((*phases.shape[:2], 2))
     of_kinds = np.concatenate([np.stack(kinds, axis=2), last], axis=2).reshape(len(phases), -1)
@@ -108,7 +109,7 @@ def follow_all(
         some = of_kinds[:, first : first + most]
         begun = np.zeros((len(waits.last), some.shape[1]))
         for _ in range(_MOST_STEPS if overlap_steps else 1):
-            ended = _compute_action_end_times(waits, some, sent[:, first : first + most], begun)[waits.last]
+            ended = _compute_action_end_times(fronts, some, sent[:, first : first + most], begun)[fronts.last]
             paces, begun = ended - begun, ended
             if np.ptp(paces, axis=0).max() <= _SAME_PACE * paces.max():
                 break
@@ -328,24 +329,62 @@ def _compute_action_ends(
     return done
 
 
-def _compute_action_end_times(
-    waits: Waits, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return the end times of all actions of a step in seconds for ``n`` sets of durations, shape ``[actions, n]``.
+class _Fronts(NamedTuple):
+    """Actions of a step in another order: in groups ("fronts") whose actions do not wait for each other, so that their
+    end times can be computed at once.
 
-    ``waits``: what each action waits for. The other arguments have one column per set of durations. ``seconds``:
-    durations, with the rows of :func:`seconds_of`.
-    ``sent``: durations of messages, two rows per virtual stage (for its forward, for its backward) and a last row of
-    zeros; empty if messages take no time. ``begun``: start times, one row per rank.
+    ``starts``: index of the first action of each front, and the number of all actions at the end. The first front are
+    the entries that stand for the start of the step. The other fields are those of :class:`Waits`, in the new order and
+    with the new indices.
     """
+
+    starts: list[int]
+    before: NDArray[np.int64]
+    needed: NDArray[np.int64]
+    what: NDArray[np.int64]
+    message: NDArray[np.int64]
+    last: NDArray[np.int64]
+
+
+@lru_cache(maxsize=32)
+def _find_fronts(same: SameObject[Timetable], train: bool, ends: bool) -> _Fronts:
+    """Return the actions of a timetable in fronts: an action is in the front after the later one of the two that it
+    waits for. The arguments are those of :func:`_compute_waits`."""
+    waits = _compute_waits(same, train, ends)
     first = len(waits.last)
-    done = np.empty((len(waits.before), seconds.shape[1]))
-    done[:first] = begun
-    every = zip(waits.before[first:], waits.needed[first:], waits.what[first:], waits.message[first:], strict=True)
-    for place, (before, needed, what, message) in enumerate(every, first):
-        there = done[needed] + sent[message] if len(sent) else done[needed]
-        np.maximum(done[before], there, out=done[place])
-        done[place] += seconds[what]
+    depth = [0] * first
+    for before, needed in zip(waits.before[first:], waits.needed[first:], strict=True):
+        now, there = depth[before], depth[needed]
+        depth.append(1 + (now if now >= there else there))
+    order = np.argsort(depth, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    starts = np.searchsorted(np.array(depth)[order], np.arange(max(depth) + 2)).tolist()
+    before, needed, what, message = (
+        np.array(of)[order] for of in (waits.before, waits.needed, waits.what, waits.message)
+    )
+    return _Fronts(starts, place[before], place[needed], what, message, place[waits.last])
+
+
+def _compute_action_end_times(
+    fronts: _Fronts, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the end times of all actions of a step in seconds for ``n`` sets of durations, shape ``[actions, n]``, in
+    the order of ``fronts``, which has what each action waits for.
+
+    The other arguments have one column per set of durations. ``seconds``: durations, with the rows of
+    :func:`seconds_of`. ``sent``: durations of messages, two rows per virtual stage (for its forward, for its backward)
+    and a last row of zeros; empty if messages take no time. ``begun``: start times, one row per rank.
+    """
+    done = np.empty((len(fronts.before), seconds.shape[1]))
+    done[: len(begun)] = begun
+    for start, stop in pairwise(fronts.starts[1:]):
+        some = slice(start, stop)
+        there = done[fronts.needed[some]]
+        if len(sent):
+            there += sent[fronts.message[some]]
+        np.maximum(there, done[fronts.before[some]], out=there)
+        np.add(there, seconds[fronts.what[some]], out=done[some])
     return done
 
 

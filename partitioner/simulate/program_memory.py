@@ -15,8 +15,8 @@ from partitioner.runtime.program.analysis import ProgramFacts, value_bytes
 from partitioner.runtime.program.instructions import Instructions, Listing
 from partitioner.runtime.program.memory import (
     MemoryMoment,
+    find_fullest_moment,
     gradient_bytes,
-    memory_moments,
     parameter_bytes,
     residual_bytes,
 )
@@ -89,12 +89,7 @@ def _find_fullest_moment(
         )
         if _sum_moment_bytes(first) == _sum_moment_bytes(second):
             return second
-    most = MemoryMoment(None, 0, 0), 0
-    for moments, after in memory_moments(facts, stage, instructions):
-        for moment in (*moments, after):
-            found = moment, 0 if moment.call is None else needs[moment.call]
-            most = max(most, found, key=_sum_moment_bytes)
-    return most
+    return find_fullest_moment(facts, stage, instructions, needs)
 
 
 def replace_estimated_memory(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from partitioner.runtime.program.analysis import CallFacts, ProgramFacts, value_bytes
@@ -22,6 +23,7 @@ from partitioner.runtime.program.state_bytes import list_host_states
 
 # Copies of what is compressed while that is done: rounded numbers, and those made again to see what is lost.
 WORKING = {"bf16": 0.0, "int8": 2.0}
+_WITHOUT_EFFECT = frozenset({"SEND_F", "SEND_B", "UPDATE"})  # on a microbatch, and on the memory that is counted
 
 
 def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
@@ -175,6 +177,19 @@ def memory_moments(
         if not holder.moments and peak > held:  # a copy is sent, so the data exists twice
             holder.moments = [after._replace(gathered=after.gathered + peak - held)]
         yield holder.moments, after
+
+
+def find_fullest_moment(
+    facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], working: Sequence[int]
+) -> tuple[MemoryMoment, int]:
+    """Return the moment at which a rank holds the most bytes, and the working memory of the call (an execution of a
+    block, such as a layer) that runs at this moment; the first such moment if there are several.
+
+    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. ``working``: bytes of working
+    memory of each call of the stage while it runs, which count as held. ``facts``: the program of all ranks, with the
+    gradients, collectives and memory of its calls.
+    """
+    return _PeakFinder(facts, stage, working).find_fullest_moment(instructions)
 
 
 def peak_bytes(
@@ -523,3 +538,128 @@ class _MemoryCounter:
                 self.note_moment(position)
             peak = max(peak, first, self.held)
         return peak
+
+
+class _MicrobatchChange(NamedTuple):
+    """What an instruction changes that concerns only one microbatch. All numbers are bytes relative to those before the
+    instruction.
+
+    ``saved`` and ``gradients``: change of the fields of :class:`MemoryMoment` with these names. ``fullest``: the moment
+    of the instruction with the most bytes. ``total``: bytes at this moment, including working memory. ``then``: what
+    the rank holds of the microbatch afterwards.
+    """
+
+    saved: int
+    gradients: int
+    fullest: MemoryMoment
+    total: int
+    then: _MicrobatchHoldings
+
+
+@dataclass(eq=False)
+class _MicrobatchHoldings:
+    """What a rank holds of one microbatch: ``values``: name of a value -> number of its uses; ``gradients``: names of
+    the values whose gradients exist. ``changes``: instruction without its microbatch -> its effect on these holdings,
+    for the instructions that were followed from here.
+    """
+
+    values: dict[str, int]
+    gradients: tuple[str, ...]
+    changes: dict[Hashable, _MicrobatchChange] = field(default_factory=dict)
+
+
+class _PeakFinder(_MemoryCounter):
+    """Finds the moment of peak memory of one rank.
+
+    An instruction on a microbatch changes what the rank holds of this microbatch alone. The change depends only on the
+    earlier instructions on the same microbatch, which are nearly always those of other microbatches. So it is computed
+    once and then reused. This does not hold for totals (sums over the batch), for data in host memory, and for
+    gradients that ZeRO scatters; such instructions are followed one by one. ``working``: bytes of working memory of
+    each call of the stage while it runs.
+    """
+
+    def __init__(self, facts: ProgramFacts, stage: int, working: Sequence[int]) -> None:
+        super().__init__(facts, stage)
+        self.working = working
+        self.most, self.most_total = (MemoryMoment(None, 0, 0), 0), 0
+        self.shortens = not self.totals and not facts.program.offload
+        self.nothing = _MicrobatchHoldings({}, ())
+        self.holdings: dict[int, _MicrobatchHoldings] = {}
+        self.scatters = [not self.passing.isdisjoint(call.adds) for call in self.calls]
+
+    def find_fullest_moment(self, instructions: Sequence[Instruction]) -> tuple[MemoryMoment, int]:
+        """Return the moment at which the rank holds the most bytes while it runs ``instructions``, and the bytes of
+        working memory of the call (an execution of a block, such as a layer) that runs then."""
+        for i in instructions:
+            if i.microbatch is None or not self.shortens:
+                self.run_whole_instruction(i)
+                continue
+            if i.op in _WITHOUT_EFFECT:
+                continue
+            key = i.op, i.calls, i.values, i.gradients
+            before = self.holdings.get(i.microbatch, self.nothing)
+            change = before.changes.get(key)
+            if change is None or (i.op in ("B", "W") and i.calls is not None and any(self.scatters[slice(*i.calls)])):
+                self.holdings[i.microbatch] = self.follow_microbatch(before, key, i, change)
+                continue
+            fullest, shared = change.fullest, self.shared_bytes
+            if self.saved + self.flowing + shared + change.total > self.most_total:
+                self.note_total(
+                    fullest._replace(
+                        saved=self.saved + fullest.saved, gradients=self.flowing + fullest.gradients, gathered=shared
+                    )
+                )
+            self.saved += change.saved
+            self.flowing += change.gradients
+            self.holdings[i.microbatch] = change.then
+            if i.op in BACKWARD:
+                self.scattering.computed()
+        return self.most
+
+    def follow_microbatch(
+        self, before: _MicrobatchHoldings, key: Hashable, i: Instruction, known: _MicrobatchChange | None
+    ) -> _MicrobatchHoldings:
+        """Count the bytes that the instruction ``i`` on a microbatch allocates and releases, and record its change in
+        ``before``, what the rank holds of the microbatch, under ``key``. Return what it holds afterwards. ``known``:
+        the recorded change, if the instruction was followed before."""
+        number = i.microbatch
+        self.values.update({(name, number): uses for name, uses in before.values.items()})
+        self.gradients.update((name, number) for name in before.gradients)
+        saved, flowing = self.saved, self.flowing
+        moments = self.run_whole_instruction(i)
+        uses = {name: count for (name, _), count in self.values.items() if count}
+        left = _MicrobatchHoldings(uses, tuple(name for name, _ in self.gradients))
+        self.values.clear()
+        self.gradients.clear()
+        if known is not None:
+            return known.then
+        changes = [m._replace(saved=m.saved - saved, gradients=m.gradients - flowing, gathered=0) for m in moments]
+        totals = [m.saved + m.gradients + m.recomputed + self.get_working_bytes(m) for m in changes]
+        place = max(range(len(totals)), key=totals.__getitem__)
+        before.changes[key] = _MicrobatchChange(
+            self.saved - saved, self.flowing - flowing, changes[place], totals[place], left
+        )
+        return left
+
+    def run_whole_instruction(self, i: Instruction) -> list[MemoryMoment]:
+        """Count the bytes that the instruction ``i`` allocates and releases. Return its moments: the peak of each of
+        its calls (executions of blocks, such as layers), and the end of the instruction."""
+        self.moments = []
+        peak, held = self.run_instruction(i)
+        after = self.build_moment()
+        if not self.moments and peak > held:  # a copy is sent, so the data exists twice
+            self.moments = [after._replace(gathered=after.gathered + peak - held)]
+        moments = [*self.moments, after]
+        for moment in moments:
+            self.note_total(moment)
+        return moments
+
+    def note_total(self, moment: MemoryMoment) -> None:
+        """Keep ``moment`` if the rank holds more bytes then than at all earlier moments, working memory included."""
+        working = self.get_working_bytes(moment)
+        total = moment.saved + moment.gradients + moment.recomputed + moment.gathered + working
+        if total > self.most_total:
+            self.most, self.most_total = (moment, working), total
+
+    def get_working_bytes(self, moment: MemoryMoment) -> int:
+        return 0 if moment.call is None else self.working[moment.call]

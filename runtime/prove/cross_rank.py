@@ -327,7 +327,11 @@ class TraceRunner:
         return rank + (stage - self.stages[rank]) * self.program.strides["pp"]
 
     def find_channel(self, source: int, target: int, direction: str) -> _Channel:
-        return self.channels.setdefault((source, target, direction), _Channel())
+        key = source, target, direction
+        channel = self.channels.get(key)
+        if channel is None:
+            channel = self.channels[key] = _Channel()
+        return channel
 
     def send_values(self, rank: int, index: int, event: SendEvent) -> None:
         """Put the message of ``event``, which the instruction ``index`` of ``rank`` sends, into its channel, and resume

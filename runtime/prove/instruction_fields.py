@@ -58,10 +58,32 @@ def check_fields(program: Program, stage: int, instructions: Sequence[Instructio
 
     ``stage``: index of the pipeline stage whose list ``instructions`` is. ``program``: the program of all ranks.
     """
+    known: set[tuple[object, ...]] = set()  # valid fields except the microbatch
     for index, instruction in enumerate(instructions):
-        problem = _find_field_problem(program, stage, instruction)
+        fields = _get_fields(instruction)
+        problem = "" if fields in known else _find_field_problem(program, stage, instruction)
+        problem = problem or _find_microbatch_problem(program, instruction)
         if problem:
             raise Refusal("fields", problem, FaultLocation(index=index))
+        known.add(fields)
+
+
+def _get_fields(instruction: Instruction) -> tuple[object, ...]:
+    """Return all fields of ``instruction`` as a tuple, with whether it has a microbatch in place of the microbatch."""
+    i = instruction
+    return i.op, i.stage, i.microbatch is None, i.calls, i.values, i.peer, i.axes, i.bucket, i.states, i.gradients
+
+
+def _find_microbatch_problem(program: Program, instruction: Instruction) -> str:
+    """Return why the microbatch of ``instruction`` is not valid, as text for an error message; an empty string if it
+    is, or if there is none.
+
+    ``program``: the program of all ranks.
+    """
+    microbatch = instruction.microbatch
+    if microbatch is None or 0 <= microbatch < program.num_microbatches:
+        return ""
+    return f"microbatch {microbatch} of {program.num_microbatches}"
 
 
 def _find_field_problem(program: Program, stage: int, instruction: Instruction) -> str:
@@ -96,9 +118,7 @@ def _find_field_problem(program: Program, stage: int, instruction: Instruction) 
         return f"{op} needs calls or states, and not both"
     if op in ("OFFLOAD", "FETCH") and (instruction.calls is None) != (instruction.microbatch is None):
         return f"{op} of calls is for a microbatch, that of states is not"
-    microbatch, peer, bucket, calls = instruction.microbatch, instruction.peer, instruction.bucket, instruction.calls
-    if microbatch is not None and not 0 <= microbatch < program.num_microbatches:
-        return f"microbatch {microbatch} of {program.num_microbatches}"
+    peer, bucket, calls = instruction.peer, instruction.bucket, instruction.calls
     if peer is not None and (not 0 <= peer < len(program.stages) or peer == stage):
         return f"the peer is stage {peer}; expected another of the stages 0 to {len(program.stages) - 1}"
     here = program.stages[stage]

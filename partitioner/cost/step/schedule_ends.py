@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import islice
 
 from partitioner.cost.step.step_ends import GradientBucket, Reductions
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.runtime.program.simulate import OverlappedCollective, RankClock
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.csv_table import ScheduleTable
@@ -66,23 +68,42 @@ def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Se
     they make it longer. ``phases``: seconds of forward and backward of each virtual stage.
     """
     waits, seconds, sent = waits_of(table), seconds_of(phases, True), sent_of(phases)
+    first, last = _find_ends(SameObject(table))
     lanes = [_Lane(rank) for rank in ranks]
-    last = {what // ENTRIES: k for k, what in enumerate(waits.what) if what % ENTRIES in (_WHOLE, _WEIGHTS)}
-    begun: set[int] = set()
+    clocks = [lane.clock for lane in lanes]
+    scatters = [lane.ends.every_backward for lane in lanes]
     done = [0.0] * len(lanes)
-    for place in range(len(lanes), len(waits.what)):
-        what, lane = waits.what[place], lanes[waits.rank[place]]
-        clock, (stage, kind) = lane.clock, divmod(what, ENTRIES)
-        clock.wait(done[waits.needed[place]] + sent[waits.message[place]])
-        if kind == _FORWARD and stage not in begun:
-            begun.add(stage)
-            lane.first_forward(lane.chunk(table, stage), seconds[what])
-        elif last[stage] == place or (lane.ends.every_backward and kind in (_WHOLE, _WEIGHTS)):
-            lane.backward(lane.chunk(table, stage), seconds[what], kind == _WEIGHTS, last[stage] == place)
-        else:
+    every = zip(waits.rank, waits.needed, waits.what, waits.message, strict=True)
+    for place, (rank, needed, what, message) in islice(enumerate(every), len(lanes), None):
+        clock, ready = clocks[rank], done[needed] + sent[message]
+        if place in first:
+            clock.wait(ready)
+            lanes[rank].first_forward(lanes[rank].chunk(table, what // ENTRIES), seconds[what])
+        elif place in last or (scatters[rank] and what % ENTRIES in (_WHOLE, _WEIGHTS)):
+            clock.wait(ready)
+            run, weights = lanes[rank].chunk(table, what // ENTRIES), what % ENTRIES == _WEIGHTS
+            lanes[rank].backward(run, seconds[what], weights, place in last)
+        elif clock.in_progress:
+            clock.wait(ready)
             clock.compute(seconds[what])
+        else:  # as most actions do, without a collective
+            now = clock.clock
+            clock.clock = (now if now >= ready else ready) + seconds[what]
         done.append(clock.clock)
     return max(lane.ended() for lane in lanes) - compute_makespan(table, phases)
+
+
+@lru_cache(maxsize=32)
+def _find_ends(same: SameObject[Timetable]) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the indices of two kinds of actions in the order of :func:`waits_of`: the first forward of each virtual
+    stage, and its last backward that computes gradients of weights. ``same``: a wrapper of the timetable that compares
+    by identity, so that the result can be cached.
+    """
+    what = waits_of(same.value).what[len(same.value.orders) :]
+    places = list(enumerate(what, len(same.value.orders)))
+    last = {of // ENTRIES: place for place, of in places if of % ENTRIES in (_WHOLE, _WEIGHTS)}
+    first = {of // ENTRIES: place for place, of in reversed(places) if of % ENTRIES == _FORWARD}
+    return frozenset(first.values()), frozenset(last.values())
 
 
 class _Lane:

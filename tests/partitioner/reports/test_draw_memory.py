@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.draw import draw
@@ -18,7 +19,13 @@ from partitioner.draw.memory import KINDS, byte_step, stage_levels
 from partitioner.draw.svg import PALETTE
 from partitioner.explain.tables import host_text
 from partitioner.runtime.program.analysis import ProgramFacts
-from partitioner.runtime.program.memory import memory_moments, memory_steps, state_bytes
+from partitioner.runtime.program.memory import (
+    MemoryMoment,
+    find_fullest_moment,
+    memory_moments,
+    memory_steps,
+    state_bytes,
+)
 from partitioner.runtime.program.simulate import simulate
 from partitioner.simulate.program_memory import fixed_sizes
 from partitioner.simulate.program_time import PlanDurations
@@ -183,6 +190,48 @@ def test_a_plans_memory_is_its_programs_at_the_fullest(schedule: str):
     picture = stage_levels(plan, simulate(plan.program, PlanDurations(plan), facts=facts), PlanDurations(plan), facts)
     for levels, expected in zip(picture, plan.estimate.stages, strict=True):
         assert max(level.total for level in levels) <= sum(expected.memory.values())
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        dict(pp=2, schedule="1f1b"),
+        dict(pp=2, schedule="zb-1p", zero=1),
+        dict(pp=2, schedule="interleaved", virtual_stages=2, recompute="full"),
+        dict(pp=2, schedule="zb-v", recompute="selective"),
+        dict(pp=2, dp=2, schedule="gpipe", zero=2),
+        dict(pp=2, dp=2, schedule="zb-1p", zero=3),
+        dict(pp=1, dp=4, zero=2),
+        dict(pp=2, schedule="1f1b", offload=("activations",)),
+    ],
+    ids=str,
+)
+def test_the_fullest_moment_is_the_greatest_of_all_moments(pins: dict[str, object]):
+    """Working memory counts, which differs from call to call. The loss is a mean over tokens of the whole batch, so the
+    program sums totals."""
+    mesh = {"dp": 4 // int(str(pins["pp"])), "tp": 1, "microbatch_size": 1}
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
+    )
+    with torch.device("meta"):
+        model, tokens = LlamaForCausalLM(config), torch.zeros(16, 8, dtype=torch.long)
+    constraints = Constraints(**{**mesh, **pins})
+    plan = partition(model, Topology.local(4), {"input_ids": tokens, "labels": tokens}, constraints=constraints)
+    facts, totals = ProgramFacts(plan.program), set()
+    for number, stage in enumerate(plan.program.stages):
+        working = [1000 * (place % 3) for place, _ in enumerate(stage.calls)]
+
+        def count(moment: MemoryMoment, working: list[int] = working) -> int:
+            needed = 0 if moment.call is None else working[moment.call]
+            return moment.saved + moment.gradients + moment.recomputed + moment.gathered + needed
+
+        walked = memory_moments(facts, number, tuple(stage.instructions))
+        expected = max((moment for moments, after in walked for moment in (*moments, after)), key=count)
+        found, needed = find_fullest_moment(facts, number, tuple(stage.instructions), working)
+        assert found == expected
+        assert needed == (0 if found.call is None else working[found.call])
+        totals.add(count(found))
+    assert min(totals) > 0
 
 
 class Attention(nn.Module):

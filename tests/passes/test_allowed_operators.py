@@ -16,6 +16,8 @@ from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, t
 from partitioner.passes.rules import registry
 from tests.helpers.mutations import HOSTILE_OPERATORS
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 @torch.library.custom_op("allowed_test::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from partitioner.passes.errors import CaptureError, InputsError, UnsupportedErro
 from tests.helpers.folding import assert_equal_to_model
 from tests.helpers.models import CASES
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -20,6 +20,8 @@ from partitioner.passes.normalize.pipeline import normalize
 from partitioner.plans.reference import run_reference
 from tests.helpers.reference_match import close
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 KINDS = {
     "lstm": (nn.LSTM, {}),
     "projected": (nn.LSTM, {"proj_size": 3}),

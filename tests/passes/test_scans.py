@@ -19,6 +19,8 @@ from partitioner.passes.errors import UnrolledLoopWarning
 from partitioner.passes.ir.interpret import run_graph
 from partitioner.passes.normalize.pipeline import normalize
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 scans = importlib.import_module("torch._higher_order_ops.associative_scan")
 
 

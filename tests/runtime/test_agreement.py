@@ -18,6 +18,8 @@ from tests.helpers.every_rank import on_every_rank
 from tests.helpers.runtime_programs import BATCH, Net, net_inputs, program_of_net
 from tests.helpers.zero_training import planned, tied_inputs
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 MESHES: list[dict[str, Any]] = [
     {"pp": 2, "num_microbatches": 2},
     {"tp": 2},

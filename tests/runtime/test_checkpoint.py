@@ -37,6 +37,8 @@ from tests.helpers.every_rank import on_every_rank
 from tests.helpers.net_training import Loader, one_rank, run, train
 from tests.helpers.runtime_programs import Net, program_of_net
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 PLANS: list[dict[str, Any]] = [
     {},
     {"pp": 2},

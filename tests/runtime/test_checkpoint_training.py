@@ -21,6 +21,8 @@ from tests.helpers.net_runs import infer_only
 from tests.helpers.net_training import Loader, one_rank, train
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,

@@ -30,6 +30,8 @@ from tests.helpers.models import CASES, float64
 from tests.helpers.paths import ROOT
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 CPU = torch.device("cpu")
 MESHES: list[dict[str, Any]] = [
     {},

@@ -36,6 +36,8 @@ from partitioner.runtime.program.load import load_program
 from partitioner.runtime.watch.stragglers import slow_ranks
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def test_a_step_is_a_line_and_an_entry(tmp_path: Path):
     engine = Engine(program_of_net(num_microbatches=2), Net())

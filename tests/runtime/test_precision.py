@@ -19,6 +19,8 @@ from partitioner.runtime.state.loss import BACKOFF, FIRST, GROWTH, INTERVAL, Los
 from tests.helpers.every_rank import on_every_rank
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 MESHES: list[dict[str, Any]] = [
     {},
     {"pp": 2, "num_microbatches": 4},

@@ -13,6 +13,8 @@ from partitioner.passes.ir.interpret import insert_operator_node
 from partitioner.passes.ir.model import Block
 from partitioner.solve.bounds.block_work import block_work
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 aten = torch.ops.aten
 BF16 = torch.bfloat16
 H100 = Topology.preset("dgx-h100", nodes=1)

@@ -22,6 +22,8 @@ from partitioner.topology.hosts import HostShare, has_disks, host_shares
 from tests.helpers.offload_plans import Wide, with_host
 from tests.helpers.small_clusters import cluster
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 NUMBERS = 6 * (512 * 512 + 512)  # parameters of Wide()
 
 

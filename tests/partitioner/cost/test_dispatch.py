@@ -19,6 +19,8 @@ from partitioner.topology import axis_group
 from tests.helpers.cost_devices import H100
 from tests.helpers.expert_layers import Experts
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 # Microseconds of sending 4,096 rows of 7,168 numbers in bfloat16 to 8 of 256 experts over so many ranks: by all-to-all,
 # and once for each node and rank (HybridEP). Published in the report on Megatron-Core's mixtures of experts
 # (arXiv 2603.07685, table 7).

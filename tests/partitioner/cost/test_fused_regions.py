@@ -21,6 +21,8 @@ from partitioner.solve.bounds.block_work import block_work
 from tests.helpers.cost_devices import DEVICE, block
 from tests.helpers.models import CASES
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 aten = torch.ops.aten
 FUSED = OURS.executed("compiled", "cpu")
 T, W = 8 * 16 * 4, 8 * 32 * 4  # bytes of a tensor [8, 16] and of one [8, 32]

@@ -22,6 +22,8 @@ from partitioner.topology.hardware import Link
 from tests.helpers.cost_devices import ACROSS, BF16, DEVICE, NVLINK, block
 from tests.helpers.small_clusters import cluster
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 aten = torch.ops.aten
 X = torch.empty(4, 256, 1024, dtype=BF16)  # a rank's part of a sequence of 2048 over tp=8
 W = torch.empty(512, 1024, dtype=BF16)

@@ -19,6 +19,8 @@ from partitioner.passes.ir.serialize import block_from_data
 from partitioner.passes.shard.overlap_products import fit_pieces
 from partitioner.simulate.program_time import PlanDurations
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def large_llama(overlap: bool | None, **mesh: Any) -> Plan:
     import transformers

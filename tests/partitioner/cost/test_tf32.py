@@ -13,6 +13,8 @@ from partitioner.runtime.program.precision import allow_tf32_products
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.topology.detect import build_machine_topology
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 @pytest.fixture(scope="module")
 def a100() -> Topology:

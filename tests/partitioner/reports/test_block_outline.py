@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from partitioner import Constraints, Topology, partition
 from partitioner.plans.block_outline import block_collectives
 from tests.helpers.context_models import SEQ, VOCAB, Decoder
+
+pytestmark = pytest.mark.usefixtures("without_baselines")
 
 
 def test_a_ring_sends_the_keys_and_values_of_all_ranks():

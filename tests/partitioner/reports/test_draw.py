@@ -23,6 +23,8 @@ from partitioner.runtime.program.instructions import Instruction
 from tests.helpers.sample_programs import llama, plan_of
 from tests.helpers.svg_texts import SVG, parsed, texts, tooltips
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def assert_coloured(root: ET.Element) -> None:
     """By the rules that a viewer without media queries follows, no shape is black, which is what none gives."""

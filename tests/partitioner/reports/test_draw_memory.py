@@ -33,6 +33,8 @@ from partitioner.units import seconds_text
 from tests.helpers.linear_towers import Tower
 from tests.helpers.sample_programs import llama, plan_of
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -26,6 +26,8 @@ from partitioner.solve.evaluate import prepared_model
 from tests.helpers.linear_towers import Tokens
 from tests.helpers.small_clusters import cluster
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 PINS = Constraints(pp=1, tp=1, recompute="none", zero=0)
 
 

@@ -19,6 +19,8 @@ from partitioner.plans.training_run import energy_of, money_of
 from partitioner.units import count_text, format_percent
 from tests.helpers.models import CASES
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 CASE = next(case for name, case in CASES.items() if "mlp" in name)
 
 

@@ -18,6 +18,8 @@ from tests.helpers.models import CASES
 from tests.helpers.symbolic_results import result
 from tests.helpers.tiny_programs import tiny_program
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 ONE_F_ONE_B = "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 
 

@@ -17,6 +17,8 @@ from partitioner.passes.errors import PartitionError
 from partitioner.topology import loads
 from tests.helpers.context_models import repeat_kv
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 class Layer(nn.Module):
     """A decoder layer whose query heads share ``kv`` key heads."""

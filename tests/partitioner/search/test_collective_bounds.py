@@ -25,6 +25,8 @@ from partitioner.topology.pair_links import group_of
 from tests.helpers.linear_towers import Tower
 from tests.helpers.placement_jobs import grid, job, times_of_all
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LEVELS = """
 levels:

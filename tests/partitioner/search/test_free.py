@@ -12,6 +12,8 @@ from partitioner import Constraints, Topology, partition, prepare
 from partitioner.errors import PlanError
 from partitioner.solve.evaluate.prepared_model import PreparedModel
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def llama() -> PreparedModel:
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -22,6 +22,8 @@ from partitioner.solve.stages.tables import Table
 from partitioner.topology.files import loads
 from tests.helpers.stage_problems import by_hand, problems
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def cuts_of(p: StageProblem) -> list[tuple[int, ...]]:
     """All ways of cutting that fit."""

@@ -32,6 +32,8 @@ from partitioner.solve.stages.virtual_stages import phases_of, set_scheduled_in_
 from tests.helpers.small_clusters import cluster
 from tests.helpers.stage_problems import call, problem
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 EVERY = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-1p", 1), ("zb-2p", 1), ("zb-v", 2), ("dualpipe-v", 2)]
 SPLIT = [kind for kind in EVERY if is_split(kind[0])]
 

@@ -41,6 +41,8 @@ from tests.helpers.net_runs import check, reference
 from tests.helpers.placement_jobs import clusters, described, grid, job, stack, times_of_all, tokens
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 SCRAMBLED = (2, 0, 3, 1)
 
 

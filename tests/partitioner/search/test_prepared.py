@@ -14,6 +14,8 @@ from partitioner.plan import Estimate
 from partitioner.solve.evaluate import prepared_model as module
 from partitioner.solve.search import fit_memory
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def _model() -> nn.Module:
     torch.manual_seed(0)

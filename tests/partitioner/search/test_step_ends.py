@@ -27,6 +27,8 @@ from partitioner.solve.stages.virtual_stages import phases_of, set_scheduled_in_
 from partitioner.topology import loads
 from tests.helpers.stage_problems import call, problem
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 SCHEDULES = [("interleaved", 2), ("zb-v", 2), ("zb-1p", 2), ("dualpipe-v", 2)]
 
 

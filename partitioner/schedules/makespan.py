@@ -353,9 +353,8 @@ def _find_fronts(same: SameObject[Timetable], train: bool, ends: bool) -> _Front
     waits = _compute_waits(same, train, ends)
     first = len(waits.last)
     depth = [0] * first
-    for before, needed in zip(waits.before[first:], waits.needed[first:], strict=True):
-        now, there = depth[before], depth[needed]
-        depth.append(1 + (now if now >= there else there))
+    for one, other in zip(waits.before[first:], waits.needed[first:], strict=True):
+        depth.append(1 + max(depth[one], depth[other]))
     order = np.argsort(depth, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))

@@ -70,6 +70,17 @@ def choose_block_size(heads: int, on_cpu: bool) -> int:
     return size
 
 
+def estimate_num_blocks(scores: float, heads: int) -> int:
+    """Return about how many blocks of attention scores a device other than a CPU computes one after another.
+    ``scores``: number of scores of a head. ``heads``: number of heads of all samples.
+
+    :func:`choose_block_size` rounds the sides of a block down to a power of two. They are not rounded here, so that the
+    number of blocks grows at most in proportion to the number of heads. The planner's lower bounds rely on this.
+    """
+    at_once = min(max(_MOST_SCORES / max(1, heads), _ON_CPU**2), _ELSEWHERE**2)
+    return max(1, math.ceil(scores / at_once))
+
+
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, scoring: BlockScoring, wide_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

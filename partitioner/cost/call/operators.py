@@ -21,7 +21,7 @@ from partitioner.passes.ir.gradient_flow import accumulated_in
 from partitioner.passes.ops.attention import Band, count_max_pairs
 from partitioner.passes.ops.cross_entropy import NARROW
 from partitioner.passes.ops.documents import count_document_pairs
-from partitioner.passes.ops.score_changes import choose_block_size
+from partitioner.passes.ops.score_changes import estimate_num_blocks
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.attention import find_attention_band, find_document_lengths
 from partitioner.passes.rules.factors import get_node_argument
@@ -75,7 +75,8 @@ class Kernel(NamedTuple):
     number of launches. ``kind``: the key in the device's table of memory efficiencies. ``smallest``: the smallest of M,
     N and K of a product, or the number of keys of an attention. ``width``: the smallest head width of an attention.
     ``aligned``: every row of a product's 16-bit matrices is a multiple of 16 bytes, which matrix units need for full
-    speed. ``learned``: the kernel computes a gradient of weights, which no other pipeline stage waits for.
+    speed. ``learned``: the kernel computes a gradient of weights, which no other pipeline stage waits for. ``by_size``:
+    the number of launches grows with the tensors, at most in proportion to their sizes.
     """
 
     kind: str
@@ -88,6 +89,7 @@ class Kernel(NamedTuple):
     aligned: bool = True
     learned: bool = False
     width: float = math.inf
+    by_size: bool = False
 
 
 PRECISIONS: dict[torch.dtype, str] = {
@@ -393,8 +395,8 @@ def _list_score_kernels(
     passes += _SLOPE_PASSES[backward] * (get_node_argument(node, "slopes", None) is not None)
     passes += _TRAINED_PASSES * trained
     made = Operand((max(1, round(scores)),), accumulated_in(operands[0].dtype))
-    blocks = math.ceil(scores / max(1, heads) / choose_block_size(heads, on_cpu=False) ** 2)
-    return [_build_kernel("pointwise", [made] * passes, launches=_SCORE_LAUNCHES[backward] * blocks)]
+    launches = _SCORE_LAUNCHES[backward] * estimate_num_blocks(scores / max(1, heads), heads)
+    return [_build_kernel("pointwise", [made] * passes, launches=launches)._replace(by_size=True)]
 
 
 def backward_kernels(

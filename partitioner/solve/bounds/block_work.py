@@ -333,7 +333,8 @@ def _bound_kernel_seconds(kernels: Sequence[Kernel], spared: Sequence[Kernel], d
         weights += kernel.state_bytes / rate
         batch += (kernel.num_bytes - kernel.state_bytes) / rate
         batch += kernel.flops / product_rate(kernel, device) if kernel.flops else 0.0
-    launches = sum(k.launches for k in kernels) * device.launch
+        batch += kernel.launches * device.launch if kernel.by_size else 0.0
+    launches = sum(k.launches for k in kernels if not k.by_size) * device.launch
     copies = (
         sum(k.launches for k in spared) * device.launch,
         sum(k.num_bytes / memory_rate(k.kind, device) for k in spared),

@@ -39,6 +39,7 @@ from partitioner.passes.ir.interpret import META
 from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
 from partitioner.passes.ir.model import Block, ModelState, TensorSpec
 from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.ops import score_changes
 from partitioner.passes.rules.factors import Strategy
 from partitioner.passes.shard.differentiate import differentiate
 from partitioner.passes.shard.fold import fold
@@ -358,6 +359,40 @@ def test_reductions_hide_behind_the_backward():
     assert made.last_s < made.total_s / 3
     at_once = compute_gradient_reduction([StateCost(100e6, 100e6, 0, ("dp",))], reducer, overlap=False)
     assert at_once.total_s == collective_time("all_reduce", 100e6, NVLINK)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("family", ["gemma2", "bloom", "t5", "bert", "vit", "gpt2"])
+def test_blocks_take_at_most_in_proportion_to_the_batch(
+    family: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounds scale the time of a large batch down. The scores of an attention without a fused kernel are computed in
+    blocks, several here: a smaller batch has fewer."""
+    for name, number in {"_MOST_SCORES": 2**7, "_ON_CPU": 1, "_ELSEWHERE": 8}.items():
+        monkeypatch.setattr(score_changes, name, number)
+    case = CASES[family]
+    build = partial(capture, case.build())
+    whole, part = (fold(normalize(build(case.inputs(n)))) for n in (8, batch))
+    for model in (whole, part):
+        mark_gradients(model)
+    for name, made in whole.blocks.items():
+        if name == "shared":  # bounds do not count blocks that run once for all microbatches
+            continue
+        for device in (DEVICE, DEVICE.model_copy(update={"dispatch": 28e-6})):
+            bound = block_work(made, device).at(batch / 8, 1, batch > 1)
+            cost, of_all = call_costs(part.blocks[name], device, {}), call_costs(made, device, {})
+            for taken in ("forward_s", "backward_s"):
+                told = getattr(cost, taken) * (1 + 1e-9)
+                assert getattr(bound, taken) <= told, (name, taken)
+                assert getattr(of_all, taken) * batch / 8 <= told, (name, taken)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 100, 4096, 10**6])
+@pytest.mark.parametrize("times", [2, 3, 5, 8, 12])
+def test_blocks_of_scores_grow_at_most_with_the_heads(heads: int, times: int) -> None:
+    for scores in (1.0, 2048.0**2, 8192.0 * 8191 / 2):
+        few, many = (score_changes.estimate_num_blocks(scores, n) for n in (heads, heads * times))
+        assert 1 <= few <= many <= times * few
 
 
 @pytest.mark.parametrize("batch", [1, 8])

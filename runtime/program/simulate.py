@@ -420,7 +420,8 @@ class _SimulatedRank(RankClock):
     ``fetch_until``: the times until which copies to and from host memory are in progress. ``offloaded_at``: (position
     of a call, microbatch) -> time at which its activations are back on the device. ``fetched_at``: name of a parameter
     -> time at which its copy is on the device. ``spans``: the times of its instructions so far. ``background``: the
-    times of its transfers and collectives so far.
+    times of its transfers and collectives so far. ``began``: time at which the current instruction began, if it has
+    waited already; otherwise ``None``.
     """
 
     stage: int = 0
@@ -444,13 +445,14 @@ class _SimulatedRank(RankClock):
     fetched_at: dict[str, float] = field(default_factory=dict)  # state -> when it is there, until it was waited for
     spans: list[SimulatedSpan] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
+    began: float | None = None
 
     def spend_time(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
         """Finish the current instruction of this simulated rank: wait until the time ``start`` (seconds) and for the
         collectives ``wait_for``, then compute for ``work`` seconds. Record its times, and go on to the next
         instruction.
         """
-        began = self.clock
+        began, self.began = self.clock if self.began is None else self.began, None
         self.wait(start)
         for job in wait_for:
             self.wait_for(job)
@@ -726,12 +728,21 @@ class _Simulation:
         """Run the instruction ``i`` of the simulated rank ``lane``, in which several pipeline stages sum gradients
         (SYNC) or update buffers (UPDATE) together.
 
-        It starts on all of them when the last one has arrived. Return ``True`` if all have arrived; otherwise return
-        ``False``, and ``lane`` must wait.
+        It starts on all of them when the last one has arrived. A stage whose ZeRO pieces of the gradients are summed
+        arrives when it has reduced them. Return ``True`` if all have arrived; otherwise return ``False``, and ``lane``
+        must wait.
         """
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})
-        came.setdefault(lane.stage, lane.clock)
+        if lane.stage not in came:
+            began = lane.clock
+            buckets = self.program.stages[lane.stage].buckets if i.op == "SYNC" else ()
+            summed = {n for n, bucket in enumerate(buckets) if not set(bucket.states).isdisjoint(i.states)}
+            for job in [*lane.in_progress]:
+                if isinstance(job, _InstructionJob) and job.instruction.bucket in summed:
+                    lane.wait_for(job)
+            came[lane.stage] = lane.clock
+            lane.began = began
         if len(came) < len(stages):
             return False
         size = self.facts.state_bytes if i.op == "UPDATE" else self.facts.gradient_piece_bytes

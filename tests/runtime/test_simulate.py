@@ -28,6 +28,7 @@ class Even:
     post: float = 0.0
     slow: float = 1.0
     step: float = 0.0
+    scatter: float = 0.0
 
     def call(self, stage: int, call: int, part: Part) -> float:
         calls = self.program.stages[stage].calls
@@ -41,7 +42,7 @@ class Even:
         return self.hop
 
     def share(self, op: str, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
-        return 0.0
+        return self.scatter if op == "reduce_scatter" else 0.0
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         assert len(stages) == 1 if axes else len(stages) > 1
@@ -147,6 +148,21 @@ def test_tied_states_meet_when_the_last_stage_has_come():
     timeline = times(tiny_program(2, num_microbatches=2), reduction=0.5)
     ends = [s.end for stage in timeline.stages for s in stage.spans if s.instruction.op == "SYNC"]
     assert ends == pytest.approx([3 * (STAGE_F + STAGE_B) + 0.5] * 2)
+
+
+def test_pieces_of_tied_states_are_summed_over_stages_when_they_are_reduced():
+    """ZeRO-1 over two ranks: SYNC sums the pieces of the tied weight's gradient, which its reduce-scatter makes. That
+    takes 3 s on the first stage, behind the last backward and other reduce-scatters, and then SYNC takes 2 s."""
+    program = tiny_program(2, dp=2, num_microbatches=2, zero=1)
+    (sync,) = {i.states for i in program.stages[0].instructions if i.op == "SYNC"}
+    (number,) = [n for n, bucket in enumerate(program.stages[0].buckets) if not set(sync).isdisjoint(bucket.states)]
+    first, last = times(program, reduction=2.0, scatter=3.0).stages
+    (scattered,) = [b for b in first.background if b.instruction.op == "SCATTER" and b.instruction.bucket == number]
+    spans = [span for stage in (first, last) for span in stage.spans if span.instruction.op == "SYNC"]
+    assert scattered.end - scattered.start == pytest.approx(3.0)
+    assert scattered.end >= 3 * (STAGE_F + STAGE_B) + 3.0
+    assert [span.end for span in spans] == pytest.approx([scattered.end + 2.0] * 2)
+    assert spans[0].start < scattered.end  # the instruction waits
 
 
 def test_recomputed_calls_run_forward_again():

@@ -250,6 +250,8 @@ CUMULATED = torch.tensor([0, 5, 14, LENGTH], dtype=torch.int32)
 IDS = _packed_ids()
 PLACE = torch.arange(LENGTH)
 
+STARTS = torch.tensor([[0, 5, 14], [0, 11, 12]])  # first positions of the documents of IDS
+
 # Documents whose ids are computed, are the same for all rows, or have dims in another order.
 SOURCES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "starts": (lambda p: _pairs((p == 0).cumsum(1)) & _causal(), (_restart(IDS),)),
@@ -261,7 +263,34 @@ SOURCES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "positions first": (lambda i: _pairs(i.t()) & _causal(), (IDS.t().contiguous(),)),
     "short integers": (lambda i: _pairs(i) & _causal(), (IDS.int(),)),
     "shifted alike": (lambda i: _pairs(i + 3) & _causal(), (IDS,)),
-}
+    "all but the last": (lambda i: _pairs(i[:, :-1]) & _causal(), (F.pad(IDS, (0, 1), value=9),)),
+    "all but the first": (lambda i: _pairs(i[:, 1:]) & _causal(), (F.pad(IDS, (1, 0), value=9),)),
+    "marks": (lambda c: _pairs(torch.zeros(LENGTH + 1).long().scatter(0, c, 1).cumsum(0)[:-1]) & _causal(),
+              (CUMULATED.long(),)),
+    "lengths": (lambda n: _pairs(torch.repeat_interleave(torch.arange(3), n, output_size=LENGTH)) & _causal(),
+                (CUMULATED.diff().long(),)),
+    "places within": (lambda c: _within(_search(c), PLACE - c[_search(c)]), (CUMULATED.long(),)),
+    "gathered starts": (lambda i, c: _within(i, PLACE - c.gather(1, i)), (IDS, STARTS)),
+    "looked up pair by pair": (lambda c: _look_up_pairs(_search(c), c), (CUMULATED.long(),)),
+    "computed twice": (lambda c: (_search(c)[:, None] == _search(c)) & _causal(), (CUMULATED.long(),)),
+    "two names": (lambda i: _pairs(i) & _pairs(2 * i + 1) & _causal(), (IDS,)),
+}  # fmt: skip
+
+
+def _search(ends: Tensor) -> Tensor:
+    return torch.bucketize(PLACE, ends[1:], right=True)
+
+
+def _within(ids: Tensor, places: Tensor) -> Tensor:
+    """A causal mask of positions in documents, ``places``."""
+    return _pairs(ids) & (places.unsqueeze(-1) - places.unsqueeze(-2) >= 0).unsqueeze(-3)
+
+
+def _look_up_pairs(ids: Tensor, starts: Tensor) -> Tensor:
+    """As mask functions of a query's and a key's index do, whose conditions are for positions in a document."""
+    query, key = PLACE[None, None, :, None], PLACE[None, None, None, :]
+    distance = (query - starts[ids[query]]) - (key - starts[ids[key]])
+    return (ids[query] == ids[key]) & (distance >= 0)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -286,6 +315,9 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "either": (lambda i: _pairs(i) | _causal(), (IDS,)),
     "two kinds": (lambda i, j: _pairs(i) & _pairs(j), (IDS, IDS.flip(0))),
     "reversed": (lambda i: (i[:, None, :, None] == i.flip(1)[:, None, None, :]) | torch.eye(LENGTH).bool(), (IDS,)),
+    "starts of another row": (
+        lambda i, c: _within(i, PLACE - c.flip(0).gather(1, i.flip(0))), (IDS, STARTS)),
+    "starts by position": (lambda i, c: _within(i, c.gather(0, i % 2)), (IDS, torch.arange(LENGTH).repeat(2, 1))),
     "other row": (lambda i: (i[:, None, :, None] == i.flip(0)[:, None, None, :]) | torch.eye(LENGTH).bool(), (IDS,)),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
 from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.interpret import run_graph
 from partitioner.passes.ir.layouts import join_shards, make_shard_layout, take_shard
 from partitioner.passes.normalize.document_masks import list_document_attentions, set_document_lengths
@@ -275,6 +276,15 @@ SOURCES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "computed twice": (lambda c: (_search(c)[:, None] == _search(c)) & _causal(), (CUMULATED.long(),)),
     "two names": (lambda i: _pairs(i) & _pairs(2 * i + 1) & _causal(), (IDS,)),
 }  # fmt: skip
+
+
+def test_lengths_without_a_size_are_refused_with_advice():
+    def mask(lengths: Tensor) -> Tensor:
+        ids = torch.repeat_interleave(torch.arange(3), lengths)
+        return (ids[:, None] == ids) & _causal()
+
+    with pytest.raises(UnsupportedError, match="the size of its result, such as the number of positions, as output_s"):
+        normal_form(_by_mask(mask), *_operands(), CUMULATED.diff().long())
 
 
 def _search(ends: Tensor) -> Tensor:

@@ -171,7 +171,12 @@ def _describe_programs(plan: Plan) -> Iterator[str]:
     if any(f.purpose == "step" for f in plan.further.values()):
         yield f"expected step time over the shapes: {seconds_text(plan.expected_step_time)}"
     if plan.padding is not None:
-        for what, why in (("samples", plan.padding.fewer), ("positions", plan.padding.shorter)):
+        faults = {
+            "samples": plan.padding.fewer,
+            "positions": plan.padding.shorter,
+            "target positions": plan.padding.shorter_targets,
+        }
+        for what, why in faults.items():
             if why:
                 yield f"batches with fewer {what} than a planned shape are refused: {why}"
 

@@ -16,6 +16,7 @@ from partitioner.background import Future, can_help
 from partitioner.passes.capture.capture import find_batch_dims
 from partitioner.passes.capture.export import map_leaves
 from partitioner.passes.capture.inputs import split_inputs
+from partitioner.passes.errors import PartitionError
 from partitioner.passes.ir.gradient_flow import mark_gradients
 from partitioner.passes.ir.model import Captured, FoldedModel, leaf_paths
 from partitioner.passes.ir.serialize import block_from_data, block_to_data
@@ -48,11 +49,11 @@ class _BlockData(NamedTuple):
 class _FoundAhead(NamedTuple):
     """Results of a forked process that captured the model for several batch shapes. ``folded``: shape (samples,
     positions) -> the model as a list of calls of blocks (such as layers), and the graphs of these blocks in a form that
-    can be pickled. ``axes``: how batches are padded to more samples, and to more positions.
+    can be pickled. ``axes``: how batches are padded to more samples, to more positions, and to longer targets.
     """
 
     folded: dict[Shape, tuple[FoldedModel, list[_BlockData]]]
-    axes: tuple[AxisPadding, AxisPadding]
+    axes: tuple[AxisPadding, AxisPadding, AxisPadding]
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,18 @@ class ShapeFamily:
     a dim of positions, such as tokens in a sequence.
 
     ``sample``: the model with the inputs that the user gave. ``shapes``: all shapes, the largest first. ``batch_dims``,
-    ``length_dims``: input path -> index of the dim of samples, or of positions. ``topology``: the cluster. ``weights``:
-    number of positions -> relative frequency of such batches; empty if all are equally frequent.
+    ``length_dims``, ``target_dims``: input path -> index of the dim of samples, of positions, or of positions of
+    targets. ``targets``: number of positions of targets, which is the same in all shapes; 0 if no input has such a dim.
+    ``topology``: the cluster. ``weights``: number of positions -> relative frequency of such batches; empty if all are
+    equally frequent.
     """
 
     sample: PreparedModel
     shapes: tuple[Shape, ...]
     batch_dims: Mapping[str, int]
     length_dims: Mapping[str, int]
+    target_dims: Mapping[str, int]
+    targets: int
     topology: Topology
     weights: Mapping[int, float]
     _normals: dict[Shape, Captured] = field(default_factory=dict[Shape, Captured], repr=False, compare=False)
@@ -100,7 +105,9 @@ class ShapeFamily:
         batches, lengths = asked.batch or (global_batch or batch,), asked.length or (length,)
         shapes = [(b, s) for b in batches for s in lengths]
         shapes.sort(reverse=True)
-        return ShapeFamily(sample, tuple(shapes), batch_dims, length_dims, topology, dict(asked.weights))
+        target_dims, targets = _find_target_dims(leaves, batch_dims, length_dims)
+        weights = dict(asked.weights)
+        return ShapeFamily(sample, tuple(shapes), batch_dims, length_dims, target_dims, targets, topology, weights)
 
     def weight_of(self, shape: Shape) -> float:
         """Return the fraction of all batches that have ``shape``. All numbers of samples are equally frequent."""
@@ -127,6 +134,16 @@ class ShapeFamily:
         """Return a new model with inputs of ``shape`` (samples, positions). Inputs whose size differs from that of the
         user's inputs are zeros.
         """
+        return replace(
+            self._resize_inputs((*shape, self.targets)),
+            given=lambda: copy_captured(self._normal_at(shape)),
+            given_folded=lambda: self._derive_folded(shape),
+        )
+
+    def _resize_inputs(self, wanted: tuple[int, int, int]) -> PreparedModel:
+        """Return a new model with inputs of the sizes ``wanted``: samples, positions, and positions of targets. Inputs
+        whose size differs from that of the user's inputs are zeros.
+        """
 
         def resize(path: str, leaf: Any) -> Any:
             """Return ``leaf``, the input at ``path``, with the sizes of the requested shape: a tensor of zeros if a
@@ -135,20 +152,14 @@ class ShapeFamily:
             if not isinstance(leaf, Tensor):
                 return leaf
             sizes = list(leaf.shape)
-            for dims, size in zip((self.batch_dims, self.length_dims), shape, strict=True):
+            for dims, size in zip((self.batch_dims, self.length_dims, self.target_dims), wanted, strict=True):
                 if path in dims:
                     sizes[dims[path]] = size
             return leaf if sizes == list(leaf.shape) else leaf.new_zeros(sizes)
 
         args, kwargs = split_inputs(self.sample.model, self.sample.inputs)
         args, kwargs = map_leaves(resize, args), map_leaves(resize, kwargs)
-        return replace(
-            self.sample,
-            inputs=kwargs or args,
-            given=lambda: copy_captured(self._normal_at(shape)),
-            given_folded=lambda: self._derive_folded(shape),
-            _known={},
-        )
+        return replace(self.sample, inputs=kwargs or args, given=None, given_folded=None, _known={})
 
     def _normal_at(self, shape: Shape) -> Captured:
         """Return the model's graph in normal form (each computation has a single form) for ``shape`` (samples,
@@ -288,15 +299,17 @@ class ShapeFamily:
         """Return how a batch that is smaller than ``shape`` (samples, positions) is padded to it: the dims and fill
         values of each input, and the dims in which outputs are cut afterwards.
         """
-        fewer, shorter = self._axes
+        fewer, shorter, targets = self._axes
         inputs = {}
-        for path in {**self.batch_dims, **self.length_dims}:
-            hiding = shorter.hiding.get(path)
+        for path in {**self.batch_dims, **self.length_dims, **self.target_dims}:
+            hiding = shorter.hiding.get(path, targets.hiding.get(path))
             inputs[path] = InputPadding(
                 batch_dim=self.batch_dims.get(path),
                 length_dim=self.length_dims.get(path),
                 batch_fill=fewer.fills.get(path),
                 length_fill=shorter.fills.get(path),
+                target_dim=self.target_dims.get(path),
+                target_fill=targets.fills.get(path),
                 hides=None if hiding is None else hiding.number,
                 unseen="all" if hiding is None else hiding.unseen,
             )
@@ -306,6 +319,9 @@ class ShapeFamily:
         return BatchPadding(
             batch=shape[0],
             length=shape[1],
+            targets=self.targets,
+            target_outputs=targets.outputs,
+            shorter_targets=targets.fault if self.targets else "",
             weight=self.weight_of(shape),
             inputs=inputs,
             outputs=outputs,
@@ -315,15 +331,15 @@ class ShapeFamily:
         )
 
     @cached_property
-    def _axes(self) -> tuple[AxisPadding, AxisPadding]:
-        """Return how batches are padded to more samples, and to more positions, as a pair."""
+    def _axes(self) -> tuple[AxisPadding, AxisPadding, AxisPadding]:
+        """Return how batches are padded to more samples, to more positions, and to longer targets, as a tuple."""
         ahead = self._read_ahead()
         return self._find_axes() if ahead is None else ahead.axes
 
-    def _find_axes(self) -> tuple[AxisPadding, AxisPadding]:
-        """Return how batches are padded in two directions, as a pair: to more samples, and to more positions. If
-        padding in a direction is impossible, the attribute ``fault`` of its element of the pair is a text that says
-        why.
+    def _find_axes(self) -> tuple[AxisPadding, AxisPadding, AxisPadding]:
+        """Return how batches are padded in three directions, as a tuple: to more samples, to more positions, and to
+        longer targets. If padding in a direction is impossible, the attribute ``fault`` of its element is a text that
+        says why.
         """
         batch, length = self.shapes[0]
         whole = self._normal_at((batch, length))
@@ -339,7 +355,24 @@ class ShapeFamily:
             shorter = find_axis_padding(whole, found, self.length_dims, (length, other))
         else:
             shorter = AxisPadding(fault="the inputs have no dim of positions")
-        return fewer, shorter
+        return fewer, shorter, self._find_target_axis(whole)
+
+    def _find_target_axis(self, whole: Captured) -> AxisPadding:
+        """Return how batches are padded to longer targets. ``whole``: the model's graph for the largest shape."""
+        if not self.targets:
+            return AxisPadding(fault="the inputs have no targets of another length")
+        sizes = {int(n) for _, leaf in _list_leaves(self.sample.model, self.sample.inputs) for n in leaf.shape}
+        avoided = sizes | set(self.shapes[0])
+        smaller = min((n for n in range(1, self.targets) if n not in avoided), key=self._distance_to_half, default=1)
+        try:
+            other = self._resize_inputs((*self.shapes[0], smaller)).normalize_capture(None, torch_device(self.topology))
+        except PartitionError as error:
+            why = str(error).partition("\n")[0]
+            return AxisPadding(fault=f"the model cannot be captured with targets of {smaller} positions: {why}")
+        return find_axis_padding(whole, other, self.target_dims, (self.targets, smaller))
+
+    def _distance_to_half(self, size: int) -> float:
+        return abs(size - self.targets / 2)
 
     def _find_own_size(self, size: int, length: int) -> int:
         """Return a number of positions near ``size`` and below ``length``, for a batch from which padding is derived.
@@ -369,6 +402,35 @@ def _list_leaves(model: nn.Module | ExportedProgram, inputs: Any) -> Iterator[tu
         for path, leaf in leaf_paths(part):
             if isinstance(leaf, Tensor):
                 yield path, leaf
+
+
+def _find_target_dims(
+    leaves: Mapping[str, Tensor], batch_dims: Mapping[str, int], length_dims: Mapping[str, int]
+) -> tuple[dict[str, int], int]:
+    """Return the dim of positions of targets of each input that has one (input path -> dim index), and the number of
+    these positions. ``({}, 0)`` if there are no targets of another length than that of the samples.
+
+    The first two-dimensional integer input ``[samples, positions]`` whose number of positions is not that of the
+    samples decides the number. ``leaves``: input path -> tensor. ``batch_dims``, ``length_dims``: input path -> dim of
+    samples, or of positions.
+    """
+    targets = next(
+        (
+            int(leaf.shape[1])
+            for path, leaf in leaves.items()
+            if leaf.dim() == 2 and not leaf.is_floating_point() and batch_dims.get(path) == 0 and length_dims
+            if path not in length_dims and leaf.shape[1] >= _LEAST
+        ),
+        0,
+    )
+    dims = dict[str, int]()
+    for path, leaf in leaves.items():
+        taken = batch_dims.get(path), length_dims.get(path)
+        found = [d for d, size in enumerate(leaf.shape) if targets and size == targets and d not in taken]
+        if len(found) > 1:
+            return {}, 0
+        dims |= dict.fromkeys([path] * len(found), found[0] if found else 0)
+    return dims, targets
 
 
 def _find_length_dims(leaves: Mapping[str, Tensor], batch_dims: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -199,10 +199,16 @@ def _check_static(node: fx.Node, value: Any) -> None:
     of tensors.
     """
     if isinstance(value, Tensor) and not all(isinstance(s, int) for s in value.shape):
+        advice = _FIXED_SIZES.get(str(node.target), "write it with a fixed size (torch.where, a mask) instead")
         raise UnsupportedError(
             f"{node.target} ({_format_node_location(node)}) has a shape that depends on data: "
-            f"{tuple(value.shape)}; write it with a fixed size (torch.where, a mask) instead"
+            f"{tuple(value.shape)}; {advice}"
         )
+
+
+_OUTPUT_SIZE = "pass the size of its result, such as the number of positions, as output_size"
+# Operator whose size depends on data -> how to write it with a fixed size.
+_FIXED_SIZES = {f"aten.repeat_interleave.{kind}": _OUTPUT_SIZE for kind in ("Tensor", "self_Tensor")}
 
 
 def _format_node_location(node: fx.Node) -> str:

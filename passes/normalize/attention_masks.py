@@ -27,17 +27,22 @@ from torch.nn.attention import flex_attention
 
 from partitioner.passes.ir.interpret import insert_operator_node
 from partitioner.passes.ir.rewrite import aten, drop_unused, list_node_sizes
-from partitioner.passes.normalize.constant_folding import (
-    LIMIT,
+from partitioner.passes.normalize.constant_folding import LIMIT, MaskEvaluator
+from partitioner.passes.normalize.document_masks import (
+    DocumentKey,
+    DocumentMask,
+    find_document_mask,
+    insert_document_ids,
+)
+from partitioner.passes.normalize.mask_values import (
     MASKED,
     Comparison,
     Condition,
     ConditionalValue,
     DataComparison,
-    MaskEvaluator,
+    SumComparison,
     Value,
 )
-from partitioner.passes.normalize.document_masks import DocumentMask, find_document_mask, insert_document_ids
 from partitioner.passes.ops.attention import Band, get_band_limits
 from partitioner.passes.ops.documents import document_ops
 
@@ -53,7 +58,7 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
     """
     evaluator = MaskEvaluator(constants)
     kinds: dict[tuple[fx.Node, int], Band | DocumentMask | None] = {}
-    ids: dict[tuple[fx.Node, int], fx.Node] = {}
+    ids: dict[DocumentKey, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
@@ -70,16 +75,14 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
         drop_unused(graph)
 
 
-def replace_mask(
-    graph: fx.Graph, node: fx.Node, mask: Band | DocumentMask, ids: dict[tuple[fx.Node, int], fx.Node]
-) -> bool:
+def replace_mask(graph: fx.Graph, node: fx.Node, mask: Band | DocumentMask, ids: dict[DocumentKey, fx.Node]) -> bool:
     """Remove the mask of the attention ``node`` of ``graph``, in place, by giving the attention other arguments or by
     replacing it by an operator that computes the same without a mask. Return whether this was possible; if not,
     ``node`` is unchanged.
 
     ``mask``: what the mask means: a query sees the keys in a range of positions around its own (a :class:`Band`), or
-    only those of them that are in its document (a :class:`DocumentMask`). ``ids``: a cache: (node from which document
-    ids are made, batch size) -> node ``[batch, positions]`` of document ids; a new one is added.
+    only those of them that are in its document (a :class:`DocumentMask`). ``ids``: a cache: key of a document mask
+    -> node ``[batch, positions]`` of document ids; a new one is added.
     """
     if isinstance(mask, DocumentMask):
         return _replace_mask_by_documents(graph, node, mask, ids)
@@ -103,20 +106,19 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
 
 
 def _replace_mask_by_documents(
-    graph: fx.Graph, node: fx.Node, mask: DocumentMask, ids: dict[tuple[fx.Node, int], fx.Node]
+    graph: fx.Graph, node: fx.Node, mask: DocumentMask, ids: dict[DocumentKey, fx.Node]
 ) -> bool:
     """Replace the attention ``node`` of ``graph``, whose mask ``mask`` shows keys of the query's own document only, by
     the operator ``partition::document_attention``, in place, and return whether that was done. Leave it unchanged if
     its operands are not ``[batch, heads, positions, width]``, if it has different numbers of queries and keys, or if
     its result is an output of the model.
 
-    ``ids``: a cache: (node from which document ids are made, batch size) -> node ``[batch, positions]`` of document
-    ids; a new one is added.
+    ``ids``: a cache: key of a document mask -> node ``[batch, positions]`` of document ids; a new one is added.
     """
     query, key = (list_node_sizes(n) for n in node.args[:2])  # type: ignore[arg-type]
     if not is_plain_attention(node) or query[-2] != key[-2]:
         return False
-    where = mask.source, query[0]
+    where = mask.key(query[0])
     if where not in ids:
         ids[where] = insert_document_ids(graph, mask, query[0])
     arguments = (*node.args[:3], ids[where], [], *get_band_limits(mask.band), node.kwargs.get("scale"))
@@ -180,13 +182,13 @@ def classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docume
     terms = find_visibility_conditions(value) if isinstance(value, ConditionalValue) else value
     if not isinstance(terms, tuple):
         return None
-    if not any(isinstance(t, DataComparison) for t in terms):
+    if not any(isinstance(t, DataComparison | SumComparison) for t in terms):
         return _classify_conditions(terms, queries, keys)
     found = find_document_mask(terms, queries)
     if found is None or queries != keys:
         return None
     band = _classify_conditions(found.terms, queries, keys)
-    return None if band is None else DocumentMask(found.source, found.position_dim, found.batch_dim, band)
+    return None if band is None else found.within(band)
 
 
 def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: int) -> Band | None:

@@ -10,111 +10,30 @@ element of which tensor of the graph each of them is, not the number.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from partitioner.passes.ir.rewrite import aten, get_node_tensor, list_node_sizes
+from partitioner.passes.normalize.mask_values import (
+    MASKED,
+    Comparison,
+    Condition,
+    ConditionalValue,
+    DataComparison,
+    DataSum,
+    GatheredValue,
+    LookedUpValue,
+    Value,
+    compare_sums,
+    is_same_value,
+)
 
 LIMIT = 1 << 22  # most elements of a tensor that is created in full
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A comparison of two constant tensors, ``compare(a, b)`` with broadcasting, that is stored instead of its (large)
-    boolean result.
-
-    ``compare``: ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: tensors of int64 or float64, with size 1 in every dim
-    along which they are constant.
-    """
-
-    compare: str
-    a: Tensor
-    b: Tensor
-
-    def negated(self) -> Comparison:
-        """Return the comparison of the same two tensors that holds exactly where this one fails, such as ``ge`` for
-        ``lt``."""
-        return Comparison(_OPPOSITE[self.compare], self.a, self.b)
-
-    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> Comparison:
-        """Return a copy of this comparison of two tensors, in which each tensor is replaced by ``move(tensor)``.
-        ``move``: a function that rearranges dims, such as a transpose."""
-        return Comparison(self.compare, move(self.a), move(self.b))
-
-
-_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
-
-
-@dataclass(frozen=True, eq=False)
-class GatheredValue:
-    """Says where the elements of an integer tensor come from: each is an element of another tensor of the graph, plus a
-    constant. The numbers themselves depend on data and are not known.
-
-    ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
-    element along this dim. It has size 1 in every dim along which the index is constant. ``offset``: the constant.
-    """
-
-    source: fx.Node
-    places: tuple[Tensor, ...]
-    offset: int = 0
-
-    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> GatheredValue:
-        """Return the description of ``move(x)``, where ``x`` is the integer tensor that this object describes by
-        elements of another tensor. ``move``: a function that rearranges the dims of a tensor, such as a transpose; it
-        is applied to the index tensors.
-        """
-        return GatheredValue(self.source, tuple(move(p) for p in self.places), self.offset)
-
-
-@dataclass(frozen=True, eq=False)
-class DataComparison:
-    """A comparison of elements of a tensor that depends on data with other elements of the same tensor: ``compare(a,
-    b)`` with broadcasting.
-
-    ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: which elements are compared; both have
-    the same source tensor.
-    """
-
-    compare: str
-    a: GatheredValue
-    b: GatheredValue
-
-    def negated(self) -> DataComparison:
-        return DataComparison(_OPPOSITE[self.compare], self.a, self.b)
-
-    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> DataComparison:
-        """Return the description of ``move(x)``, where ``x`` is the boolean result of this comparison. ``move``: a
-        function that rearranges the dims of a tensor, such as a transpose; it is applied to the index tensors that say
-        which elements are compared.
-        """
-        return DataComparison(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
-
-
-# A condition may also be a boolean tensor, all of whose elements count.
-Condition = Comparison | DataComparison | Tensor
-
-
-@dataclass(frozen=True)
-class ConditionalValue:
-    """A tensor that is known by conditions: its elements are ``shown`` where all conditions in ``terms`` hold, and
-    ``hidden`` elsewhere. ``shown`` and ``hidden`` are 0-dimensional tensors. A condition is a boolean tensor or a
-    comparison. If the tensor is a sum of two attention masks, it may have several values where the conditions do not
-    hold; ``hidden`` is then an upper bound on them."""
-
-    terms: tuple[Condition, ...]
-    shown: Tensor
-    hidden: Tensor
-
-
-# What is known of a tensor: its elements, with size 1 in constant dims; conditions that must all hold; a choice between
-# two numbers by conditions; or from which elements of a data-dependent tensor its elements are copied.
-Value = Tensor | tuple[Condition, ...] | ConditionalValue | GatheredValue
-
-MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
 
 
 class UnknownValueError(Exception):
@@ -167,6 +86,8 @@ class ConstantEvaluator:
             args: Any = fx.node.map_arg(node.args, known)
             kwargs: Any = fx.node.map_arg(node.kwargs, known)
             rule = RULES.get(node.target)
+            if rule is None and _is_pointwise(node.target):
+                rule = _evaluate_pointwise
             result = self.evaluate_expanded(node) if rule is None else rule(node, *args, **kwargs)
             if isinstance(result, GatheredValue):
                 return result.map_tensors(_squeeze_constant_dims)
@@ -180,7 +101,8 @@ class ConstantEvaluator:
         than ``LIMIT`` (2**22) elements."""
         target: Any = node.target
         random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        if random or not isinstance(get_node_tensor(node), Tensor) or get_node_tensor(node).numel() > LIMIT:
+        tensor = node.meta.get("val")
+        if random or not isinstance(tensor, Tensor) or tensor.numel() > LIMIT:
             raise UnknownValueError
         args: Any
         args, kwargs = fx.node.map_arg(
@@ -209,7 +131,22 @@ class MaskEvaluator(ConstantEvaluator):
         ``node`` itself. Return ``None`` in any other case, or if the tensor has more than four dims or a dim larger
         than ``LIMIT`` (2**22)."""
         value = super().compute_value(node)
-        return describe_integers(node) if value is None else value
+        return self.describe_data(node) if value is None else value
+
+    def describe_data(self, node: fx.Node) -> GatheredValue | None:
+        """Return :func:`describe_integers` of ``node``. If ``node`` is a sum or a difference of integers, or reads
+        elements of a table at indices that depend on data, the description has this, too."""
+        described = describe_integers(node)
+        rule = _SUMS.get(node.target)
+        if described is None or rule is None:
+            return described
+        known: Callable[[fx.Node], Any] = self.values.__getitem__
+        try:
+            args: Any = fx.node.map_arg(node.args, known)
+            found = None if node.kwargs else rule(node, *args)
+        except (UnknownValueError, RuntimeError, IndexError, TypeError):
+            found = None
+        return replace(described, sum=found)
 
 
 def describe_integers(node: fx.Node) -> GatheredValue | None:
@@ -304,7 +241,7 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> GatheredValue:
         raise UnknownValueError
     rank = get_node_tensor(node).dim()
     moved: GatheredValue = one.map_tensors(lambda t: _align_rank(t, rank))
-    return GatheredValue(moved.source, moved.places, moved.offset + (other if kind is add else -other))
+    return moved.shift(other if kind is add else -other)
 
 
 def preserves_integers(cast: fx.Node) -> bool:
@@ -319,34 +256,131 @@ def _align_rank(tensor: Tensor, rank: int) -> Tensor:
     return tensor.reshape([1] * (rank - tensor.dim()) + list(tensor.shape))
 
 
+def _is_pointwise(target: Any) -> bool:
+    """Return whether the operator ``target`` computes each element from the elements at the same position of its
+    operands, and draws no random numbers."""
+    tags = getattr(target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
 def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
     """Return the value of the pointwise operator ``node`` if an operand is a mask: a tuple of conditions that must all
     hold, or a :class:`ConditionalValue`, which has one number where conditions hold and another elsewhere. The result
     is a mask, too.
 
-    ``args``, ``kwargs``: the values of the operands; those that are not masks must be single numbers. A sum of two
-    additive attention masks hides the scores that either of them hides. Raise :class:`UnknownValueError` if the result
-    is not such a mask.
+    ``args``, ``kwargs``: the values of the operands. Those that are not masks must be single numbers, or constants that
+    can be written as a mask. Raise :class:`UnknownValueError` if the result is not such a mask.
     """
-    if node.target in (aten.bitwise_or.Tensor, aten.logical_or.default):
-        return ConditionalValue(_negate(node, args[0]) + _negate(node, args[1]), _FALSE, _TRUE)
-    if node.target is aten.add.Tensor and not kwargs and not any(isinstance(a, int | float) for a in args):
-        masks = [require_additive(node, a) for a in args]
-        return ConditionalValue(
-            masks[0].terms + masks[1].terms, masks[0].shown, torch.maximum(masks[0].hidden, masks[1].hidden)
-        )
-    choices = [a for a in args if isinstance(a, tuple | ConditionalValue)]
-    others = [a for a in args if isinstance(a, Tensor) and a.numel() != 1]
-    if len(choices) != 1 or others:
+    dtype = get_node_tensor(node).dtype
+    wide = [i for i, a in enumerate(args) if not _is_number(a)]
+    if len(wide) > _MOST_CHOICES:
         raise UnknownValueError
-    mask = choices[0] if isinstance(choices[0], ConditionalValue) else ConditionalValue(choices[0], _TRUE, _FALSE)
-    rank = get_node_tensor(node).dim()
-    values = []
-    for number in (mask.shown, mask.hidden):
-        given = [number if a is choices[0] else a.reshape(()) if isinstance(a, Tensor) else a for a in args]
-        values.append(torch.as_tensor(node.target(*given, **kwargs)).to(get_node_tensor(node).dtype))  # type: ignore[operator]
-    terms = tuple(map_condition(t, lambda x: _align_rank(x, rank)) for t in mask.terms)
-    return _simplify_choice(ConditionalValue(terms, values[0], values[1]))
+    masks = [_as_choice(args[i]) for i in wide]
+    if any(m.is_bound for m in masks) and (kwargs or not _keeps_bounds(node, args, masks)):
+        raise UnknownValueError
+
+    def compute(numbers: Sequence[Tensor]) -> Tensor:
+        given = [a.reshape(()) if isinstance(a, Tensor) and a.numel() == 1 else a for a in args]
+        for place, number in zip(wide, numbers, strict=True):
+            given[place] = number
+        return torch.as_tensor(node.target(*given, **kwargs)).to(dtype)  # type: ignore[operator]
+
+    return _combine_choices(masks, compute, get_node_tensor(node).dim())
+
+
+_MOST_CHOICES = 3  # most masks that one operator combines; where() of three masks
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether ``value`` is no tensor, or a constant of a single element."""
+    return not isinstance(value, Tensor | tuple | ConditionalValue | GatheredValue) or (
+        isinstance(value, Tensor) and value.numel() == 1
+    )
+
+
+def _as_choice(value: Any) -> ConditionalValue:
+    """Return ``value``, a mask or a constant, as a choice between two numbers by conditions. A constant must have two
+    numbers, or be an additive attention mask. Raise :class:`UnknownValueError` if that is not possible."""
+    if isinstance(value, tuple):
+        return ConditionalValue(value, _TRUE, _FALSE)
+    if isinstance(value, ConditionalValue):
+        return value
+    if not isinstance(value, Tensor) or value.isnan().any():
+        raise UnknownValueError
+    if value.dtype is torch.bool:
+        return ConditionalValue((value,), _TRUE, _FALSE)
+    numbers = value.unique()
+    if numbers.numel() == 2:
+        return ConditionalValue((value == numbers[1],), numbers[1], numbers[0])
+    hidden = numbers[numbers != 0]
+    if hidden.numel() + 1 != numbers.numel() or not hidden.numel() or not bool((hidden <= MASKED).all()):
+        raise UnknownValueError
+    return ConditionalValue((value == 0,), numbers.new_zeros(()), hidden.max(), True)
+
+
+_BOUNDED = frozenset(
+    getattr(aten, name)
+    for name in ("add", "mul", "div", "to", "maximum", "minimum", "clamp", "clamp_min", "where", "masked_fill")
+)
+_ORDERS = frozenset(getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+
+
+def _keeps_bounds(node: fx.Node, args: tuple[Any, ...], masks: Sequence[ConditionalValue]) -> bool:
+    """Return whether the operator ``node``, computed with an upper bound on the hidden numbers of an additive mask,
+    gives an upper bound on its result; or the result itself, if ``node`` compares the mask with a larger number.
+
+    ``args``: the values of the operands. ``masks``: those of them that are masks.
+    """
+    kind = getattr(node.target, "overloadpacket", None)
+    numbers = [float(a) for a in args if isinstance(a, bool | int | float | Tensor) and _is_number(a)]
+    if kind in _ORDERS:
+        return len(masks) == len(numbers) == 1 and numbers[0] > float(masks[0].hidden)
+    if kind in (aten.mul, aten.div):
+        return len(masks) == len(numbers) == 1 and numbers[0] > 0
+    return kind in _BOUNDED and get_node_tensor(node).is_floating_point()
+
+
+def _combine_choices(
+    masks: Sequence[ConditionalValue], compute: Callable[[Sequence[Tensor]], Tensor], rank: int
+) -> Value:
+    """Return the value of an operator on ``masks`` as a choice between two numbers by the conditions of all of them.
+
+    The operator must give one number wherever not all conditions hold, or hide a score there. A mask of a single
+    condition may also be read the other way round, by the condition that it fails. ``compute``: returns the operator's
+    result for a number of each mask. ``rank``: the number of dims of the result. Raise :class:`UnknownValueError` if
+    there is no such choice.
+    """
+    bound = any(m.is_bound for m in masks)
+    for given in itertools.product(*(_list_readings(m) for m in masks)):
+        shown = compute([m.shown for m in given])
+        rest = [
+            compute([(m.shown, m.hidden)[h] for m, h in zip(given, hides, strict=True)])
+            for hides in itertools.product(*((0, 1) if m.terms else (0,) for m in given))
+            if any(hides)
+        ]
+        if not rest:
+            return shown
+        equal = all(bool(r == rest[0]) for r in rest)
+        hiding = shown.is_floating_point() and bool(shown == 0) and all(bool(r <= MASKED) for r in rest)
+        if not (equal or hiding):
+            continue
+        terms = tuple(map_condition(t, lambda x: _align_rank(x, rank)) for m in given for t in m.terms)
+        hidden = rest[0] if equal else torch.stack(rest).max()
+        inexact = not equal or (bound and shown.dtype is not torch.bool)
+        return _simplify_choice(ConditionalValue(terms, shown, hidden, inexact))
+    raise UnknownValueError
+
+
+def _list_readings(mask: ConditionalValue) -> list[ConditionalValue]:
+    """Return the ways to read ``mask`` as a choice: as it is, and by the condition that fails where its only condition
+    holds."""
+    if len(mask.terms) != 1 or mask.is_bound:
+        return [mask]
+    try:
+        opposite = _negate_condition(mask.terms[0])
+    except TypeError:  # the condition has no single opposite
+        return [mask]
+    return [mask, ConditionalValue((opposite,), mask.hidden, mask.shown)]
 
 
 _TRUE, _FALSE = torch.tensor(True), torch.tensor(False)
@@ -354,25 +388,11 @@ _TRUE, _FALSE = torch.tensor(True), torch.tensor(False)
 
 def _simplify_choice(choice: ConditionalValue) -> Value:
     """Return the tuple of the conditions of ``choice``, a tensor that has one value where they hold and another
-    elsewhere, if these values are true and false. Otherwise return ``choice`` unchanged."""
+    elsewhere, if these values are true and false. If the tensor has one value everywhere, return this value. Otherwise
+    return ``choice`` unchanged."""
+    if not choice.is_bound and bool(choice.shown == choice.hidden):
+        return choice.shown
     return choice.terms if choice.shown.dtype is torch.bool and choice.shown and not choice.hidden else choice
-
-
-def _negate(node: fx.Node, value: Any) -> tuple[Condition, ...]:
-    """Return conditions that all hold exactly where the boolean mask ``value`` is false. ``value``: a tensor, a tuple
-    of conditions that must all hold, or a choice between two values by conditions. ``node``: the node whose value is
-    computed; the tensors in the conditions get as many dims as its result. Raise :class:`UnknownValueError` if there
-    are no such conditions."""
-    if isinstance(value, Tensor):
-        found: tuple[Condition, ...] = (~value,)
-    elif isinstance(value, ConditionalValue) and not value.shown and value.hidden and value.shown.dtype is torch.bool:
-        found = value.terms
-    elif isinstance(value, tuple) and len(value) == 1:
-        found = (_negate_condition(value[0]),)
-    else:
-        raise UnknownValueError
-    rank = get_node_tensor(node).dim()
-    return tuple(map_condition(t, lambda x: _align_rank(x, rank)) for t in found)
 
 
 def _negate_condition(condition: Condition) -> Condition:
@@ -386,14 +406,14 @@ def require_additive(node: fx.Node, value: Any) -> ConditionalValue:
     if isinstance(value, Tensor) and value.is_floating_point():
         hidden = value[value != 0]
         most = hidden.max() if hidden.numel() else value.new_tensor(-torch.inf)
-        value = ConditionalValue((value == 0,), value.new_zeros(()), most)
+        value = ConditionalValue((value == 0,), value.new_zeros(()), most, hidden.unique().numel() > 1)
     if isinstance(value, ConditionalValue) and value.hidden == 0 and len(value.terms) == 1:
         value = ConditionalValue((_negate_condition(value.terms[0]),), value.hidden, value.shown)
     if not isinstance(value, ConditionalValue) or value.shown != 0 or not value.hidden <= MASKED:
         raise UnknownValueError
     rank = get_node_tensor(node).dim()
     terms = tuple(map_condition(t, lambda x: _align_rank(x, rank)) for t in value.terms)
-    return ConditionalValue(terms, value.shown, value.hidden)
+    return replace(value, terms=terms)
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
@@ -405,11 +425,17 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         return _evaluate_choice(node, (a, b), {})
     if isinstance(a, GatheredValue) or isinstance(b, GatheredValue):
-        if not isinstance(a, GatheredValue) or not isinstance(b, GatheredValue) or a.source is not b.source:
+        sums = [_as_sum(x) for x in (a, b)]
+        name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
+        both = isinstance(a, GatheredValue) and isinstance(b, GatheredValue)
+        if both and is_same_value(a.source, b.source):
+            terms: tuple[Condition, ...] | None = (DataComparison(name, a, replace(b, source=a.source)),)
+        else:
+            terms = None if sums[0] is None or sums[1] is None else compare_sums(name, sums[0], sums[1])
+        if terms is None:
             raise UnknownValueError
         width = get_node_tensor(node).dim()
-        name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
-        return (DataComparison(name, a, b).map_tensors(lambda t: _align_rank(t, width)),)
+        return tuple(map_condition(t, lambda x: _align_rank(x, width)) for t in terms)
     if node.target in _EQUALITIES:
         return _evaluate_pointwise(node, a, b)
     given = a, b
@@ -420,6 +446,75 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     rank, kind = get_node_tensor(node).dim(), torch.result_type(a, b)
     a, b = (widen_number_type(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
     return (Comparison(name, a, b),)
+
+
+def _as_sum(value: Any) -> DataSum | None:
+    """Return ``value``, integers that depend on data or are constant, as a sum; ``None`` if it is no such integers."""
+    if isinstance(value, GatheredValue):
+        return value.as_sum()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return DataSum((torch.tensor(value),), ())
+    return DataSum((value.long(),), ()) if isinstance(value, Tensor) and value.dtype in _INTEGERS else None
+
+
+def _add_integers(node: fx.Node, a: Any, b: Any) -> DataSum | None:
+    """Return the sum or the difference ``node`` of two integer operands with the values ``a`` and ``b`` as a
+    :class:`DataSum`; ``None`` if an operand is not known."""
+    one, other = (_as_sum(x) for x in (a, b))
+    if other is not None and getattr(node.target, "overloadpacket", None) is aten.sub:
+        other = other.negate()
+    found = None if one is None or other is None else one.add(other)
+    rank = get_node_tensor(node).dim()
+    many = found is None or len(found.parts) > _MOST_PARTS
+    return None if found is None or many else found.map_tensors(lambda t: _align_rank(t, rank))
+
+
+_MOST_PARTS = 4  # most integers that depend on data in a sum; a distance within documents has four
+
+
+def _negate_integers(node: fx.Node, x: Any) -> DataSum | None:
+    found = _as_sum(x)
+    return None if found is None else found.negate()
+
+
+def _take_magnitude(node: fx.Node, x: Any) -> DataSum | None:
+    found = _as_sum(x)
+    return None if found is None else replace(found, is_magnitude=True)
+
+
+def _look_up(node: fx.Node, table: Any, indices: list[Any]) -> DataSum | None:
+    """Return the elements ``node`` of a table at ``indices``, of which one at least depends on data, as a
+    :class:`DataSum` of one summand; ``None`` if not all dims of the table are indexed by integers that are known.
+    """
+    source: Any = node.args[0]
+    rank, known = get_node_tensor(node).dim(), [i for i in indices if isinstance(i, Tensor | GatheredValue)]
+    if len(known) != len(list_node_sizes(source)) or not any(isinstance(i, GatheredValue) for i in known):
+        return None
+    return DataSum((), ((1, LookedUpValue(source, tuple(known)).map_tensors(lambda t: _align_rank(t, rank))),))
+
+
+def _look_up_along(node: fx.Node, table: Any, dim: int, index: Any) -> DataSum | None:
+    """Return the elements ``node`` that ``gather`` or ``index_select`` reads from a table along ``dim``, at an index
+    that depends on data, as a :class:`DataSum` of one summand; ``None`` if it is not known."""
+    sizes, found = list_node_sizes(node.args[0]), list_node_sizes(node)  # type: ignore[arg-type]
+    along = dim % len(sizes)
+    if any(a != b for d, (a, b) in enumerate(zip(sizes, found, strict=True)) if d != along):
+        return None
+    indices: list[Any] = list(list_dim_indices(found))
+    if len(list_node_sizes(node.args[2])) != len(found) and len(found) != 1:  # type: ignore[arg-type]
+        return None
+    indices[along] = index
+    return _look_up(node, table, indices)
+
+
+_SUMS: dict[Any, Callable[..., DataSum | None]] = {
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar), _add_integers),
+    aten.neg.default: _negate_integers,
+    aten.abs.default: _take_magnitude,
+    aten.index.Tensor: _look_up,
+    aten.gather.default: _look_up_along,
+    aten.index_select.default: _look_up_along,
+}
 
 
 def widen_number_type(x: Tensor) -> Tensor:
@@ -447,6 +542,7 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
     the result is the value of the other operand. Raise :class:`UnknownValueError` if an operand cannot be written as
     conditions.
     """
+    a, b = (torch.tensor(x) if isinstance(x, bool) else x for x in (a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
@@ -458,24 +554,33 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
 
 def evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
     """Return the value of ``node``, a ``where`` of operands with the values ``condition``, ``a`` and ``b``. It is a
-    tensor if ``condition`` is a tensor. If ``condition`` is a tuple of conditions and ``a`` and ``b`` are single
-    numbers, it is a choice between these numbers by the conditions. Raise :class:`UnknownValueError` in any other
-    case."""
-    if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
+    tensor if all three are constant and the result is not too large. Otherwise it is a choice between two numbers, if
+    the three are masks or numbers that give one. Raise :class:`UnknownValueError` in any other case."""
+    if any(isinstance(x, GatheredValue) for x in (condition, a, b)):
         raise UnknownValueError
-    if isinstance(a, GatheredValue) or isinstance(b, GatheredValue) or isinstance(condition, GatheredValue):
-        raise UnknownValueError
-    a, b = (torch.as_tensor(x, dtype=get_node_tensor(node).dtype) for x in (a, b))
-    if isinstance(condition, ConditionalValue) and not condition.shown and condition.hidden:
-        condition, a, b = condition.terms, b, a  # a boolean that is false where its conditions hold
-    if isinstance(condition, Tensor):
-        if torch.broadcast_shapes(condition.shape, a.shape, b.shape).numel() > LIMIT:
+    dtype, rank = get_node_tensor(node).dtype, get_node_tensor(node).dim()
+    masks = [x for x in (condition, a, b) if isinstance(x, tuple | ConditionalValue)]
+    if not masks:
+        one, other = (torch.as_tensor(x, dtype=dtype) for x in (a, b))
+        if torch.broadcast_shapes(condition.shape, one.shape, other.shape).numel() > LIMIT:
             raise UnknownValueError
-        result = torch.where(condition, a, b)
-        return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
-    if a.numel() == b.numel() == 1:
-        return ConditionalValue(_list_conditions(condition), a.reshape(()), b.reshape(()))
-    raise UnknownValueError
+        result: Tensor = torch.where(condition, one, other)
+        return result.reshape([1] * (rank - result.dim()) + list(result.shape))
+    values = [condition, *(torch.as_tensor(x, dtype=dtype) if isinstance(x, int | float) else x for x in (a, b))]
+    given = [_as_number(x) if _is_number(x) else _as_choice(x) for x in values]
+    if given[0].is_bound:
+        raise UnknownValueError
+
+    def compute(numbers: Sequence[Tensor]) -> Tensor:
+        return torch.where(numbers[0].bool(), numbers[1].to(dtype), numbers[2].to(dtype))
+
+    return _combine_choices(given, compute, rank)
+
+
+def _as_number(value: Any) -> ConditionalValue:
+    """Return ``value``, a constant of a single element, as a choice that has this number everywhere."""
+    number = torch.as_tensor(value).reshape(())
+    return ConditionalValue((), number, number)
 
 
 def _evaluate_not(node: fx.Node, x: Any) -> Value:
@@ -492,6 +597,20 @@ def _evaluate_not(node: fx.Node, x: Any) -> Value:
 
 def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
     return evaluate_where(node, mask, value, x)
+
+
+def _evaluate_index_put(node: fx.Node, x: Any, indices: list[Any], value: Any, accumulate: bool = False) -> Value:
+    """Return the value of ``node``, which puts ``value`` where a boolean mask of the shape of its operand is true. The
+    operand has the value ``x``; ``indices`` has the value of the mask alone. Raise :class:`UnknownValueError` for
+    any other index."""
+    given: Any = node.args[1]
+    mask = given[0]
+    single = isinstance(value, Tensor) and value.numel() == 1
+    if accumulate or len(given) != 1 or not isinstance(mask, fx.Node) or not single:
+        raise UnknownValueError
+    if get_node_tensor(mask).dtype is not torch.bool or list_node_sizes(mask) != list_node_sizes(node):
+        raise UnknownValueError
+    return evaluate_where(node, indices[0], value.reshape(()), x)
 
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
@@ -515,7 +634,7 @@ def map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, ConditionalValue):
-        return ConditionalValue(tuple(map_condition(t, move) for t in value.terms), value.shown, value.hidden)
+        return replace(value, terms=tuple(map_condition(t, move) for t in value.terms))
     return tuple(map_condition(t, move) for t in value) if isinstance(value, tuple) else value.map_tensors(move)
 
 
@@ -529,20 +648,74 @@ def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
-    """Return the value of ``node``, a reshape to the shape ``sizes`` of an operand with the value ``value``. If the
-    reshape only adds or removes dims of size 1, ``value`` may have any form (a tensor, conditions, a choice between
-    two numbers, or elements of a tensor that depends on data), and the result has the same form. Otherwise ``value``
-    must be a tensor. Raise :class:`UnknownValueError` if it is not, or if the tensor is too large."""
-    old = list_node_sizes(node.args[0])  # type: ignore[arg-type]
-    if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
-        return _expand_to_sizes(value, old).reshape(sizes)
-    wide = [d for d, s in enumerate(old) if s != 1]
+    """Return the value of ``node``, a reshape to the shape ``sizes`` of an operand with the value ``value``. Dims that
+    are joined or split are expanded in each tensor that varies along one of them. Raise :class:`UnknownValueError` if
+    such a tensor is too large."""
+    return reshape_value(value, list_node_sizes(node.args[0]), list_node_sizes(node))  # type: ignore[arg-type]
+
+
+def reshape_value(value: Value, old: Sequence[int], new: Sequence[int]) -> Value:
+    """Return ``value``, what is known of a tensor of the shape ``old``, after a reshape to the shape ``new``. Raise
+    :class:`UnknownValueError` if a tensor that varies along dims that are joined or split is too large."""
+    groups = _group_dims(old, new)
 
     def move(t: Tensor) -> Tensor:
-        held = iter([t.shape[d] for d in wide])
-        return t.reshape([1 if s == 1 else next(held) for s in sizes])
+        t = _align_rank(t, len(old))
+        before: list[int] = []
+        after: list[int] = []
+        for dims, sizes in groups:
+            varies = any(t.shape[d] != 1 for d in dims)
+            before += [old[d] if varies else 1 for d in dims]
+            after += sizes if varies else [1] * len(sizes)
+        return _squeeze_constant_dims(_expand_to_sizes(t, before).reshape(after))
 
     return map_value_parts(value, move)
+
+
+def _group_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return the smallest groups of consecutive dims that a reshape from the shape ``old`` to the shape ``new`` maps to
+    each other: (dims of ``old``, sizes in ``new``). Dims of size 1 are groups of their own."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        if i < len(old) and old[i] == 1:
+            groups.append(([i], []))
+            i += 1
+        elif j < len(new) and new[j] == 1:
+            groups.append(([], [1]))
+            j += 1
+        else:
+            if i == len(old) or j == len(new) or 0 in (old[i], new[j]):
+                raise UnknownValueError
+            dims, sizes, one, other = [i], [new[j]], old[i], new[j]
+            i, j = i + 1, j + 1
+            while one != other:
+                if one < other:
+                    one, i = one * old[i], i + 1
+                    dims.append(i - 1)
+                else:
+                    other, j = other * new[j], j + 1
+                    sizes.append(new[j - 1])
+            groups.append((dims, sizes))
+    return groups
+
+
+def _evaluate_repeat(node: fx.Node, value: Value, times: list[int]) -> Value:
+    """Return the value of ``node``, which repeats an operand with the value ``value`` ``times[d]`` times along dim
+    ``d`` of the result."""
+    sizes = list_node_sizes(node)
+
+    def move(t: Tensor) -> Tensor:
+        t = _align_rank(t, len(sizes))
+        return t.repeat([1 if size == 1 else count for size, count in zip(t.shape, times, strict=True)])
+
+    return map_value_parts(value, move)
+
+
+def _evaluate_repeat_interleave(node: fx.Node, value: Value, times: int, dim: int) -> Value:
+    """Return the value of ``node``, which repeats each element of an operand with the value ``value`` ``times`` times
+    along ``dim``."""
+    return map_value_parts(value, lambda t: t if t.shape[dim] == 1 else t.repeat_interleave(times, dim))
 
 
 def _evaluate_slice(node: fx.Node, value: Value, dim: int, start: int, end: int, step: int) -> Value:
@@ -671,6 +844,10 @@ def _mask_triangle(mask: tuple[Condition, ...] | ConditionalValue, terms: tuple[
     return ConditionalValue(mask.terms + terms, mask.shown, mask.hidden)
 
 
+_ANDS = [
+    *(getattr(getattr(aten, name), kind) for name in ("bitwise_and", "__and__") for kind in ("Tensor", "Scalar")),
+    aten.logical_and.default,
+]
 _EQUALITIES = [getattr(getattr(aten, name), kind) for name in ("eq", "ne") for kind in ("Tensor", "Scalar")]
 COMPARISONS = [getattr(getattr(aten, name), kind) for name in ("lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")]
 _POINTWISE = [
@@ -688,8 +865,10 @@ _POINTWISE = [
         "clamp": ("default",),
         "abs": ("default",),
         "neg": ("default",),
-        "bitwise_or": ("Tensor",),
-        "bitwise_xor": ("Tensor",),
+        "bitwise_or": ("Tensor", "Scalar"),
+        "bitwise_xor": ("Tensor", "Scalar"),
+        "__or__": ("Tensor", "Scalar"),
+        "__xor__": ("Tensor", "Scalar"),
         "logical_or": ("default",),
         "to": ("dtype",),
     }.items()
@@ -699,12 +878,12 @@ _POINTWISE = [
 RULES: dict[Any, Callable[..., Value]] = {
     **dict.fromkeys(_POINTWISE, _evaluate_pointwise),
     **dict.fromkeys([*COMPARISONS, *_EQUALITIES], _evaluate_comparison),
-    aten.bitwise_and.Tensor: _evaluate_and,
-    aten.logical_and.default: _evaluate_and,
+    **dict.fromkeys(_ANDS, _evaluate_and),
     aten.bitwise_not.default: _evaluate_not,
     aten.logical_not.default: _evaluate_not,
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,
+    aten.index_put.default: _evaluate_index_put,
     aten.where.self: evaluate_where,
     aten.where.ScalarSelf: evaluate_where,
     aten.where.ScalarOther: evaluate_where,
@@ -715,6 +894,10 @@ RULES: dict[Any, Callable[..., Value]] = {
     aten.transpose.int: _make_structural_rule(torch.transpose),
     aten.permute.default: _make_structural_rule(torch.permute),
     aten.t.default: _make_structural_rule(torch.t),
+    aten.mT.default: _make_structural_rule(lambda t: t.mT),
+    aten.flip.default: _make_structural_rule(torch.flip),
+    aten.repeat.default: _evaluate_repeat,
+    aten.repeat_interleave.self_int: _evaluate_repeat_interleave,
     aten.expand.default: _evaluate_expand,
     aten.reshape.default: _evaluate_reshape,
     aten.slice.Tensor: _evaluate_slice,

@@ -22,13 +22,15 @@ from torch import Tensor, fx
 from partitioner.passes.ir.interpret import META, insert_operator_node
 from partitioner.passes.ir.model import Captured
 from partitioner.passes.ir.rewrite import aten, list_node_sizes
-from partitioner.passes.normalize.constant_folding import (
-    LIMIT,
+from partitioner.passes.normalize.constant_folding import LIMIT, ConstantEvaluator, preserves_integers
+from partitioner.passes.normalize.mask_values import (
     Comparison,
     Condition,
-    ConstantEvaluator,
     DataComparison,
-    preserves_integers,
+    GatheredValue,
+    LookedUpValue,
+    SumComparison,
+    is_same_value,
 )
 from partitioner.passes.ops.attention import Band
 from partitioner.passes.ops.documents import document_ops
@@ -42,29 +44,51 @@ class DocumentMask(NamedTuple):
     ``source``: the node of an integer tensor of document ids; positions of one document have equal ids.
     ``position_dim``: the dim of ``source`` that indexes positions. ``batch_dim``: the dim of ``source`` that indexes
     rows of the batch; ``None`` if all rows have the same documents. ``band``: how many positions before and after its
-    own a query sees.
+    own a query sees. ``span``: the first of the positions of ``source`` that are those of the queries, and the one
+    after the last; ``None`` for all of them.
     """
 
     source: fx.Node
     position_dim: int
     batch_dim: int | None
     band: Band
+    span: tuple[int, int] | None = None
+
+    def key(self, rows: int) -> DocumentKey:
+        """Return what the document ids ``[rows, positions]`` depend on, as the key of a cache of them."""
+        return self.source, self.position_dim, self.span, rows
+
+
+DocumentKey = tuple[fx.Node, int, tuple[int, int] | None, int]
+
+
+class _PairDims(NamedTuple):
+    """How a comparison of elements of one tensor at a query's and at a key's position reads this tensor.
+
+    ``position``: the dim of positions. ``batch``: the dim of rows of the batch; ``None`` if one row serves all.
+    ``span``: the first position that is read, and the one after the last; ``None`` for all of them.
+    """
+
+    position: int
+    batch: int | None
+    span: tuple[int, int] | None
 
 
 class DocumentTerms(NamedTuple):
     """An attention mask by which a query sees the keys that are in its own document and satisfy further conditions.
     Several documents may be packed in one sequence.
 
-    ``source``: the node of an integer tensor of document ids; positions of one document have equal ids.
-    ``position_dim``: the dim of ``source`` that indexes positions. ``batch_dim``: the dim of ``source`` that indexes
-    rows of the batch; ``None`` if all rows have the same documents. ``terms``: the further conditions, which depend on
-    positions alone.
+    ``source``: the node of an integer tensor of document ids; positions of one document have equal ids. ``dims``: its
+    dims, and the positions that are read. ``terms``: the further conditions, which depend on positions alone.
     """
 
     source: fx.Node
-    position_dim: int
-    batch_dim: int | None
+    dims: _PairDims
     terms: tuple[Condition, ...]
+
+    def within(self, band: Band) -> DocumentMask:
+        """Return the mask of these documents in which the further conditions are ``band``."""
+        return DocumentMask(self.source, self.dims.position, self.dims.batch, band, self.dims.span)
 
 
 def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms | None:
@@ -74,57 +98,166 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
     ``terms``: the conditions of the mask, which must all hold where a key is shown. ``length``: the number of queries,
     which is also that of keys.
     """
-    data = [t for t in terms if isinstance(t, DataComparison)]
-    same = [t for t in data if t.compare == "eq" and t.a.offset == t.b.offset]
-    found = {(t.a.source, _find_pair_dims(t, length)) for t in same}
-    if len(found) != 1:
-        return None
-    ((ids, dims),) = found
-    if dims is None:
-        return None
-    rest: list[Condition] = [t for t in terms if not isinstance(t, DataComparison)]
-    for term in data:
-        if term in same:
+    data = [t for t in terms if isinstance(t, DataComparison | SumComparison)]
+    same = [t for t in data if isinstance(t, DataComparison) and t.compare == "eq" and t.a.offset == t.b.offset]
+    pairs = [(t.a.source, _find_pair_dims(t.a, t.b, length)) for t in same]
+    for ids, dims in dict.fromkeys(pairs):
+        if dims is None:
             continue
-        of = _find_pair_dims(term, length)
-        if of is None or not _positions_increase_within(term.a.source, of[0], ids, dims[0]):
-            return None
-        rest.append(Comparison(term.compare, *(side.places[of[0]] + side.offset for side in (term.a, term.b))))
-    return DocumentTerms(ids, *dims, tuple(rest))
+        rest: list[Condition | None] = [t for t in terms if not isinstance(t, DataComparison | SumComparison)]
+        rest += [_compare_within(t, ids, dims, length) for t in data if t not in same]
+        others = [i for i, d in pairs if d != dims or not _depends_on_ids(i, ids, dims.position)]
+        if not others and all(t is not None for t in rest):
+            return DocumentTerms(ids, dims, tuple(t for t in rest if t is not None))
+    return None
 
 
-def _find_pair_dims(term: DataComparison, length: int) -> tuple[int, int | None] | None:
-    """Return two dims of the tensor whose elements ``term`` compares: the dim of positions, and the dim of batch rows
-    (``None`` if one row serves all). ``term`` must compare the element at the query's position with the element at the
-    key's position, in the same row, as a test of whether query and key are in one document does. Return ``None`` for
-    any other comparison.
+def _compare_within(
+    term: DataComparison | SumComparison, ids: fx.Node, dims: _PairDims, length: int
+) -> Comparison | None:
+    """Return a comparison of constants that holds exactly where ``term`` holds, for a query and a key of one document.
+    Return ``None`` if there is none.
 
-    ``term``: a comparison of elements of one tensor, with the dims ``[batch, heads, queries, keys]``. ``length``: the
-    number of queries, which is also that of keys.
+    ``ids``: the node of the document ids. ``dims``: how the mask reads them. ``length``: the number of queries, which
+    is also that of keys.
     """
-    position, batch = None, None
-    for dim, size in enumerate(list_node_sizes(term.a.source)):
-        sides = term.a.places[dim], term.b.places[dim]
+    if isinstance(term, DataComparison):
+        of = _find_pair_dims(term.a, term.b, length)
+        if of is not None and _positions_increase_within(term.a.source, of.position, ids, dims.position):
+            if of.span != dims.span:
+                return None
+            sides = (side.places[of.position] + side.offset for side in (term.a, term.b))
+            return Comparison(term.compare, *sides)
+        negative = term.b.as_sum().negate()
+        total = None if negative is None else term.a.as_sum().add(negative)
+    else:
+        total = term.total
+    if total is None or term.compare in ("eq", "ne"):
+        return None
+    left, constants = list(total.parts), list(total.constants)
+    while left:
+        sign, part = left.pop()
+        for other in left:
+            number = None if other[0] == sign else _subtract_within(part, other[1], ids, dims, length)
+            if number is not None:
+                left.remove(other)
+                constants.append(sign * number)
+                break
+        else:
+            return None
+    return _compare_constants(term.compare, constants)
+
+
+def _compare_constants(compare: str, constants: Sequence[Tensor]) -> Comparison:
+    """Return the comparison of the sum of ``constants``, integers ``[..., queries, keys]``, with 0, in which what
+    varies along keys alone is on the left side."""
+    rank = max(2, *(c.dim() for c in constants)) if constants else 2
+    by_key, rest = torch.zeros([1] * rank, dtype=torch.int64), torch.zeros([1] * rank, dtype=torch.int64)
+    for constant in (c.reshape([1] * (rank - c.dim()) + list(c.shape)).long() for c in constants):
+        own = constant - constant[..., :1]
+        if bool((own == own[..., :1, :]).all()):
+            by_key, constant = by_key + own[..., :1, :], constant[..., :1]
+        rest = rest - constant
+    return Comparison(compare, by_key, rest)
+
+
+def _subtract_within(
+    one: GatheredValue | LookedUpValue, other: GatheredValue | LookedUpValue, ids: fx.Node, dims: _PairDims, length: int
+) -> Tensor | None:
+    """Return ``one`` minus ``other``, two integers that depend on data, for a query and a key of one document, if the
+    difference is known. They are then functions of the document id, which is the same for both, or positions that
+    increase by one within a document. Return ``None`` otherwise.
+
+    ``ids``: the node of the document ids. ``dims``: how the mask reads them. ``length``: the number of queries, which
+    is also that of keys.
+    """
+    if isinstance(one, GatheredValue) and isinstance(other, GatheredValue) and is_same_value(one.source, other.source):
+        of = _find_pair_dims(one, other, length)
+        if of is None or of.span != dims.span:
+            return None
+        if of == dims and _depends_on_ids(one.source, ids, dims.position):
+            return torch.tensor(one.offset - other.offset)
+        if _positions_increase_within(one.source, of.position, ids, dims.position):
+            return one.places[of.position] + one.offset - other.places[of.position] - other.offset
+        return None
+    if (
+        not isinstance(one, LookedUpValue)
+        or not isinstance(other, LookedUpValue)
+        or not is_same_value(one.table, other.table)
+    ):
+        return None
+    for a, b in zip(one.indices, other.indices, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.numel() != (a.shape[-4] if a.dim() == 4 else 1) or not torch.equal(a, b):
+                return None
+        elif isinstance(a, Tensor) or isinstance(b, Tensor):
+            return None
+        else:
+            equal = a.offset == b.offset and is_same_value(a.source, b.source) and _find_pair_dims(a, b, length) == dims
+            if not equal or not _depends_on_ids(a.source, ids, dims.position):
+                return None
+    return torch.tensor(0)
+
+
+_BY_ELEMENT = frozenset(getattr(aten, name) for name in ("add", "sub", "mul", "neg", "rsub"))
+_LOOK_UPS = {aten.index.Tensor: 1, aten.gather.default: 2, aten.index_select.default: 2}
+
+
+def _depends_on_ids(node: fx.Node, ids: fx.Node, dim: int) -> bool:
+    """Return whether each element of the tensor ``node`` is a function of the document id at the same place of ``ids``,
+    so that it is equal for equal ids of one row of the batch. ``dim``: the dim of both that indexes positions."""
+    node, ids = _skip_expands_and_casts(node), _skip_expands_and_casts(ids)
+    if is_same_value(node, ids):
+        return True
+    if node.op != "call_function" or list_node_sizes(node) != list_node_sizes(ids):
+        return False
+    place = _LOOK_UPS.get(node.target)  # type: ignore[call-overload]
+    if place is None:
+        operands = node.all_input_nodes
+        of_elements = getattr(node.target, "overloadpacket", None) in _BY_ELEMENT
+        return of_elements and len(operands) == 1 and _depends_on_ids(operands[0], ids, dim)
+    index: Any = node.args[place]
+    if node.target is aten.index.Tensor:
+        if len(index) != 1 or len(list_node_sizes(node.args[0])) != 1:  # type: ignore[arg-type]
+            return False
+        (index,) = index
+    elif int(node.args[1]) % len(list_node_sizes(node)) != dim:  # type: ignore[arg-type]
+        return False
+    return isinstance(index, fx.Node) and _depends_on_ids(index, ids, dim)
+
+
+def _find_pair_dims(one: GatheredValue, other: GatheredValue, length: int) -> _PairDims | None:
+    """Return how a comparison of ``one`` and ``other``, elements of one tensor, reads this tensor. It must compare the
+    element at the query's position with the element at the key's position, in the same row, as a test of whether query
+    and key are in one document does. Return ``None`` for any other comparison.
+
+    ``one``, ``other``: with the dims ``[batch, heads, queries, keys]``. ``length``: the number of queries, which is
+    also that of keys.
+    """
+    position, batch, span = None, None, None
+    for dim, size in enumerate(list_node_sizes(one.source)):
+        sides = one.places[dim], other.places[dim]
+        first = int(sides[0].reshape(-1)[0])
         if size == 1:
             continue
         pairs = (sides, sides[::-1])
-        if size == length and any(is_arange_along(a, -2, size) and is_arange_along(b, -1, size) for a, b in pairs):
-            if position is not None:
+        if any(is_arange_along(a, -2, length, first) and is_arange_along(b, -1, length, first) for a, b in pairs):
+            if position is not None or length == 1:
                 return None
-            position = dim
+            position, span = dim, None if size == length else (first, first + length)
         elif batch is None and all(is_arange_along(side, -4, size) for side in sides):
             batch = dim
         else:
             return None
-    return None if position is None else (position, batch)
+    return None if position is None else _PairDims(position, batch, span)
 
 
-def is_arange_along(side: Tensor, dim: int, size: int) -> bool:
-    """Return whether the index tensor ``side`` is 0, 1, ..., ``size`` - 1 along ``dim`` (a negative number), and has
-    size 1 in all other dims."""
+def is_arange_along(side: Tensor, dim: int, size: int, first: int = 0) -> bool:
+    """Return whether the index tensor ``side`` is ``first``, ``first`` + 1, ..., ``first`` + ``size`` - 1 along ``dim``
+    (a negative number), and has size 1 in all other dims."""
     if side.dim() < -dim or side.numel() != size or side.shape[dim] != size:
         return False
-    return bool(torch.equal(side.reshape(-1), torch.arange(size)))
+    return bool(torch.equal(side.reshape(-1), torch.arange(first, first + size)))
 
 
 def _skip_expands_and_casts(node: fx.Node) -> fx.Node:
@@ -165,6 +298,8 @@ def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.No
     return the node of the result. ``mask``: an attention mask that shows keys of the query's own document only.
     ``rows``: the batch size."""
     source = mask.source
+    if mask.span is not None:
+        source = _insert_span(graph, source, mask.position_dim, mask.span)
     kept = [d for d in (mask.batch_dim, mask.position_dim) if d is not None]
     sizes = list(list_node_sizes(source))
     if sizes == [rows, sizes[-1]] and mask.position_dim == 1:
@@ -186,6 +321,17 @@ def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.No
             made = last = insert_operator_node(graph, target, (made, argument))
         made.meta.update({k: v for k, v in source.meta.items() if k != "val"})
     return made
+
+
+def _insert_span(graph: fx.Graph, source: fx.Node, dim: int, span: tuple[int, int]) -> fx.Node:
+    """Insert the slice ``span`` of ``source`` along ``dim`` into ``graph``, and return its node."""
+    last = source
+    if source.op == "placeholder":
+        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        found = insert_operator_node(graph, aten.slice.Tensor, (source, dim, *span, 1))
+    found.meta.update({k: v for k, v in source.meta.items() if k != "val"})
+    return found
 
 
 # --- attention of sequences of different lengths ----------------------------------------------------------------------

@@ -15,6 +15,8 @@ in which :func:`drop_constant_masks` has replaced other masks.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -32,17 +34,9 @@ from partitioner.passes.normalize.attention_masks import (
     replace_attention,
     replace_mask,
 )
-from partitioner.passes.normalize.constant_folding import (
-    LIMIT,
-    MASKED,
-    Comparison,
-    Condition,
-    ConditionalValue,
-    MaskEvaluator,
-    describe_integers,
-    list_dim_indices,
-)
-from partitioner.passes.normalize.document_masks import DocumentMask, insert_document_ids, is_arange_along
+from partitioner.passes.normalize.constant_folding import LIMIT, MaskEvaluator, describe_integers, list_dim_indices
+from partitioner.passes.normalize.document_masks import DocumentKey, DocumentMask, insert_document_ids, is_arange_along
+from partitioner.passes.normalize.mask_values import MASKED, Comparison, Condition, ConditionalValue
 from partitioner.passes.ops.attention import Band, get_band_limits
 from partitioner.passes.ops.documents import document_ops
 from partitioner.passes.ops.scored_attention import scored_ops
@@ -302,7 +296,7 @@ def _evaluate_sum(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
         if isinstance(one, BiasedMask):
             moved, mask = _align(node, one), folding.require_additive(node, other)
             hidden = torch.maximum(moved.mask.hidden, mask.hidden)
-            return BiasedMask(moved.bias, ConditionalValue(moved.mask.terms + mask.terms, mask.shown, hidden))
+            return BiasedMask(moved.bias, ConditionalValue(moved.mask.terms + mask.terms, mask.shown, hidden, True))
     parts = [_list_parts(torch.as_tensor(x) if isinstance(x, int | float) else x) for x in (a, b)]
     if all(parts) and torch.broadcast_shapes(*(p.shape for of in parts for p in of)).numel() > LIMIT:
         return VectorSum(tuple(_align(node, p) for of in parts for p in of))
@@ -538,21 +532,63 @@ def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> 
 
 
 # --- eager attention --------------------------------------------------------------------------------------------------
+class _Contraction(NamedTuple):
+    """A product of two tensors that sums over one dim, as in an einsum, with a letter for each dim.
+
+    ``operands``: the two nodes. ``labels``: the letters of each operand, in which dims that are broadcast have none.
+    ``made``: the letters of the result.
+    """
+
+    operands: tuple[fx.Node, fx.Node]
+    labels: tuple[str, str]
+    made: str
+
+
+_MATMULS = (aten.matmul.default, aten.bmm.default)
+
+
+def _read_contraction(node: fx.Node) -> _Contraction | None:
+    """Return what the matrix product or einsum ``node`` contracts; ``None`` if it is neither, or has no such form."""
+    given: Any = node.args
+    if node.target is aten.einsum.default and len(given[1]) == 2:
+        terms, arrow, made = given[0].replace(" ", "").partition("->")
+        labels = tuple(terms.split(","))
+        if not arrow or "." in given[0] or any(len(set(t)) != len(t) for t in (*labels, made)):
+            return None
+        operands = tuple(given[1])
+    elif node.target in _MATMULS:
+        rank, operands = get_node_tensor(node).dim(), given[:2]
+        if rank < 3 or any(get_node_tensor(x).dim() != rank for x in operands):
+            return None
+        outer = "abcdefg"[: rank - 2]
+        labels, made = (outer + "xy", outer + "yz"), outer + "xz"
+    else:
+        return None
+    kept = []
+    for operand, letters in zip(operands, labels, strict=True):
+        sizes = dict(zip(letters, list_node_sizes(operand), strict=True))
+        wide = dict(zip(made, list_node_sizes(node), strict=True))
+        kept.append("".join(c if sizes[c] == wide.get(c, sizes[c]) else "-" for c in letters))
+    summed = (set(kept[0]) | set(kept[1])) - set(made) - {"-"}
+    if len(summed) != 1 or not summed <= set(kept[0]) & set(kept[1]):
+        return None
+    return _Contraction(operands, (kept[0], kept[1]), made)
+
+
 @dataclass
 class _EagerAttention:
     """An attention that the model writes as elementary operators: a product of queries and keys, changes of the scores,
     a softmax, and a product with the values.
 
-    ``query``, ``key``, ``value``: the nodes of its operands; ``key`` is ``[batch, heads, width, positions]``.
-    ``masks``: for each mask or bias that is added to the scores, a tensor or a description of its elements, such as a
+    ``scores``: the product of queries and keys. ``weighted``: the product of the weights with the values. ``masks``:
+    for each mask or bias that is added to the scores, a tensor or a description of its elements, such as a
     :class:`HeadBias`. A ``tanh`` may cap the scores: ``factor`` is the product of the numbers by which they are
     multiplied after the ``tanh``, or of all such numbers if there is none. ``inner``: the product of the numbers before
     the ``tanh``; ``None`` if there is none.
     """
 
-    query: fx.Node | None = None
-    key: fx.Node | None = None
-    value: fx.Node | None = None
+    scores: _Contraction | None = None
+    weighted: _Contraction | None = None
     masks: list[Any] = field(default_factory=list)
     factor: float = 1.0
     inner: float | None = None
@@ -564,7 +600,77 @@ class _EagerAttention:
         return (None, self.factor) if self.inner is None else (self.factor, self.factor * self.inner)
 
 
-_MATMULS = (aten.matmul.default, aten.bmm.default)
+class _Operand(NamedTuple):
+    """An operand of an attention: ``node``, with a letter for each dim in ``labels``, which is to be permuted to the
+    order ``order`` and reshaped to ``sizes``, ``[batch, heads, positions, width]``. ``-`` in ``labels`` is a dim of
+    size 1, which is left out.
+    """
+
+    node: fx.Node
+    labels: str
+    order: str
+    sizes: list[int]
+
+
+class _AttentionDims(NamedTuple):
+    """The operands of an eager attention, and how its result is permuted: the letters ``made`` of the result of
+    ``[batch, heads, queries, width]``, which has the letters ``order`` and the sizes ``sizes`` before it is permuted.
+    """
+
+    operands: tuple[_Operand, _Operand, _Operand]
+    order: str
+    sizes: list[int]
+    made: str
+
+
+def _arrange_dims(found: _EagerAttention, rows: int | None) -> _AttentionDims | None:
+    """Return how the operands and the result of the eager attention ``found`` become those of an attention operator.
+    Return ``None`` if they cannot.
+
+    The scores are ``[batch, heads, queries, keys]``; the heads may be two dims, of which keys and values have the first
+    one alone. With one dim in front of queries, this is batch and heads: ``rows`` is the size of the batch.
+    """
+    assert found.scores is not None and found.weighted is not None
+    outer, query_label, key_label = found.scores.made[:-2], *found.scores.made[-2:]
+    side = 0 if query_label in found.scores.labels[0] else 1
+    nodes = found.scores.operands[side], found.scores.operands[1 - side], found.weighted.operands[1]
+    letters = [found.scores.labels[side], found.scores.labels[1 - side], found.weighted.labels[1]]
+    # the letters of the second product become those of the first
+    names = dict(zip(found.weighted.labels[0], found.scores.made, strict=True))
+    taken = set("".join(letters[:2])) | {"-"}
+    width = next((c for c in letters[2] if c not in found.weighted.labels[0] and c != "-"), None)
+    if width is None or "-" in found.weighted.labels[0] or not 1 <= len(outer) <= 3:
+        return None
+    names[width] = next(c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in taken)
+    names["-"] = "-"
+    if not set(letters[2]) | set(found.weighted.made) <= set(names):
+        return None
+    letters[2] = "".join(names[c] for c in letters[2])
+    made = "".join(names[c] for c in found.weighted.made)
+    size = {
+        c: n for x, labels in zip(nodes, letters, strict=True) for c, n in zip(labels, list_node_sizes(x), strict=True)
+    }
+    summed = next(c for c in letters[0] if c in letters[1] and c not in found.scores.made)
+    operands: list[_Operand] = []
+    for node, labels, last in zip(
+        nodes, letters, (query_label + summed, key_label + summed, key_label + names[width]), strict=True
+    ):
+        inner = "".join(c for c in outer if c in labels)
+        shared = bool(operands) and inner in (outer[:1], outer[:2])
+        if set(labels) - {"-"} != set(inner + last) or not (inner == outer or shared):
+            return None
+        heads = [size[c] for c in inner]
+        if len(outer) == 1:
+            if inner != outer or rows is None or heads[0] % rows:
+                return None
+            front = [rows, heads[0] // rows]
+        else:
+            front = [heads[0], math.prod(heads[1:])]
+        operands.append(_Operand(node, labels, inner + last, [*front, *(size[c] for c in last)]))
+    if set(made) != set(outer + query_label + names[width]) or operands[1].sizes[1] != operands[2].sizes[1]:
+        return None
+    order = outer + query_label + names[width]
+    return _AttentionDims((operands[0], operands[1], operands[2]), order, [size[c] for c in order], made)
 
 
 def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAttention, fx.Node] | None:
@@ -572,17 +678,17 @@ def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAtt
     node of the softmax of this attention. Return ``None`` if the operators around it are not those of an attention.
     ``evaluator``: finds what is known of the elements of masks.
     """
-    dims = list_node_sizes(softmax)
-    if softmax.target is not aten.softmax.int or len(dims) != 4 or softmax.args[1] not in (-1, 3):
+    rank = len(list_node_sizes(softmax))
+    if softmax.target is not aten.softmax.int or not 3 <= rank <= 5 or softmax.args[1] not in (-1, rank - 1):
         return None
     last: fx.Node | None = softmax
     result = _get_only_user(softmax)
     while result is not None and result.target is aten.to.dtype:
         last, result = result, _get_only_user(result)
-    if result is None or result.target not in _MATMULS or result.args[0] is not last:
-        return None
     found = _EagerAttention()
-    found.value = result.args[1]  # type: ignore[assignment]
+    found.weighted = None if result is None else _read_contraction(result)
+    if result is None or found.weighted is None or found.weighted.operands[0] is not last:
+        return None
     return (found, result) if _match_scores(softmax.args[0], found, evaluator) else None  # type: ignore[arg-type]
 
 
@@ -598,8 +704,8 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
     """
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         target, args = node.target, node.args
-        if target is aten.matmul.default:
-            found.query, found.key = args[:2]  # type: ignore[assignment]
+        found.scores = _read_contraction(node)
+        if found.scores is not None:
             return True
         if target is aten.to.dtype and get_node_tensor(node).is_floating_point():
             node = args[0]  # type: ignore[assignment]
@@ -711,13 +817,17 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     """
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    if not isinstance(mask, fx.Node) or dropout or not is_plain_attention(node):
+    if not isinstance(mask, fx.Node) or dropout:
+        return False
+    if len(list_node_sizes(node)) == 3:
+        return _replace_joined(graph, node, evaluator, writer)
+    if not is_plain_attention(node):
         return False
     query, key = (list_node_sizes(n) for n in node.args[:2])  # type: ignore[arg-type]
     value = evaluator.find_value(mask)
     if value is None or query[-2] != key[-2] or get_node_tensor(mask).dim() > 4:
         return False
-    form = classify_scores([_pad_to_four_dims(value)], query[1], query[-2])
+    form = classify_scores([_align_rank(value, 4)], query[1], query[-2])
     if form is None:
         return False
     if form.prefix is None and form.slopes is None:  # drop_constant_masks finds such masks if constants are small
@@ -729,13 +839,45 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     return True
 
 
-def _pad_to_four_dims(value: Any) -> Any:
-    """Return ``value``, a mask of at most four dims given as a tensor or a description of its elements, with dims of
-    size 1 added in front, so that it has four.
+def _replace_joined(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
+    """Do what :func:`_replace_masked` does for ``node``, whose queries, keys and values have one dim for batch and
+    heads, if its mask shows keys of the query's document only. ``evaluator``, ``writer``: as there."""
+    given: Any = node.args
+    mask: Any = given[3] if len(given) > 3 else node.kwargs.get("attn_mask")
+    shapes = [list_node_sizes(x) for x in given[:3]]
+    value = evaluator.find_value(mask)
+    if value is None or len({s[0] for s in shapes}) > 1 or shapes[0][1] != shapes[1][1] or _is_output(node):
+        return False
+    size, length = shapes[0][:2]
+    known = _align_rank(value, 3)
+    rows = None if get_node_tensor(mask).dim() > 3 else _find_rows([known], size)
+    if rows is None:
+        return False
+    heads = size // rows
+    form = classify_scores(_split_heads([known], [size, length, length], [rows, heads, length, length]), heads, length)
+    if form is None or form.documents is None or form.prefix is not None or form.slopes is not None:
+        return False
+    ids = writer.write_operands(form, rows, heads)[0]
+    with graph.inserting_before(node):
+        split = [_reshape(graph, x, [rows, heads, *s[1:]], node) for x, s in zip(given[:3], shapes, strict=True)]
+    arguments = (*split, ids, [], *get_band_limits(form.band), node.kwargs.get("scale"))
+    sizes = list_node_sizes(node)
+    dims = _AttentionDims((), "abc", sizes, "abc")  # type: ignore[arg-type]
+    _replace_arranged(graph, node, document_ops.document_attention.default, arguments, dims)
+    return True
+
+
+def _is_output(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _align_rank(value: Any, rank: int) -> Any:
+    """Return ``value``, a mask of at most ``rank`` dims given as a tensor or a description of its elements, with dims
+    of size 1 added in front, so that it has ``rank``.
     """
 
     def move(x: Tensor) -> Tensor:
-        return x.reshape([1] * (4 - x.dim()) + list(x.shape))
+        return x.reshape([1] * (rank - x.dim()) + list(x.shape))
 
     return folding.map_value_parts(value, move)
 
@@ -751,38 +893,114 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
     if matched is None:
         return False
     found, result = matched
-    operands = found.query, found.key, found.value
-    if not all(isinstance(n, fx.Node) for n in operands) or any(user.op == "output" for user in result.users):
+    sizes = list_node_sizes(softmax)
+    dims = _arrange_dims(found, _find_rows(found.masks, sizes[0]) if len(sizes) == 3 else None)
+    if dims is None or any(user.op == "output" for user in result.users):
         return False
-    query, key, value = (get_node_tensor(n) for n in operands)  # type: ignore[arg-type]
-    if any(x.dim() != 4 or x.shape[:2] != query.shape[:2] or x.dtype != query.dtype for x in (query, key, value)):
-        return False
-    if query.shape[2] != key.shape[3] or get_node_tensor(result).dtype != query.dtype:
+    rows, heads, queries, _ = dims.operands[0].sizes
+    types = {get_node_tensor(x).dtype for x in (*(o.node for o in dims.operands), result)}
+    plain = all(o.sizes[0] == rows and heads % o.sizes[1] == 0 for o in dims.operands)
+    if len(types) > 1 or not plain or queries != dims.operands[1].sizes[2]:
         return False
     cap, scale = found.cap_and_scale
-    form = classify_scores(found.masks, query.shape[1], query.shape[2])
+    form = classify_scores(_split_heads(found.masks, sizes, [rows, heads, queries, queries]), heads, queries)
     changed = form is not None and (cap is not None or form.prefix is not None or form.slopes is not None)
     if form is None or not (changed or form.documents):
         return False
-    further = writer.write_operands(form, query.shape[0], query.shape[1])
-    keys = _transpose(graph, found.key, result)  # type: ignore[arg-type]
+    further = writer.write_operands(form, rows, heads)
+    operands = [_insert_operand(graph, operand, result) for operand in dims.operands]
     target = document_ops.document_attention.default
     how: tuple[Any, ...] = ([], *get_band_limits(form.band), scale)
     if changed:
         target = scored_ops.scored_attention.default
         how = (*further[1:], [], -1, *get_band_limits(form.band), scale, cap, *form.list_reach())
-    replace_attention(graph, result, target, (found.query, keys, found.value, further[0], *how))
+    _replace_arranged(graph, result, target, (*operands, further[0], *how), dims)
     return True
 
 
-def _transpose(graph: fx.Graph, keys: fx.Node, before: fx.Node) -> fx.Node:
-    """Return the node of ``keys`` ``[batch, heads, width, positions]`` with the last two dims exchanged: the operand of
-    ``keys`` if ``keys`` is itself such a transpose, otherwise a new node, which is inserted into ``graph`` before the
-    node ``before``."""
-    if keys.target is aten.transpose.int and {d % 4 for d in keys.args[1:]} == {2, 3}:  # type: ignore[operator]
-        return keys.args[0]  # type: ignore[return-value]
+def _find_rows(masks: Sequence[Any], size: int) -> int | None:
+    """Return the batch size of an attention whose batch and heads are one dim of ``size`` elements: the number of
+    different rows of data that its ``masks`` read along this dim, or 1 if they read the same data for all. Return
+    ``None`` if the masks disagree."""
+    counts: set[int] = set()
+    for mask in masks:
+        _collect_row_counts(mask, size, counts)
+    return None if len(counts) > 1 or any(size % n for n in counts) else next(iter(counts), 1)
+
+
+def _collect_row_counts(value: Any, size: int, counts: set[int]) -> None:
+    """Add to ``counts`` the number of different indices of each index tensor in ``value``, what is known of a mask,
+    that varies along the first of three dims alone. ``size``: the size of this dim."""
+
+    def look(x: Tensor) -> Tensor:
+        if x.dim() == 3 and x.shape[0] == size != 1 and x.numel() == size:
+            counts.add(x.unique().numel())
+        return x
+
+    folding.map_value_parts(value, look)
+
+
+def _split_heads(masks: Sequence[Any], old: Sequence[int], new: Sequence[int]) -> list[Any]:
+    """Return what is known of ``masks``, added to scores of the shape ``old``, for scores of the shape ``new``,
+    ``[batch, heads, queries, keys]``, in which dims are joined or split."""
+    return list(masks) if list(old) == list(new) else [folding.reshape_value(mask, old, new) for mask in masks]
+
+
+def _insert_operand(graph: fx.Graph, operand: _Operand, before: fx.Node) -> fx.Node:
+    """Insert operators into ``graph``, before the node ``before``, that permute and reshape ``operand`` as it says, and
+    return the node of the result."""
+    node, labels = operand.node, operand.labels
     with graph.inserting_before(before):
-        return insert_operator_node(graph, aten.transpose.int, (keys, -2, -1), like=before)
+        if "-" in labels:
+            sizes = [n for n, c in zip(list_node_sizes(node), labels, strict=True) if c != "-"]
+            node, labels = _reshape(graph, node, sizes, before), labels.replace("-", "")
+        node = _permute(graph, node, [labels.index(c) for c in operand.order], before)
+        return _reshape(graph, node, operand.sizes, before)
+
+
+def _permute(graph: fx.Graph, node: fx.Node, order: list[int], like: fx.Node) -> fx.Node:
+    """Insert a permutation of the dims of ``node`` at the insertion point of ``graph``, and return its node. It is
+    ``node`` itself if nothing is permuted, or the operand of ``node`` if that is the opposite transpose. ``like``: the
+    node whose metadata the new node gets."""
+    rank = len(order)
+    if order == list(range(rank)):
+        return node
+    moved = [i for i, source in enumerate(order) if source != i]
+    if len(moved) == 2 and node.target is aten.transpose.int and sorted(d % rank for d in node.args[1:]) == moved:  # type: ignore[operator]
+        return node.args[0]  # type: ignore[return-value]
+    if len(moved) == 2:
+        return insert_operator_node(graph, aten.transpose.int, (node, *moved), like=like)
+    return insert_operator_node(graph, aten.permute.default, (node, order), like=like)
+
+
+def _reshape(graph: fx.Graph, node: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
+    """Insert a reshape of ``node`` to ``sizes`` at the insertion point of ``graph``, and return its node; it is a node
+    before ``node`` if that has this shape and only views are between. ``like``: the node whose metadata the new node
+    gets."""
+    source = node
+    while source.target is aten.reshape.default and list_node_sizes(source) != sizes:
+        source = source.args[0]  # type: ignore[assignment]
+    if list_node_sizes(source) == sizes:
+        return source
+    return insert_operator_node(graph, aten.reshape.default, (node, sizes), like=like)
+
+
+def _replace_arranged(
+    graph: fx.Graph, node: fx.Node, target: Callable[..., object], arguments: tuple[object, ...], dims: _AttentionDims
+) -> None:
+    """Replace ``node``, the result of an eager attention in ``graph``, in place, by the first result of the operator
+    ``target`` with ``arguments``, reshaped and permuted as ``dims`` says."""
+    with graph.inserting_before(node):
+        made = insert_operator_node(graph, target, arguments, like=node)
+        out = insert_operator_node(graph, operator.getitem, (made, 0), like=node)
+        moved = _reshape(graph, out, dims.sizes, node)
+        moved = _permute(graph, moved, [dims.order.index(c) for c in dims.made], node)
+    node.replace_all_uses_with(moved)
+    graph.erase_node(node)
+    for user in list(moved.users):  # the model may undo the reshape
+        if moved.target is user.target is aten.reshape.default and list_node_sizes(user) == list_node_sizes(out):
+            user.replace_all_uses_with(out)
+            graph.erase_node(user)
 
 
 class _OperandWriter:
@@ -790,13 +1008,12 @@ class _OperandWriter:
     ids, flags of a prefix (keys that all queries of their document see), and slopes of heads. Each tensor is inserted
     only once.
 
-    ``ids``: a cache of document ids for other attention operators: (node from which they are made, batch size) -> node
-    of the ids.
+    ``ids``: a cache of document ids for other attention operators: key of a document mask -> node of the ids.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.ids: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.ids: dict[DocumentKey, fx.Node] = {}
         self._made: dict[Any, fx.Node] = {}
 
     def write_operands(self, form: ScoreForm, rows: int, heads: int) -> tuple[fx.Node | None, ...]:
@@ -808,7 +1025,7 @@ class _OperandWriter:
         return *marks, None if form.slopes is None else self._write_slopes(*form.slopes, heads)
 
     def _write_rows(self, mask: DocumentMask, rows: int) -> fx.Node:
-        where = mask.source, mask.position_dim, rows
+        where = mask.key(rows)
         if where not in self._made:
             self._made[where] = insert_document_ids(self.graph, mask, rows)
         return self._made[where]

@@ -59,6 +59,9 @@ class RunOutputs:
             whole = whole.narrow(batch_dim, 0, self.real.batch)
         if length_dim is not None:
             whole = whole.narrow(length_dim, 0, self.real.length + self.padding.trimmed.get(path, 0))
+        if path in self.padding.target_outputs:
+            dim, more = self.padding.target_outputs[path]
+            whole = whole.narrow(dim, 0, self.real.targets + more)
         return whole
 
 

@@ -21,14 +21,26 @@ from partitioner.runtime.program.program import OutputData, Program, RankProgram
 
 class BatchShape(NamedTuple):
     """The shape of a batch. ``batch``: number of samples. ``length``: number of positions of each sample, such as
-    tokens; 0 if the inputs have no dim of positions.
+    tokens; 0 if the inputs have no dim of positions. ``targets``: number of positions of each target, if the inputs
+    have such a dim besides; 0 if not.
     """
 
     batch: int
     length: int
+    targets: int = 0
+
+    @staticmethod
+    def of(padding: BatchPadding) -> BatchShape:
+        """Return the shape to which ``padding`` pads batches."""
+        return BatchShape(padding.batch, padding.length, padding.targets)
+
+    def fits(self, padding: BatchPadding) -> bool:
+        """Return whether a batch of this shape is not larger than the one to which ``padding`` pads batches."""
+        return self.batch <= padding.batch and self.length <= padding.length and self.targets <= padding.targets
 
     def __str__(self) -> str:
-        return f"{self.batch} samples" + (f" of {self.length} positions" if self.length else "")
+        text = f"{self.batch} samples" + (f" of {self.length} positions" if self.length else "")
+        return text + (f" with targets of {self.targets}" if self.targets else "")
 
 
 class ChosenProgram(NamedTuple):
@@ -54,12 +66,17 @@ def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
     real = find_shape(family.first, family.padding, batch)
     offered = [("", family.padding, float("inf"))]
     offered += [(n, f.padding, f.seconds) for n, f in family.further.items() if f.purpose == "step" and f.padding]
-    unseen = explain_unseen(family.first, family.padding, batch) if real.length < family.padding.length else ""
-    refusals = {name: explain_misfit(padding, real, unseen) for name, padding, _ in offered}
+    unseen: dict[tuple[bool, bool], str] = {}  # by whether positions, and target positions, are added
+    refusals = {}
+    for name, padding, _ in offered:
+        added = real.length < padding.length, real.targets < padding.targets
+        if added not in unseen:
+            unseen[added] = explain_unseen(family.first, padding, batch, real)
+        refusals[name] = explain_misfit(padding, real, unseen[added])
     fitting = [each for each in offered if not refusals[each[0]]]
     if not fitting:
-        shapes = "; ".join(str(BatchShape(p.batch, p.length)) for _, p, _ in offered)
-        why = next((refusals[n] for n, p, _ in offered if p.batch >= real.batch and p.length >= real.length), "")
+        shapes = "; ".join(str(BatchShape.of(p)) for _, p, _ in offered)
+        why = next((refusals[n] for n, p, _ in offered if real.fits(p)), "")
         raise BatchError(
             f"the batch has {real}: expected one of the plan's shapes ({shapes}), or fewer"
             f"{f', but {why}' if why else ''}; pass such a batch, or plan again with its shape among "
@@ -73,13 +90,15 @@ def explain_misfit(padding: BatchPadding, real: BatchShape, unseen: str = "") ->
     """Return, as text, why a batch of the shape ``real`` cannot be padded to the shape that ``padding`` describes; an
     empty string if it can. ``unseen``: why no positions can be added to the batch (:func:`explain_unseen`), if so.
     """
-    if real.batch > padding.batch or real.length > padding.length:
-        return f"it is larger than {BatchShape(padding.batch, padding.length)}"
+    if not real.fits(padding):
+        return f"it is larger than {BatchShape.of(padding)}"
     if real.batch < padding.batch and padding.fewer:
         return f"fewer samples cannot be padded exactly: {padding.fewer}"
     if real.length < padding.length and padding.shorter:
         return f"fewer positions cannot be padded exactly: {padding.shorter}"
-    return unseen if real.length < padding.length else ""
+    if real.targets < padding.targets and padding.shorter_targets:
+        return f"fewer target positions cannot be padded exactly: {padding.shorter_targets}"
+    return unseen
 
 
 _HIDDEN = {
@@ -89,19 +108,22 @@ _HIDDEN = {
 }
 
 
-def explain_unseen(program: Program, padding: BatchPadding, batch: Any) -> str:
+def explain_unseen(program: Program, padding: BatchPadding, batch: Any, real: BatchShape) -> str:
     """Return, as text, why positions cannot be added to ``batch`` without changing the results: an input, such as a
     mask of padding on the left, hides all positions from a query, which then reads all of them, also new ones. Return
     an empty string if no query reads new positions.
 
-    ``program``: the program of all ranks. ``padding``: says which number of which input hides positions.
+    ``program``: the program of all ranks. ``padding``: says which number of which input hides positions. ``real``: the
+    shape of the batch.
     """
     entries = BatchEntries(program, batch)
     for path, how in padding.inputs.items():
         leaf = entries.leaves.get(entries.resolve_argument_path(path)) if how.hides is not None else None
-        if not isinstance(leaf, Tensor) or how.length_dim is None or how.hides is None:
+        grows = ((how.length_dim, real.length < padding.length), (how.target_dim, real.targets < padding.targets))
+        dim = next((d for d, padded in grows if padded and d is not None), None)
+        if not isinstance(leaf, Tensor) or dim is None or how.hides is None:
             continue
-        hidden = leaf.eq(how.hides).movedim(how.length_dim, -1)
+        hidden = leaf.eq(how.hides).movedim(dim, -1)
         rows = hidden.all(-1) if how.unseen == "all" else hidden[..., 0]
         if how.unseen == "gap":
             rows = rows | (hidden[..., :-1] & ~hidden[..., 1:]).any(-1)
@@ -125,13 +147,13 @@ def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tup
     if padding is None:
         return batch, None
     real = find_shape(program, padding, batch)
-    if real == (padding.batch, padding.length):
+    if real == BatchShape.of(padding):
         return batch, None
-    unseen = explain_unseen(program, padding, batch) if real.length < padding.length else ""
+    unseen = explain_unseen(program, padding, batch, real)
     why = explain_misfit(padding, real, unseen)
     if why:
         raise BatchError(
-            f"the batch has {real}, the program is for {BatchShape(padding.batch, padding.length)}, and {why}; pass a "
+            f"the batch has {real}, the program is for {BatchShape.of(padding)}, and {why}; pass a "
             "batch of that shape, or plan again for this one"
         )
     entries = BatchEntries(program, batch)
@@ -143,6 +165,8 @@ def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tup
             continue
         if how.length_dim is not None:
             leaf = _pad_dim(leaf, how.length_dim, padding.length, how.length_fill)
+        if how.target_dim is not None:
+            leaf = _pad_dim(leaf, how.target_dim, padding.targets, how.target_fill)
         if how.batch_dim is not None:
             leaf = _pad_dim(leaf, how.batch_dim, padding.batch, how.batch_fill)
         leaves[place] = leaf
@@ -150,24 +174,29 @@ def fit_batch(program: Program, padding: BatchPadding | None, batch: Any) -> tup
 
 
 def find_shape(program: Program, padding: BatchPadding, batch: Any) -> BatchShape:
-    """Return the number of samples of ``batch``, and the number of positions of each sample.
+    """Return the number of samples of ``batch``, and the numbers of positions of each sample and of each target.
 
     ``padding``: says which dim of each input counts samples, and which one positions. Raise :class:`BatchError` if
     inputs have different numbers, or if one is 0. ``program``: the program of all ranks.
     """
     entries = BatchEntries(program, batch)
-    found: dict[str, dict[str, int]] = {"samples": {}, "positions": {}}
+    found: dict[str, dict[str, int]] = {"samples": {}, "positions": {}, "target positions": {}}
     for path, how in padding.inputs.items():
         leaf = entries.leaves.get(entries.resolve_argument_path(path))
-        for what, dim in (("samples", how.batch_dim), ("positions", how.length_dim)):
+        for what, dim in zip(found, (how.batch_dim, how.length_dim, how.target_dim), strict=True):
             if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
                 found[what][path] = int(leaf.shape[dim])
     for what, sizes in found.items():
         if len({*sizes.values()}) > 1 or 0 in sizes.values():
             told = ", ".join(f"{path} has {size}" for path, size in sizes.items())
-            raise BatchError(f"the inputs differ in their {what}: {told}; expected one number, of 1 or more, in all")
-    batch_size, length = (next(iter(sizes.values()), 0) for sizes in found.values())
-    return BatchShape(batch_size or padding.batch, length if found["positions"] else padding.length)
+            other = what == "positions" and 0 not in sizes.values()
+            advice = "; if targets vary by themselves, plan with inputs in which they have another length than the rest"
+            raise BatchError(
+                f"the inputs differ in their {what}: {told}; expected one number, of 1 or more, in all"
+                f"{advice if other else ''}"
+            )
+    batch_size, length, targets = (next(iter(sizes.values()), 0) for sizes in found.values())
+    return BatchShape(batch_size or padding.batch, length or padding.length, targets or padding.targets)
 
 
 def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
@@ -196,14 +225,17 @@ def trim_outputs(
     """
     trimmed: dict[str, dict[int, Tensor]] = {value: dict(parts) for value, parts in outputs.items()}
     for output in rank.program.outputs:
-        dims = padding.outputs.get(output.path)
-        if dims is None or output.value not in trimmed:
+        dims, target = padding.outputs.get(output.path, (None, None)), padding.target_outputs.get(output.path)
+        if (dims == (None, None) and target is None) or output.value not in trimmed:
             continue
         length = real.length + padding.trimmed.get(output.path, 0)
         for microbatch, part in trimmed[output.value].items():
             if dims[1] is not None and real.length < padding.length:
                 whole = padding.length + padding.trimmed.get(output.path, 0)
                 part = _keep_places(rank, output, part, dims[1], torch.arange(whole) < length)
+            if target is not None and real.targets < padding.targets:
+                kept = torch.arange(padding.targets + target[1]) < real.targets + target[1]
+                part = _keep_places(rank, output, part, target[0], kept)
             if dims[0] is not None and real.batch < padding.batch:
                 count = padding.batch // rank.program.batch_microbatches
                 rows = torch.arange(count) + rank.share[microbatch] * count

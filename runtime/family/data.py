@@ -27,6 +27,13 @@ class InputPadding(Data):
     batch_fill: float | None = Field(
         default=None, description="The number in added samples; None means that the last sample is repeated."
     )
+    target_dim: int | None = Field(
+        default=None, description="The index of the input's dim of target positions; None if it has none."
+    )
+    target_fill: float | None = Field(
+        default=None,
+        description="The number at added target positions; None means that the last position is repeated.",
+    )
     length_fill: float | None = Field(
         default=None, description="The number at added positions; None means that the last position is repeated."
     )
@@ -53,6 +60,11 @@ class BatchPadding(Data):
     length: int = Field(
         default=0, description="The number of positions of each sample; 0 if the inputs have no dim of positions."
     )
+    targets: int = Field(
+        default=0,
+        description="The number of positions of each target, if it is another one than that of the positions, as in a "
+        "model with an encoder and a decoder; 0 if there is none.",
+    )
     weight: float = Field(default=1.0, description="The share of batches that have this shape, from 0 to 1.")
     inputs: dict[str, InputPadding] = Field(default_factory=dict, description="How each input is padded, by its path.")
     outputs: dict[str, tuple[int | None, int | None]] = Field(
@@ -62,9 +74,17 @@ class BatchPadding(Data):
         default_factory=dict,
         description="The number of positions that an output has beyond those of the batch, by name, if there are any.",
     )
+    target_outputs: dict[str, tuple[int, int]] = Field(
+        default_factory=dict,
+        description="The dim of target positions of each output that has one, and the number of positions that it has "
+        "beyond those of the targets, by name.",
+    )
     fewer: str = Field(default="", description="The reason why a batch may not have fewer samples; empty if it may.")
     shorter: str = Field(
         default="", description="The reason why a batch may not have fewer positions; empty if it may."
+    )
+    shorter_targets: str = Field(
+        default="", description="The reason why a batch may not have fewer target positions; empty if it may."
     )
 
 

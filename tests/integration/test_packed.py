@@ -22,6 +22,7 @@ from tests.helpers.attention.packed_models import (
     VOCAB,
     WINDOW,
     PackedDecoder,
+    RestartingDecoder,
     SequenceDecoder,
     list_packings,
     make_documents,
@@ -42,7 +43,7 @@ def ranks() -> Iterator[partitioner.LocalRanks]:
         yield pool
 
 
-def plan_of(model: PackedDecoder, **fixed: Any) -> Plan:
+def plan_of(model: nn.Module, **fixed: Any) -> Plan:
     fixed = {"pp": 1, "dp": 1, "tp": 1, "cp": 1, **fixed}
     size = fixed["pp"] * fixed["dp"] * fixed["tp"] * fixed["cp"]
     plan = partition(model, Topology.local(size), pack(DOCUMENTS, PACKINGS[0]), constraints=Constraints(**fixed))
@@ -59,7 +60,7 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[n] - expected[n]).abs().max() / (1 + expected[n].abs().max())) for n in found)
 
 
-def check_packing(run: Any, model: PackedDecoder, order: list[int]) -> None:
+def check_packing(run: Any, model: PackedDecoder | RestartingDecoder, order: list[int]) -> None:
     loss, logits, gradients = run_alone(model, DOCUMENTS, order)
     outputs = {"loss": loss, "logits": logits}
     assert worst({n: run.outputs[n].detach() for n in outputs}, outputs) <= TOLERANCE
@@ -99,6 +100,19 @@ def test_ranks_give_what_documents_give_alone(name: str, fixed: dict[str, Any], 
         check_packing(run, model, order)
 
 
+@pytest.mark.parametrize("fixed", [MESHES[0], MESHES[1], MESHES[3]], ids=_name)
+@pytest.mark.parametrize("name", ["assigned", "each_head", "joined_eager", "einsum", "einsum_groups"])
+def test_notations_on_ranks(name: str, fixed: dict[str, Any], ranks: partitioner.LocalRanks):
+    """Masks of each head, and attention in which heads are joined with rows or divided into groups."""
+    model = PackedDecoder(name)
+    plan = plan_of(model, **fixed)
+    context = "context_" if "context" in fixed else ""
+    assert f"partition.{context}document_attention.default" in targets_of(plan)
+    for order in PACKINGS[:2]:
+        run = partitioner.run_local(plan, model, pack(DOCUMENTS, order), ranks=ranks, timeout=120)
+        check_packing(run, model, order)
+
+
 @pytest.mark.parametrize("name", NOTATIONS)
 def test_no_notation_leaves_a_mask(name: str):
     model = PackedDecoder(name)
@@ -116,6 +130,15 @@ def test_the_plan_is_verified_beside_the_model():
     model = PackedDecoder("boolean")
     report = plan_of(model, tp=2).verify(model, pack(DOCUMENTS, PACKINGS[1]))
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("fixed", [MESHES[0], MESHES[1], MESHES[2], MESHES[3], MESHES[4]], ids=_name)
+def test_recurrences_and_convolutions_restart(fixed: dict[str, Any], ranks: partitioner.LocalRanks):
+    model = RestartingDecoder()
+    plan = plan_of(model, **fixed)
+    for order in PACKINGS[:2]:
+        run = partitioner.run_local(plan, model, pack(DOCUMENTS, order), ranks=ranks, timeout=120)
+        check_packing(run, model, order)
 
 
 # --- Hugging Face models: positions that restart ----------------------------------------------------------------------

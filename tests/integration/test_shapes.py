@@ -32,6 +32,7 @@ from partitioner import (
     Topology,
     partition,
 )
+from partitioner.runtime.engine.outputs import select_outputs
 from partitioner.runtime.family.load import load_family
 from partitioner.runtime.prove.layouts import LayoutError, prove_same_layout
 from tests.helpers.every_rank import on_every_rank
@@ -192,6 +193,102 @@ def test_families_of_models(family: str, mesh: str):
     with float64():
         alone = train_alone(reference, batches, evaluated)
     check_runs(runs, alone)
+
+
+# Samples, positions of sources and positions of targets; the plan has 8x16 and 8x32 with targets of 12.
+SIZES = ((8, 32, 12), (8, 16, 12), (8, 16, 5), (5, 9, 12), (3, 30, 1), (8, 10, 11), (7, 31, 8))
+
+
+def translated(samples: int, positions: int, targets: int, seed: int = 0) -> dict[str, Tensor]:
+    """Sources, of which some are padded on the right, and targets, of which some are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(4, 64, (samples, positions), generator=generator)
+    labels = torch.randint(4, 64, (samples, targets), generator=generator)
+    labels[:-1] = labels[:-1].masked_fill(torch.rand(samples - 1, targets, generator=generator) < 0.2, -100)
+    mask = (torch.arange(positions) < positions - torch.arange(samples)[:, None] % 5).long()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def decoded(samples: int, positions: int, targets: int, seed: int = 0) -> dict[str, Tensor]:
+    """The same with inputs of the decoder, whose mask hides some targets."""
+    batch = translated(samples, positions, targets, seed)
+    shown = (torch.arange(targets) < targets - torch.arange(samples)[:, None] % targets).long()
+    return batch | {"decoder_input_ids": batch["labels"].clamp(min=4).roll(1, 1), "decoder_attention_mask": shown}
+
+
+@pytest.mark.parametrize(
+    ("family", "draw", "mesh"),
+    [
+        ("t5", translated, "dp2 tp2"),
+        ("bart", decoded, "pp2"),
+        *(
+            pytest.param(family, draw, mesh, marks=pytest.mark.slow)
+            for family in ("t5", "bart")
+            for draw in (translated, decoded)
+            for mesh in ("tp2", "pp2", "dp2 zero3", "cp2")
+        ),
+    ],
+)
+def test_sources_and_targets_vary_by_themselves(family: str, draw: Any, mesh: str):
+    case, axes = CASES[family], MESHES[mesh]
+    with float64():
+        plan = partition(
+            case.build().double(),
+            Topology.local(axes["dp"] * axes["tp"] * axes["pp"] * axes.get("cp", 1)),
+            draw(8, 32, 12),
+            constraints=Constraints(**axes),
+            precision="fp64",
+            shapes=Shapes(batch=8, length=(16, 32)),
+            programs={"eval": Evaluate()},
+        )
+        assert plan.padding is not None and plan.padding.targets == 12
+        assert (plan.padding.fewer, plan.padding.shorter, plan.padding.shorter_targets) == ("", "", "")
+        batches, evaluated = [draw(*sizes, seed) for seed, sizes in enumerate(SIZES)], draw(5, 12, 7, 9)
+        weights, reference = case.build().double(), case.build().double()
+    runs = on_every_rank(plan.program, lambda c: train_rank(plan, weights, batches, evaluated, c))
+    with float64():
+        check_runs(runs, train_alone(reference, batches, evaluated))
+
+
+def test_outputs_have_the_real_targets_alone():
+    case = CASES["t5"]
+    with float64():
+        plan = partition(
+            case.build().double(),
+            Topology.local(1),
+            translated(8, 32, 12),
+            precision="fp64",
+            shapes=Shapes(batch=8, length=(16, 32)),
+        )
+        weights, batch = case.build().double(), translated(3, 9, 5)
+
+    def run(communicator: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        engine = Engine(plan, weights, communicator=communicator, keep_outputs=True)
+        engine.step(batch)  # type: ignore[arg-type]
+        latest = engine.latest_outputs
+        whole = latest.join({0: select_outputs(latest.rank, latest.shards)})
+        own = {o.path: engine.outputs[o.value][0] for o in plan.program.outputs if o.value in engine.outputs}
+        return whole, own
+
+    ((whole, own),) = on_every_rank(plan.program, run)
+    with float64():
+        expected = case.build().double()(**batch)
+    for found in (whole, own):
+        for name in ("logits", "encoder_last_hidden_state"):
+            assert found[name].shape == expected[name].shape, name
+            assert (found[name] - expected[name]).abs().max() < CLOSE, name
+
+
+def test_lengths_that_are_equal_in_the_plan_vary_together():
+    case = CASES["t5"]
+    with float64():
+        plan = partition(case.build(), Topology.local(1), translated(8, 32, 32), shapes=Shapes(length=(16, 32)))
+
+    def step(communicator: Any) -> None:
+        Engine(plan, case.build(), communicator=communicator).step(translated(8, 16, 7))  # type: ignore[arg-type]
+
+    with pytest.raises(BatchError, match="if targets vary by themselves, plan with inputs in which they have another"):
+        on_every_rank(plan.program, step)
 
 
 def test_an_evaluation_changes_nothing_of_the_training():

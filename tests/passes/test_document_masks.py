@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
 from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.interpret import run_graph
 from partitioner.passes.ir.layouts import join_shards, make_shard_layout, take_shard
 from partitioner.passes.normalize.document_masks import list_document_attentions, set_document_lengths
@@ -250,6 +251,8 @@ CUMULATED = torch.tensor([0, 5, 14, LENGTH], dtype=torch.int32)
 IDS = _packed_ids()
 PLACE = torch.arange(LENGTH)
 
+STARTS = torch.tensor([[0, 5, 14], [0, 11, 12]])  # first positions of the documents of IDS
+
 # Documents whose ids are computed, are the same for all rows, or have dims in another order.
 SOURCES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "starts": (lambda p: _pairs((p == 0).cumsum(1)) & _causal(), (_restart(IDS),)),
@@ -261,7 +264,43 @@ SOURCES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "positions first": (lambda i: _pairs(i.t()) & _causal(), (IDS.t().contiguous(),)),
     "short integers": (lambda i: _pairs(i) & _causal(), (IDS.int(),)),
     "shifted alike": (lambda i: _pairs(i + 3) & _causal(), (IDS,)),
-}
+    "all but the last": (lambda i: _pairs(i[:, :-1]) & _causal(), (F.pad(IDS, (0, 1), value=9),)),
+    "all but the first": (lambda i: _pairs(i[:, 1:]) & _causal(), (F.pad(IDS, (1, 0), value=9),)),
+    "marks": (lambda c: _pairs(torch.zeros(LENGTH + 1).long().scatter(0, c, 1).cumsum(0)[:-1]) & _causal(),
+              (CUMULATED.long(),)),
+    "lengths": (lambda n: _pairs(torch.repeat_interleave(torch.arange(3), n, output_size=LENGTH)) & _causal(),
+                (CUMULATED.diff().long(),)),
+    "places within": (lambda c: _within(_search(c), PLACE - c[_search(c)]), (CUMULATED.long(),)),
+    "gathered starts": (lambda i, c: _within(i, PLACE - c.gather(1, i)), (IDS, STARTS)),
+    "looked up pair by pair": (lambda c: _look_up_pairs(_search(c), c), (CUMULATED.long(),)),
+    "computed twice": (lambda c: (_search(c)[:, None] == _search(c)) & _causal(), (CUMULATED.long(),)),
+    "two names": (lambda i: _pairs(i) & _pairs(2 * i + 1) & _causal(), (IDS,)),
+}  # fmt: skip
+
+
+def test_lengths_without_a_size_are_refused_with_advice():
+    def mask(lengths: Tensor) -> Tensor:
+        ids = torch.repeat_interleave(torch.arange(3), lengths)
+        return (ids[:, None] == ids) & _causal()
+
+    with pytest.raises(UnsupportedError, match="the size of its result, such as the number of positions, as output_s"):
+        normal_form(_by_mask(mask), *_operands(), CUMULATED.diff().long())
+
+
+def _search(ends: Tensor) -> Tensor:
+    return torch.bucketize(PLACE, ends[1:], right=True)
+
+
+def _within(ids: Tensor, places: Tensor) -> Tensor:
+    """A causal mask of positions in documents, ``places``."""
+    return _pairs(ids) & (places.unsqueeze(-1) - places.unsqueeze(-2) >= 0).unsqueeze(-3)
+
+
+def _look_up_pairs(ids: Tensor, starts: Tensor) -> Tensor:
+    """As mask functions of a query's and a key's index do, whose conditions are for positions in a document."""
+    query, key = PLACE[None, None, :, None], PLACE[None, None, None, :]
+    distance = (query - starts[ids[query]]) - (key - starts[ids[key]])
+    return (ids[query] == ids[key]) & (distance >= 0)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -286,6 +325,9 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "either": (lambda i: _pairs(i) | _causal(), (IDS,)),
     "two kinds": (lambda i, j: _pairs(i) & _pairs(j), (IDS, IDS.flip(0))),
     "reversed": (lambda i: (i[:, None, :, None] == i.flip(1)[:, None, None, :]) | torch.eye(LENGTH).bool(), (IDS,)),
+    "starts of another row": (
+        lambda i, c: _within(i, PLACE - c.flip(0).gather(1, i.flip(0))), (IDS, STARTS)),
+    "starts by position": (lambda i, c: _within(i, c.gather(0, i % 2)), (IDS, torch.arange(LENGTH).repeat(2, 1))),
     "other row": (lambda i: (i[:, None, :, None] == i.flip(0)[:, None, None, :]) | torch.eye(LENGTH).bool(), (IDS,)),
 }  # fmt: skip
 
@@ -323,8 +365,23 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "boolean": lambda shown: shown,
     "filled": lambda shown: torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, -torch.inf),
     "scaled": lambda shown: (1 - shown.double()) * -1e9,
-    "added": lambda shown: (torch.where(shown, 0.0, -1e9) + torch.where(_causal(), 0.0, -1e9)).double(),
+    "added": lambda shown: _add_causal(shown).double(),
+    "log": lambda shown: shown.double().log(),
+    "product": lambda shown: shown.double() * _causal().double() > 0.5,
+    "assigned": lambda shown: (
+        torch.full(shown.shape, -torch.inf).double().index_put((shown,), torch.zeros(()).double())
+    ),
+    "least": lambda shown: torch.minimum(torch.where(shown, 0.0, -1e30), torch.where(_causal(), 0.0, -1e9)).double(),
+    "most": lambda shown: torch.maximum(torch.where(shown, 0.0, -1e30), torch.where(_causal(), 0.0, -1e9)).double(),
+    "hidden by none": lambda shown: _add_causal(shown) == 0,
+    "hidden by one": lambda shown: _add_causal(shown) > -1.5e9,
+    "hidden by both": lambda shown: ~(_add_causal(shown) == -1e9),
 }
+
+
+def _add_causal(shown: Tensor) -> Tensor:
+    """A sum of two additive masks, which is -2e9 where both hide a key."""
+    return torch.where(shown, 0.0, -1e9) + torch.where(_causal(), 0.0, -1e9)
 
 
 def _evaluate(expression: Any, ids: Tensor, positions: Tensor) -> Tensor:
@@ -337,7 +394,7 @@ def _evaluate(expression: Any, ids: Tensor, positions: Tensor) -> Tensor:
     return ~values[0] if kind == "not" else values[0] & values[1] if kind == "and" else values[0] | values[1]
 
 
-@settings(max_examples=80, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(EXPRESSIONS, st.sampled_from(sorted(WRITTEN)), st.booleans())
 def test_masks_of_any_expression_keep_their_meaning(expression: Any, written: str, restricted: bool):
     """Whether or not documents are recognised in it. Every query sees itself, so that no row is empty."""

@@ -103,6 +103,97 @@ def eager_factor_last(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     return torch.softmax((scores + apart) / q.shape[-1] ** 0.5, -1) @ _repeated(v, q.shape[1])
 
 
+def differing(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """The difference of the ids is 0."""
+    difference = ids[:, None, :, None] - ids[:, None, None, :]
+    return attend_by_torch(q, k, v, (difference == 0) & (list_distances(q.shape[2]) >= 0))
+
+
+def magnitude(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    difference = (ids[:, None, :, None] - ids[:, None, None, :]).abs()
+    return attend_by_torch(q, k, v, (difference < 1) & (list_distances(q.shape[2]) >= 0))
+
+
+def logarithm(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    shown = compare_documents(ids) & (list_distances(q.shape[2]) >= 0)
+    return attend_by_torch(q, k, v, shown.to(q.dtype).log())
+
+
+def product(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Ones and zeros are multiplied, and zeros are hidden."""
+    shown = compare_documents(ids) * torch.ones(q.shape[2], q.shape[2], dtype=q.dtype).tril()
+    return attend_by_torch(q, k, v, torch.zeros_like(shown).masked_fill_(shown == 0, -math.inf))
+
+
+def assigned(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    shown = compare_documents(ids) & (list_distances(q.shape[2]) >= 0)
+    mask = torch.full(shown.shape, -math.inf, dtype=q.dtype)
+    mask[shown] = 0.0
+    return attend_by_torch(q, k, v, mask)
+
+
+def least(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """The smaller one of two additive masks."""
+    later = torch.full((q.shape[2],) * 2, -math.inf, dtype=q.dtype).triu(1)
+    return attend_by_torch(q, k, v, torch.minimum(torch.where(compare_documents(ids), 0.0, -1e30).to(q.dtype), later))
+
+
+def chosen_from_mask(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """A causal mask where documents are the same."""
+    later = torch.full((q.shape[2],) * 2, -math.inf, dtype=q.dtype).triu(1)
+    return attend_by_torch(q, k, v, torch.where(compare_documents(ids), later, -math.inf))
+
+
+def copied(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """The ids of queries are repeated for each key, and transposed."""
+    of_queries = ids[:, :, None].repeat(1, 1, ids.shape[1])
+    return attend_by_torch(q, k, v, (of_queries == of_queries.mT)[:, None].tril())
+
+
+def each_head(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """One mask for each row and head, as MultiheadAttention takes it."""
+    shown = compare_documents(ids)[:, 0].tril().repeat_interleave(q.shape[1], 0)
+    return attend_by_torch(q, k, v, shown.view(q.shape[0], q.shape[1], *shown.shape[1:]))
+
+
+def joined(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Rows and heads are one dim."""
+    shown = compare_documents(ids).tril().expand(-1, q.shape[1], -1, -1).flatten(0, 1)
+    k, v = (_repeated(x, q.shape[1]).flatten(0, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q.flatten(0, 1), k, v, shown).view(q.shape)
+
+
+def joined_eager(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    shown = compare_documents(ids)[:, 0].tril()
+    mask = torch.where(shown, 0.0, -1e30).to(q.dtype).repeat_interleave(q.shape[1], 0)
+    k, v = (_repeated(x, q.shape[1]).flatten(0, 1) for x in (k, v))
+    scores = torch.baddbmm(mask, q.flatten(0, 1), k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    return torch.bmm(scores.softmax(-1), v).view(q.shape)
+
+
+def einsum(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Positions come before heads."""
+    q, k, v = (x.transpose(1, 2) for x in (q, _repeated(k, q.shape[1]), _repeated(v, q.shape[1])))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~compare_documents(ids).tril(), -math.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).transpose(1, 2)
+
+
+def einsum_groups(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Queries that share a key have a dim of their own."""
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("bkgqd,bksd->bkgqs", grouped, k) * q.shape[-1] ** -0.5
+    scores = torch.where(compare_documents(ids)[:, :, None].tril(), scores, -math.inf)
+    return torch.einsum("bkgqs,bksd->bkgqd", scores.softmax(-1), v).flatten(1, 2)
+
+
+def broadcast_groups(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = grouped @ k[:, :, None].mT * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~compare_documents(ids)[:, :, None].tril(), -math.inf)
+    return (scores.softmax(-1) @ v[:, :, None]).flatten(1, 2)
+
+
 def restarted(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """Reads positions, which restart at each document."""
     changes = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
@@ -118,7 +209,8 @@ def restarted_window(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tens
 
 _BY_IDS = (
     boolean, additive, subtracted, hidden, chosen, indexed, triangular, lower, window, both_ways, eager,
-    eager_factor_last,
+    eager_factor_last, differing, magnitude, logarithm, product, assigned, least, chosen_from_mask, copied, each_head,
+    joined, joined_eager, einsum, einsum_groups, broadcast_groups,
 )  # fmt: skip
 BY_IDS: dict[str, Attend] = {f.__name__: f for f in _BY_IDS}
 BY_POSITIONS: dict[str, Attend] = {f.__name__: f for f in (restarted, restarted_window)}
@@ -208,7 +300,7 @@ def list_packings(lengths: Sequence[int], count: int, row: int = ROW) -> list[li
 
 
 def run_alone(
-    model: PackedDecoder, documents: Sequence[Document], order: Sequence[int], row: int = ROW
+    model: PackedDecoder | RestartingDecoder, documents: Sequence[Document], order: Sequence[int], row: int = ROW
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The loss, logits and gradients of the documents, each in a row of its own."""
     model.zero_grad()
@@ -218,6 +310,54 @@ def run_alone(
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), logits.detach().view(-1, row, VOCAB), gradients
+
+
+class RestartingLayer(nn.Module):
+    """A causal convolution and a recurrence that restart at each document, and attention within documents.
+
+    ``taps``: the factors of the convolution, ``[channels, positions]``; the last one is that of the own position.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.decay = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.taps, self.out = nn.Parameter(torch.randn(HIDDEN, 4) / 2), nn.Linear(HIDDEN, HIDDEN)
+        self.attention = PackedLayer("boolean")
+
+    def forward(self, x: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+        values, gate = self.into(self.norm(x)).chunk(2, -1)
+        found = values * self.taps[:, -1]
+        for by in range(1, self.taps.shape[1]):
+            own = F.pad(ids, (by, 0), value=-1)[:, : ids.shape[1]] == ids
+            earlier = F.pad(values, (0, 0, by, 0))[:, : ids.shape[1]]
+            found = found + torch.where(own[..., None], earlier, 0.0) * self.taps[:, -1 - by]
+        kept = torch.sigmoid(self.decay(found)) * (positions != 0)[..., None]
+        state, states = torch.zeros_like(found[:, 0]), []
+        for place in range(found.shape[1]):
+            state = kept[:, place] * state + found[:, place]
+            states.append(state)
+        return self.attention(x + self.out(torch.stack(states, 1) * F.silu(gate)), ids)
+
+
+class RestartingDecoder(nn.Module):
+    """In float64. Its inputs are those of :class:`PackedDecoder`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.layers = nn.ModuleList(RestartingLayer() for _ in range(2))
+        self.double()
+
+    def logits(self, tokens: Tensor, positions: Tensor, ids: Tensor | None) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, positions, torch.zeros_like(positions) if ids is None else ids)
+        return self.head(x)
+
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        logits = self.logits(tokens, positions, ids)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
 
 
 class SequenceDecoder(nn.Module):

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("without_baselines")
 
 
 class Layer(nn.Module):
-    """A decoder layer whose query heads share ``kv`` key heads."""
+    """A decoder layer whose query heads share ``kv`` key heads. ``cap``: the greatest attention score, if limited."""
 
-    def __init__(self, heads: int, kv: int, width: int, ffn: int) -> None:
+    def __init__(self, heads: int, kv: int, width: int, ffn: int, cap: float | None) -> None:
         super().__init__()
-        self.heads, self.kv = heads, kv
+        self.heads, self.kv, self.cap = heads, kv, cap
         dim = width // heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
@@ -41,17 +41,27 @@ class Layer(nn.Module):
 
         times = self.heads // self.kv
         key, value = (repeat_kv(split(f(y), self.kv), times) for f in (self.key, self.value))
-        seen = nn.functional.scaled_dot_product_attention(split(self.query(y), self.heads), key, value, is_causal=True)
+        query = split(self.query(y), self.heads)
+        if self.cap is None:
+            seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:  # as the eager attention of Gemma 2
+            scores = torch.tanh(query @ key.transpose(2, 3) / query.shape[-1] ** 0.5 / self.cap) * self.cap
+            hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            seen = torch.softmax(scores.masked_fill(hidden, float("-inf")).float(), -1).to(value.dtype) @ value
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(nn.functional.silu(self.up(self.norms[1](x))))
 
 
 class Decoder(nn.Module):
-    def __init__(self, layers: int, heads: int, kv: int, width: int, ffn: int, vocab: int) -> None:
+    def __init__(
+        self, layers: int, heads: int, kv: int, width: int, ffn: int, vocab: int, cap: float | None, tied: bool
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.layers = nn.ModuleList(Layer(heads, kv, width, ffn) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(heads, kv, width, ffn, cap) for _ in range(layers))
         self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -77,7 +87,9 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
         "batch": draw(st.sampled_from([1, 2, 4, 8, 16, 32])),
         "vocab": draw(st.sampled_from([1024, 32000])),
         "memory": draw(st.sampled_from([None, None, 2, 4, 8])),
-        "precision": draw(st.sampled_from(["bf16", "fp32"])),
+        "precision": draw(st.sampled_from(["bf16", "bf16", "fp32", *(["fp8"] if kind == "h100-sxm" else [])])),
+        "cap": draw(st.sampled_from([None, None, 50.0])),
+        "tied": draw(st.booleans()),
         "cluster": {
             "nodes": [{"type": kind, "devices": per_node, "count": nodes, "host": "dgx-h100"}],
             "levels": levels,
@@ -110,7 +122,8 @@ def pins(draw: st.DrawFn) -> dict[str, Any]:
 def planned(job: dict[str, Any], **fixed: Any) -> Plan:
     with torch.device("meta"):
         width = job["width"]
-        model = Decoder(job["layers"], job["heads"], job["kv"], width, width * job["grows"], job["vocab"])
+        sizes = job["layers"], job["heads"], job["kv"], width, width * job["grows"], job["vocab"]
+        model = Decoder(*sizes, job.get("cap"), job.get("tied", False))
     topology = loads(yaml.safe_dump(job["cluster"]))
     if job["memory"]:
         less = {"memory": job["memory"] << 30}

@@ -1,0 +1,267 @@
+"""What is known of the elements of a tensor that depends on positions and on data, without its numbers.
+
+An attention mask is known by conditions that must all hold where a key is shown. A condition compares constants, or
+integers that depend on data. Such an integer is a copy of an element of a tensor of the graph (:class:`GatheredValue`),
+or an element of a table at such an index (:class:`LookedUpValue`). A sum of them and of constants is a
+:class:`DataSum`, such as the position in a document, ``key - starts[documents[key]]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_Move = Callable[[Tensor], Tensor]
+_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison of two constant tensors, ``compare(a, b)`` with broadcasting, that is stored instead of its (large)
+    boolean result.
+
+    ``compare``: ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: tensors of int64 or float64, with size 1 in every dim
+    along which they are constant.
+    """
+
+    compare: str
+    a: Tensor
+    b: Tensor
+
+    def negated(self) -> Comparison:
+        """Return the comparison of the same two tensors that holds exactly where this one fails, such as ``ge`` for
+        ``lt``."""
+        return Comparison(_OPPOSITE[self.compare], self.a, self.b)
+
+    def map_tensors(self, move: _Move) -> Comparison:
+        """Return a copy of this comparison of two tensors, in which each tensor is replaced by ``move(tensor)``.
+        ``move``: a function that rearranges dims, such as a transpose."""
+        return Comparison(self.compare, move(self.a), move(self.b))
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredValue:
+    """Says where the elements of an integer tensor come from: each is an element of another tensor of the graph, plus a
+    constant. The numbers themselves depend on data and are not known.
+
+    ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
+    element along this dim. It has size 1 in every dim along which the index is constant. ``offset``: the constant.
+    ``sum``: the same integers as a sum of constants and of elements of other tensors, if this is known.
+    """
+
+    source: fx.Node
+    places: tuple[Tensor, ...]
+    offset: int = 0
+    sum: DataSum | None = None
+
+    def map_tensors(self, move: _Move) -> GatheredValue:
+        """Return the description of ``move(x)``, where ``x`` is the integer tensor that this object describes by
+        elements of another tensor. ``move``: a function that rearranges the dims of a tensor, such as a transpose; it
+        is applied to the index tensors.
+        """
+        terms = None if self.sum is None else self.sum.map_tensors(move)
+        return GatheredValue(self.source, tuple(move(p) for p in self.places), self.offset, terms)
+
+    def shift(self, number: int) -> GatheredValue:
+        """Return the description of ``x + number``, where ``x`` is the integer tensor that this object describes."""
+        terms = None if self.sum is None else self.sum.add(number)
+        return replace(self, offset=self.offset + number, sum=terms)
+
+    def as_sum(self) -> DataSum:
+        """Return the integers that this object describes as a sum of constants and of elements of other tensors."""
+        if self.sum is not None:
+            return self.sum
+        return DataSum((torch.tensor(self.offset),), ((1, replace(self, offset=0)),))
+
+
+@dataclass(frozen=True, eq=False)
+class LookedUpValue:
+    """Says where the elements of an integer tensor come from: each is an element of a table of the graph at an index
+    that depends on data, such as the first position of the document of each query.
+
+    ``table``: the node of the table. ``indices``: for each dim of ``table``, the index of each element along this dim,
+    as an index tensor or as a description of integers that depend on data.
+    """
+
+    table: fx.Node
+    indices: tuple[Tensor | GatheredValue, ...]
+
+    def map_tensors(self, move: _Move) -> LookedUpValue:
+        """Return the description of ``move(x)``, where ``x`` is the integer tensor that this object describes by
+        elements of a table. ``move``: a function that rearranges the dims of a tensor, such as a transpose."""
+        moved = (move(i) if isinstance(i, Tensor) else i.map_tensors(move) for i in self.indices)
+        return LookedUpValue(self.table, tuple(moved))
+
+
+_Part = tuple[int, GatheredValue | LookedUpValue]  # a sign and integers that depend on data
+
+
+@dataclass(frozen=True, eq=False)
+class DataSum:
+    """A sum of constants and of integers that depend on data, which all broadcast.
+
+    ``constants``: integer tensors. ``parts``: for each other summand, its sign (1 or -1) and where its elements come
+    from. ``is_magnitude``: whether the tensor is the absolute value of the sum.
+    """
+
+    constants: tuple[Tensor, ...]
+    parts: tuple[_Part, ...]
+    is_magnitude: bool = False
+
+    def map_tensors(self, move: _Move) -> DataSum:
+        """Return the description of ``move(x)``, where ``x`` is the integer tensor that this object describes as a sum.
+        ``move``: a function that rearranges the dims of a tensor, such as a transpose; it is applied to the summands.
+        """
+        parts = tuple((sign, part.map_tensors(move)) for sign, part in self.parts)
+        return DataSum(tuple(move(c) for c in self.constants), parts, self.is_magnitude)
+
+    def add(self, other: DataSum | Tensor | int) -> DataSum | None:
+        """Return this sum plus ``other``; ``None`` if one of them is an absolute value."""
+        if not isinstance(other, DataSum):
+            other = DataSum((torch.as_tensor(other),), ())
+        if self.is_magnitude or other.is_magnitude:
+            return None
+        return DataSum(self.constants + other.constants, self.parts + other.parts)
+
+    def negate(self) -> DataSum | None:
+        """Return this sum with all signs changed; ``None`` if it is an absolute value."""
+        if self.is_magnitude:
+            return None
+        return DataSum(tuple(-c for c in self.constants), tuple((-sign, part) for sign, part in self.parts))
+
+
+@dataclass(frozen=True, eq=False)
+class DataComparison:
+    """A comparison of elements of a tensor that depends on data with other elements of the same tensor: ``compare(a,
+    b)`` with broadcasting.
+
+    ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: which elements are compared; both have
+    the same source tensor.
+    """
+
+    compare: str
+    a: GatheredValue
+    b: GatheredValue
+
+    def negated(self) -> DataComparison:
+        return DataComparison(_OPPOSITE[self.compare], self.a, self.b)
+
+    def map_tensors(self, move: _Move) -> DataComparison:
+        """Return the description of ``move(x)``, where ``x`` is the boolean result of this comparison. ``move``: a
+        function that rearranges the dims of a tensor, such as a transpose; it is applied to the index tensors that say
+        which elements are compared.
+        """
+        return DataComparison(self.compare, self.a.map_tensors(move), self.b.map_tensors(move))
+
+
+@dataclass(frozen=True, eq=False)
+class SumComparison:
+    """A comparison of a sum of integers that depend on data with 0: ``compare(total, 0)``, with ``compare`` as in
+    :class:`DataComparison`."""
+
+    compare: str
+    total: DataSum
+
+    def negated(self) -> SumComparison:
+        return SumComparison(_OPPOSITE[self.compare], self.total)
+
+    def map_tensors(self, move: _Move) -> SumComparison:
+        """Return the description of ``move(x)``, where ``x`` is the boolean result of this comparison. ``move``: a
+        function that rearranges the dims of a tensor, such as a transpose."""
+        return SumComparison(self.compare, self.total.map_tensors(move))
+
+
+# A condition may also be a boolean tensor, all of whose elements count.
+Condition = Comparison | DataComparison | SumComparison | Tensor
+
+
+@dataclass(frozen=True)
+class ConditionalValue:
+    """A tensor that is known by conditions: its elements are ``shown`` where all conditions in ``terms`` hold, and
+    ``hidden`` elsewhere. ``shown`` and ``hidden`` are 0-dimensional tensors. A condition is a boolean tensor or a
+    comparison. ``is_bound``: whether the tensor may have several values where the conditions do not hold, as a sum of
+    two attention masks has; ``hidden`` is then an upper bound on them."""
+
+    terms: tuple[Condition, ...]
+    shown: Tensor
+    hidden: Tensor
+    is_bound: bool = False
+
+
+# What is known of a tensor: its elements, with size 1 in constant dims; conditions that must all hold; a choice between
+# two numbers by conditions; or from which elements of a data-dependent tensor its elements are copied.
+Value = Tensor | tuple[Condition, ...] | ConditionalValue | GatheredValue
+
+MASKED = -6e4  # hiding a score adds at most this, usually the type's lowest number or -inf
+
+
+_DEPTH = 12  # most operators in a row that are compared
+
+
+def is_same_value(one: Any, other: Any, depth: int = _DEPTH) -> bool:
+    """Return whether ``one`` and ``other``, two nodes or other arguments of operators, are computed in the same way
+    from the same nodes, so that they have the same value. Random numbers are the same only if their node is.
+
+    ``depth``: the most operators in a row that are compared; after these, only one node is the same as itself.
+    """
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        if one is other:
+            return True
+        equal = depth > 0 and one.op == other.op == "call_function" and one.target is other.target
+        random = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
+        return equal and not random and is_same_value([one.args, one.kwargs], [other.args, other.kwargs], depth - 1)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(is_same_value(*pair, depth) for pair in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same_value(v, other[k], depth) for k, v in one.items())
+    return type(one) is type(other) and not isinstance(one, fx.Node) and bool(one == other)
+
+
+def compare_sums(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] | None:
+    """Return conditions that all hold exactly where ``compare(a, b)`` is true. Return ``None`` if a query and a key
+    cannot have such a relation: the integers that depend on data must come in pairs of opposite signs.
+
+    ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``.
+    """
+    if a.is_magnitude or b.is_magnitude:
+        return _compare_magnitude(compare, a, b)
+    negative = b.negate()
+    total = None if negative is None else a.add(negative)
+    signs = [] if total is None else [sign for sign, _ in total.parts]
+    if total is None or not signs or sum(signs) != 0:
+        return None
+    if len(total.parts) == 2 and all(c.numel() == 1 for c in total.constants):
+        one, other = (part for _, part in sorted(total.parts, key=lambda part: -part[0]))
+        number = sum([int(c) for c in total.constants])
+        if (
+            isinstance(one, GatheredValue)
+            and isinstance(other, GatheredValue)
+            and is_same_value(one.source, other.source)
+        ):
+            return (DataComparison(compare, one.shift(number), replace(other, source=one.source)),)
+    return (SumComparison(compare, total),)
+
+
+def _compare_magnitude(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] | None:
+    """Return conditions that all hold exactly where ``compare(a, b)`` is true. One of the two is the absolute value of
+    a sum, and the other a number. Return ``None`` in any other case, or if there are no such conditions.
+    """
+    if not a.is_magnitude:
+        a, b, compare = b, a, {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(compare, compare)
+    if b.is_magnitude or b.parts or any(c.numel() != 1 for c in b.constants):
+        return None
+    size, number = replace(a, is_magnitude=False), sum([int(c) for c in b.constants])
+    zero = DataSum((torch.tensor(0),), ())
+    if (compare, number) in (("lt", 1), ("le", 0), ("eq", 0)):
+        return compare_sums("eq", size, zero)
+    if (compare, number) in (("ge", 1), ("gt", 0), ("ne", 0)):
+        return compare_sums("ne", size, zero)
+    if compare not in ("lt", "le"):
+        return None
+    limits = [DataSum((torch.tensor(n),), ()) for n in (number, -number)]
+    found = compare_sums(compare, size, limits[0]), compare_sums("gt" if compare == "lt" else "ge", size, limits[1])
+    return None if found[0] is None or found[1] is None else found[0] + found[1]

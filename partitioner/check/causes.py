@@ -82,6 +82,7 @@ class CauseFinder:
             self._find_factor,
             self._find_unsummed,
             self._find_swapped,
+            self._find_rounded,
             self._find_reweighted,
         )
         cause = next((cause for test in tests if (cause := test(name)) is not None), None)
@@ -366,6 +367,27 @@ class CauseFinder:
             order.append(match)
         return order
 
+    def _find_rounded(self, name: str) -> Cause | None:
+        """Return the cause if all elements of the gradient of the parameter ``name`` are numbers of a type shorter than
+        float64, times or divided by the number of ranks, and differ from the right ones by its rounding."""
+        expected = self.expected(name)
+        least = max(float(expected.abs().max()), 1e-6 * self.largest)
+        given = {h.rank: (h.gradient, expected[h.index]) for h in self.placed.holders[name] if h.gradient is not None}
+        if not given or not all(bool(gradient.isfinite().all()) for gradient, _ in given.values()):
+            return None
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            most = self.world_size * torch.finfo(dtype).eps * least
+            near = all(float((g - due).abs().max()) <= most for g, due in given.values() if g.numel())
+            short = any(
+                all(_is_rounded(gradient * factor, dtype) for gradient, _ in given.values())
+                for factor in (1, self.world_size, 1 / self.world_size)
+            )
+            if near and short:
+                narrow = str(dtype).removeprefix("torch.")
+                text = f"the gradient is rounded to {narrow}, such as by a reduction in this type"
+                return Cause("precision", text)
+        return None
+
     def _find_reweighted(self, name: str) -> Cause | None:
         """Return the cause if the gradient of the parameter ``name`` is a sum of the gradients through single samples
         or tokens of the batch with wrong weights (not all are 1); ``None`` if it is not.
@@ -421,6 +443,13 @@ class CauseFinder:
             return None
         labels = [label for label, u in zip(self.parts.labels, used.tolist(), strict=True) if u]
         return dict(zip(labels, solution.tolist(), strict=True))
+
+
+def _is_rounded(values: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all ``values`` are numbers of ``dtype``, to within the rounding of float64."""
+    return bool(
+        ((values - values.to(dtype).to(values.dtype)).abs() <= 4 * torch.finfo(values.dtype).eps * values.abs()).all()
+    )
 
 
 def name_factor(factor: float, world_size: int, what: str = "gradient") -> Cause | None:

@@ -32,6 +32,10 @@ from partitioner.plans.verify import relative_error
 from partitioner.runtime.errors import LaunchError, RankError
 from partitioner.runtime.launch.process_pool import LocalRanks
 
+_WRONG_LOSS = Cause(
+    "loss", "the outputs are right and the loss is not: it has other targets, other weights or another mean"
+)
+
 
 @dataclass(frozen=True)
 class LayoutDifference:
@@ -182,6 +186,9 @@ def _explain(
             causes[name] = UNKNOWN if cause.kind == "factor" else cause
     outputs_differ = any(not name.startswith("grad ") for name in wrong)
     first = find_reduced_precision(outcomes) or (find_first_wrong_module(plain, outcomes) if outputs_differ else None)
+    compared = any(o.outputs for o in outcomes) and not any(name.startswith("output ") for name in wrong)
+    if first is None and compared and causes.get("loss") == UNKNOWN:
+        first = _WRONG_LOSS
     _explain_unknown(causes, plain, first, foreign)
     groups: dict[Cause, list[str]] = defaultdict(list)
     for name, cause in causes.items():
@@ -216,7 +223,8 @@ def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong:
         if foreign:
             causes[name] = Cause("follows", "follows from the other weights")
         elif any(causes[n] != UNKNOWN for n in results):
-            causes[name] = Cause("follows", "follows from the wrong outputs")
+            what = "loss" if first_wrong == _WRONG_LOSS else "outputs"
+            causes[name] = Cause("follows", f"follows from the wrong {what}")
         elif name == "loss" and last and causes[last].kind in ("mean-of-means", "reweighted", "dropped"):
             causes[name] = Cause("follows", "follows from the weights of samples or tokens in the gradients")
         elif last and name in order and order[name] < order[last]:

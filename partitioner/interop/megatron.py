@@ -17,7 +17,7 @@ from partitioner.interop.layout import (
     UnknownOptionError,
     UnusedOption,
 )
-from partitioner.interop.megatron_words import depends_on_environment, parse_arguments, read_words
+from partitioner.interop.megatron_words import CommandLine, depends_on_environment, parse_arguments, read_words
 from partitioner.interop.options import OF_MODEL, Options, explain_unused, load_known_options, parse_mapping
 from partitioner.topology.validate import format_suggestion
 
@@ -95,7 +95,8 @@ def read_megatron(text: str | list[str], ignore: Collection[str] = ()) -> Traini
 
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
-    given, devices = parse_arguments(read_words(text) if isinstance(text, str) else text, ignore)
+    line = read_words(text) if isinstance(text, str) else CommandLine(text, {})
+    given, devices = parse_arguments(line.words, ignore)
     if devices is not None and isinstance(text, str) and depends_on_environment(text):
         devices = None
     if not given:
@@ -107,7 +108,9 @@ def read_megatron(text: str | list[str], ignore: Collection[str] = ()) -> Traini
     options = Options(given, "Megatron-LM", "--{}", written=added, ignore=own)
     for name in added:
         options.note(name, "what the caller of the script adds is not known")
-    return _build_layout(options, "megatron", devices)
+    layout = _build_layout(options, "megatron", devices)
+    doubts = (UnusedOption(option=text[:100], value="", reason=reason) for text, reason in line.doubts.items())
+    return layout.replace(unused=(*doubts, *layout.unused))
 
 
 def read_megatron_bridge(text: str) -> TrainingLayout:

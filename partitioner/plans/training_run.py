@@ -45,13 +45,18 @@ class TrainingRun:
     def __str__(self) -> str:
         of = f"{count_text(self.tokens)} tokens" if self.tokens else f"{count_text(self.samples)} samples"
         time = f"{format_digits(self.days)} days" if self.days >= 1 else seconds_text(self.seconds)
-        more = [f"{count_text(self.device_hours)} device hours"]
-        more += [f"{count_text(self.money)} USD"] if self.money is not None else []
+        more = [f"{_amount_text(self.device_hours)} device hours"]
+        more += [f"{_amount_text(self.money)} USD"] if self.money is not None else []
         more += [f"{format_digits(self.energy / 3.6e9)} MWh"] if self.energy is not None else []
         return (
             f"{of} are {format_plural(self.steps, 'step')}: {time} on {format_plural(self.num_devices, 'device')}, "
             f"{', '.join(more)}; without restarts, evaluation and other pauses"
         )
+
+
+def _amount_text(amount: float) -> str:
+    """Return ``amount`` as text with three significant digits, or as a whole number if it has more before the point."""
+    return format_digits(amount) if amount < 1000 else count_text(amount)
 
 
 def training_run(

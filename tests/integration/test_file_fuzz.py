@@ -166,7 +166,9 @@ TEXTS = {
     "megatron.sh": (
         "shell",
         "#!/bin/bash\nTP=2\nARGS=(\n  --tensor-model-parallel-size $TP\n  --micro-batch-size 2 --bf16\n)\n"
-        "torchrun --nproc-per-node 8 train.py ${ARGS[@]} --pipeline-model-parallel-layout 'Ett|ttL'\n",
+        "case ${SIZE:-7b} in\n  7b) PP=2;;\n  *) PP=4;;\nesac\n[ $TP -gt 1 ] && ARGS+=(--sequence-parallel)\n"
+        'run() {\n  torchrun --nproc-per-node 8 train.py "$@"\n}\nif [[ $PP == 2 ]]; then\n  run ${ARGS[@]} '
+        "--pipeline-model-parallel-layout 'Ett|ttL' --global-batch-size $((8 * (TP + 2)))\nfi\n",
     ),
     "torchtitan.toml": ("toml", "[training]\nseq_len = 128\n[parallelism]\ntensor_parallel_degree = 2\n"),
     "torchtitan.py": (

@@ -262,6 +262,80 @@ torchrun --nproc_per_node=8 pretrain_gpt.py $options --global-batch-size 16 --sa
 """,
         {"tp": 8, "recompute": "full", "precision": "fp16", "global_batch": 16, "devices": 8},
     ),
+    "megatron: a function that starts the script": (
+        "function.sh",
+        """#!/usr/bin/env bash
+set -euxo pipefail
+: "${NUM_NODES:=16}"
+TP=${TP:=2}; PP=8; EP=32
+let GBS=1024*8
+declare -a PAR
+PAR+=( --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size=${PP} )
+PAR+=( --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1 )
+[[ $TP -gt 1 ]] && PAR+=( --sequence-parallel )
+function run() {
+  local NAME=$1
+  shift
+  echo "$NAME doesn't use more than $NUM_NODES nodes"
+  torchrun --nproc-per-node 8 --nnodes ${NUM_NODES} pretrain_gpt.py --seq-length 4096 "$@"
+}
+run first "${PAR[@]}" --num-experts 256 --num-layers 64 --num-virtual-stages-per-pipeline-rank 2 \\
+  --micro-batch-size 1 --global-batch-size $GBS --moe-layer-freq '([0]*3+[1]*61)' --bf16
+""",
+        {
+            "tp": 2,
+            "pp": 8,
+            "ep": 32,
+            "etp": 1,
+            "virtual_stages": 2,
+            "global_batch": 8192,
+            "sequence_parallel": True,
+            "seq_length": 4096,
+            "microbatch_size": 1,
+            "precision": "bf16",
+        },
+    ),
+    "megatron: sizes by the branches of a condition": (
+        "sizes.sh",
+        """MODEL_SIZE=${1:-7}
+if [[ ${MODEL_SIZE} == 7 ]]; then
+  NUM_HEAD=32; NUM_LAYERS=32
+  TP=2
+elif [[ ${MODEL_SIZE} == 70 ]]; then
+  NUM_HEAD=64; NUM_LAYERS=80
+  TP=8
+else
+  echo "invalid MODEL_SIZE: ${MODEL_SIZE}"; exit 1
+fi
+PP=1 MICRO=4
+if [ $PP -gt 1 ]; then MORE="--num-layers-per-virtual-pipeline-stage 2"; fi
+cmd="torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py \\
+  --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP --num-layers $NUM_LAYERS \\
+  --num-attention-heads $NUM_HEAD --micro-batch-size $MICRO --global-batch-size $(( MICRO * 8 * (15 + PP) )) $MORE"
+eval $cmd
+""",
+        {"tp": 2, "pp": 1, "microbatch_size": 4, "global_batch": 512, "devices": 8},
+    ),
+    "megatron: sizes by cases": (
+        "cases.sh",
+        """SIZE=${SIZE:-70b}
+cat <<EOF > ds_config.json
+{"train_batch_size": 1, "it's": "--no-option"
+EOF
+case "$SIZE" in
+  7b) TP=1; PP=1 ;;
+  13b|70b)
+    TP=8
+    PP=4
+    ;;
+  *) TP=16
+     PP=16;;
+esac
+(cd /tmp && torchrun --nproc_per_node 8 --nnodes 4 pretrain_gpt.py --tensor-model-parallel-size $TP \\
+  --pipeline-model-parallel-size $PP --micro-batch-size 1 --global-batch-size 64 --bf16 )
+""",
+        {"tp": 8, "pp": 4, "devices": 32, "global_batch": 64},
+    ),
     "megatron: options as a mapping": (
         "model_config.yaml",
         """ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1}
@@ -331,6 +405,21 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "torchrun pretrain_gpt.py --bf16 ${MODEL_ARGS}\n",
         "'..MODEL_ARGS.' is not set in the script",
     ),
+    "megatron: a function that calls itself": (
+        "endless.sh",
+        "run() {\n run $@\n}\nrun --bf16\n",
+        "function run of the script calls itself",
+    ),
+    "megatron: functions that start more and more": (
+        "many.sh",
+        "".join(f"f{n}() {{ {f'f{n + 1} $@; ' * 9} }}\n" for n in range(9)) + "f0 --bf16\n",
+        "runs more than 20000 commands",
+    ),
+    "megatron: no case for the value": (
+        "cases.sh",
+        "case $1 in\n 7b) TP=1;;\n 70b) TP=8;;\nesac\ntorchrun a.py --tensor-model-parallel-size $TP --bf16\n",
+        "--tensor-model-parallel-size has no value",
+    ),
     "megatron-bridge: changes to a recipe": (
         "recipe.sh",
         "torchrun run_recipe.py --recipe small train.global_batch_size=64 model.tensor_model_parallel_size=2\n",
@@ -392,6 +481,28 @@ def test_what_is_refused_says_what_to_do(name: str, tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=part) as error:
         read_layout(tmp_path / file)
     assert "expected" in str(error.value)
+
+
+def test_conditions_that_are_not_known_are_listed() -> None:
+    text = """if [ -n "${LONG}" ]; then
+MORE="--seq-length 8192"
+fi
+source sizes.sh
+if check_nodes; then TP=2; fi
+[ "$MODE" == fp16 ] || TYPE=--bf16
+if [ -n "$OTHER" ]; then echo other; fi
+case $SCHEDULE in fast) MORE=--overlap-grad-reduce;; esac
+torchrun train.py --tensor-model-parallel-size $TP $MORE $TYPE --micro-batch-size 1
+"""
+    layout = read_layout(text)
+    assert (layout.tp, layout.precision, layout.seq_length) == (2, "bf16", None)
+    assert {option.option: option.reason for option in layout.unused} == {
+        'if [ -n "${LONG}" ]': "LONG may be set outside of the script; taken as false",
+        "source sizes.sh": "what the file sets is not known",
+        "if check_nodes": "is not known without running it; taken as true",
+        'if [ "$MODE" == fp16 ]': "MODE may be set outside of the script; taken as false",
+        "case $SCHEDULE": "SCHEDULE may be set outside of the script; taken to be empty",
+    }
 
 
 def test_entries_beside_the_options_of_a_mapping_are_listed(tmp_path: Path) -> None:

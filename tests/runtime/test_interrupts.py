@@ -17,6 +17,7 @@ from partitioner import CheckpointError, Checkpoints, Engine, LocalRanks
 from partitioner.runtime.checkpoint import series
 from partitioner.runtime.launch import cli
 from partitioner.runtime.program.program import Program
+from tests.helpers import killed
 from tests.helpers.paths import ROOT
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 from tests.helpers.torchrun import plan_file
@@ -118,6 +119,34 @@ def test_torchrun_that_is_ended_leaves_a_checkpoint_of_the_last_step(how: signal
     assert f"asked to end: step {steps[-1]} is saved in" in told
     assert "first cause" not in told
     assert (f"torchrun (process {run.pid}) was killed" in told) == (how == signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("phase", ["write", "evaluate", "generate"])
+def test_a_rank_that_is_struck_beside_a_step_loses_no_complete_checkpoint(phase: str, how: str, tmp_path: Path):
+    killed.make_plan().save(tmp_path / "plan.json")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+    def run(phase: str) -> tuple[int, list[str]]:
+        done = subprocess.run(
+            [*command, "-m", "tests.helpers.killed", str(tmp_path), phase, how],
+            capture_output=True,
+            text=True,
+            timeout=200,  # no rank hangs
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+        )
+        return done.returncode, done.stdout.split()
+
+    status, told = run(phase)
+    last = int(told[-1])
+    assert killed.AT - 1 <= last < killed.STEPS, "the run ended early"
+    assert (status == 0) == (how != "SIGKILL")
+    saved = int((tmp_path / "run" / "latest").read_text().removeprefix("step-"))
+    assert saved in (last, last + 1)  # it may end between the save of a step and its line
+    status, told = run("none")
+    assert (status, told[:2], told[-1]) == (0, ["from", str(saved)], str(killed.STEPS))
 
 
 def test_a_run_without_checkpoints_ends_in_one_line_after_an_interrupt(

@@ -48,6 +48,11 @@ _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for nu
 _MOST_VARIABLES = 250_000  # of a program of which HiGHS finds no solution in a minute
 _MOST_MERGED = 50_000  # variables of a program whose optimum need not be that of the problem
 _SETTLED_GAP = 0.005  # of the cost, where an assignment of merged nodes is not improved
+_SLOW_VARIABLES = 100_000  # of a program for which HiGHS needs tens of seconds
+_SLOW_MERGED = (
+    10_000  # variables of a program whose optimum need not be that of the problem, for which it needs seconds
+)
+_NEARLY_OPTIMAL = 5e-4  # of the cost: the gap of an assignment that such programs need not improve
 _FEW_LEFT = 0.5  # of the nodes, where nodes in equal surroundings are worth merging
 _TRIED_S = 25.0  # by HiGHS, of what can be settled otherwise
 _BOUND_SWEEPS = 4  # after them the bound of a large problem hardly rises
@@ -158,13 +163,15 @@ def solve_assignment(
     relative_gap: float = 1e-6,
     settle: bool = False,
     most_variables: int = _MOST_VARIABLES,
+    slow_variables: int = _SLOW_VARIABLES,
 ) -> Assignment:
     """Return the cheapest assignment of ``problem`` to within ``relative_gap`` (a fraction of its cost), or the best
     one found in ``time_limit_s`` seconds.
 
     ``settle``: whether to accept a good assignment that is not proven to be optimal. Such an assignment is returned if
-    the mixed-integer program has more than ``most_variables`` variables, or if the solver finds nothing in time. Such
-    an assignment comes from a smaller problem or from a dual ascent with local improvement, and its lower bound from a
+    the mixed-integer program has more than ``most_variables`` variables, if the solver finds nothing better in time, or
+    if the program has more than ``slow_variables`` variables and the assignment is within 0.05 % of a bound. It comes
+    from a smaller problem or from a dual ascent with local improvement, and its lower bound from a
     dual ascent. There is none if a resource limit restricts the choices. Raises :class:`InfeasibleAssignmentError` if
     no assignment is allowed, and :class:`AssignmentTimeLimitError` if none was found in time.
     """
@@ -174,7 +181,7 @@ def solve_assignment(
         rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
     reduction = ReducedProblem(problem.costs, problem.edges, [(row.usage, row.limit) for row in rows])
     reduction.run(dominance=False)
-    near, proven = dict[int, int](), -np.inf
+    near, proven, gap = dict[int, int](), -np.inf, np.inf
     most_work = int(min(MOST_WORK, max(FAIR_WORK, 0.25 * time_limit_s * WORK_PER_S)))
     if _has_wide_component(reduction, QUICK_WORK):
         if settle and not rows and _count_variables(reduction) > most_variables:
@@ -184,7 +191,9 @@ def solve_assignment(
                 if objective - bound <= _SETTLED_GAP * abs(objective):
                     return Assignment(alike, objective, min(bound, objective), time.perf_counter() - start)
         reduction.run()
-        near, proven = _fix_wide_components(reduction, most_work)
+        near, proven, gap = _fix_wide_components(reduction, most_work)
+    nearly = np.isfinite(gap) and gap <= _NEARLY_OPTIMAL * abs(proven)
+    enough = min(slow_variables, most_variables) if nearly else most_variables
     bound, choice, size = reduction.constant, dict[int, int](), 0
     for nodes in _find_components(reduction):
         order = _order_narrow_component(reduction, nodes, most_work)
@@ -198,10 +207,12 @@ def solve_assignment(
         program = _MixedIntegerProgram(reduction, nodes)
         size += program.num_variables
         known = _find_known_choices(reduction, nodes, near) if settle else None
-        if known is None or program.num_variables <= most_variables:
+        if known is None or program.num_variables <= enough:
             left = max(until - time.perf_counter(), 0.1)
             try:
                 bound += program.solve(left if known is None else min(left, _TRIED_S), relative_gap, choice)
+                if known is not None and _costs_less(reduction, nodes, known, choice):  # the time had ended
+                    choice.update(known)
                 continue
             except AssignmentTimeLimitError:
                 if known is None:
@@ -236,7 +247,13 @@ def _assign_alike_nodes(problem: AssignmentProblem, time_limit_s: float) -> list
         return None
     smaller = AssignmentProblem(merged.costs, merged.edges)
     try:
-        found = solve_assignment(smaller, time_limit_s=time_limit_s, settle=True, most_variables=_MOST_MERGED)
+        found = solve_assignment(
+            smaller,
+            time_limit_s=time_limit_s,
+            settle=True,
+            most_variables=_MOST_MERGED,
+            slow_variables=_SLOW_MERGED,
+        )
     except PartitionError:
         return None
     return merged.restore(found.choice)
@@ -259,15 +276,16 @@ def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], mos
     return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes}, most_work)
 
 
-def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float]:
+def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float, float]:
     """Remove, from the assignment problem ``reduction`` (one choice per node, at the least total cost), choices that no
     optimal assignment has. Only connected components are treated for which dynamic programming would need tables of
     more than ``most_work`` entries.
 
-    Return a good choice for each node of these components (node index -> index among the node's original choices), and
-    a lower bound on the cost of every assignment of the whole problem.
+    Return a good choice for each node of these components (node index -> index among the node's original choices), a
+    lower bound on the cost of every assignment of the whole problem, and how much more than their part of it these
+    components cost with the good choices.
     """
-    near, bound = dict[int, int](), reduction.constant
+    near, bound, gap = dict[int, int](), reduction.constant, 0.0
     for nodes in _find_components(reduction):
         costs, tables = _extract_component_costs(reduction, nodes)
         if _order_narrow_component(reduction, nodes, most_work) is not None or any(reduction.usage[i] for i in nodes):
@@ -276,10 +294,27 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
         found = find_remaining_choices(costs, tables)
         near |= {i: int(reduction.alive[i][place]) for i, place in (found.choice or {}).items()}
         bound += found.bound
+        gap += _cost_of(found.choice, costs, tables) - found.bound if found.choice else np.inf
         for node, mask in found.masks.items():
             reduction.keep(node, mask)
     reduction.run()
-    return near, bound
+    return near, bound, gap
+
+
+def _costs_less(
+    reduction: ReducedProblem, nodes: Sequence[int], first: Mapping[int, int], second: Mapping[int, int]
+) -> bool:
+    """Return whether the assignment ``first`` of ``nodes``, a component of ``reduction``, costs less than ``second``.
+    Both are dicts: node index -> index of its choice."""
+    costs, tables = _extract_component_costs(reduction, nodes)
+    return _cost_of(first, costs, tables) < _cost_of(second, costs, tables)
+
+
+def _cost_of(choice: Mapping[int, int], costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> float:
+    """Return the cost of the assignment ``choice`` (node -> index of its choice). ``costs``: node -> costs of its
+    choices. ``tables``: pair of nodes -> costs of each pair of their choices."""
+    single = sum(float(cost[choice[node]]) for node, cost in costs.items())
+    return single + sum(float(table[choice[i], choice[j]]) for (i, j), table in tables.items())
 
 
 def _find_known_choices(

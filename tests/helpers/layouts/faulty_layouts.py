@@ -426,6 +426,40 @@ def noise() -> Setup:
     return _with_gradients(change)
 
 
+def reduced_in_bfloat16() -> Setup:
+    def reduce(model: Any) -> None:
+        for parameter in model.parameters():
+            short = parameter.grad.bfloat16()
+            dist.all_reduce(short)
+            parameter.grad = short.double() / dist.get_world_size()
+
+    return _with_gradients(reduce, share=True)
+
+
+def targets_shifted_in_each_part() -> Setup:
+    """Parts of a sequence, of which each loses its last target."""
+    torch.manual_seed(0)
+    x, numbers = torch.randn(2, 8, DIM), torch.randint(0, 4, (2, 8))
+    targets = torch.cat([numbers[:, 1:], torch.full((2, 1), -100)], 1)
+
+    def loss_of(logits: Tensor, wanted: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum")
+
+    def step(model: Any, inputs: Any) -> Any:
+        parts, rank = dist.get_world_size(), dist.get_rank()
+        own = numbers.chunk(parts, 1)[rank]
+        wanted = torch.cat([own[:, 1:], torch.full((2, 1), -100)], 1)
+        logits = model(inputs[0].chunk(parts, 1)[rank])
+        count = (wanted != -100).sum()
+        dist.all_reduce(count)
+        loss = loss_of(logits, wanted) / count
+        loss.backward()
+        _reduce(model)
+        return loss, logits
+
+    return Setup(_model(), (x,), lambda model: model, step, lambda out: loss_of(out, targets) / 14)
+
+
 def nothing_to_train() -> Setup:
     return Setup(nn.Tanh(), (torch.randn(4, DIM),), lambda model: model, loss=_square)
 
@@ -451,6 +485,8 @@ def three_results() -> Setup:
 
 
 CAUSES = {  # function -> kind of the first difference
+    "reduced_in_bfloat16": "precision",
+    "targets_shifted_in_each_part": "loss",
     "unaveraged": "unaveraged",
     "unsummed": "unsummed",
     "unsummed_scaled": "unsummed-scaled",

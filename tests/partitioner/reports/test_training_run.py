@@ -79,6 +79,7 @@ def test_a_run_by_hand(plan: Plan) -> None:
     assert str(run).startswith(told)
     assert plan.training_run(samples=2048).steps == 2 == plan.training_run(samples=1025).steps
     assert plan.training_run(steps=3).seconds == 24.0
+    assert "24 s on 16 devices, 0.107 device hours, 0.213 USD" in str(plan.training_run(steps=3, price=2.0))
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

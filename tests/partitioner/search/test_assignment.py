@@ -186,7 +186,7 @@ def test_dynamic_programming_and_mixed_integer_programming_agree(seed: int, monk
     assert narrow.num_variables == 0
     monkeypatch.setattr(assignment, "QUICK_WORK", 0)
     monkeypatch.setattr(assignment, "MOST_WORK", 0)
-    monkeypatch.setattr(assignment, "_fix_wide_components", lambda *_: ({}, -np.inf))
+    monkeypatch.setattr(assignment, "_fix_wide_components", lambda *_: ({}, -np.inf, np.inf))
     wide = solve_assignment(problem)
     assert wide.num_variables > 0
     assert wide.objective == pytest.approx(narrow.objective, rel=1e-6)

@@ -1,6 +1,8 @@
 """Assignments made better while some nodes keep their choices, and what is settled for where nothing else is quick."""
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.solve.pairwise import assignment, improve
-from partitioner.solve.pairwise.assignment import AssignmentProblem, solve_assignment
+from partitioner.solve.pairwise.assignment import Assignment, AssignmentProblem, solve_assignment
 from partitioner.solve.pairwise.improve import improve_assignment
 
 
@@ -68,8 +70,59 @@ def test_what_is_settled_for_is_allowed_and_has_a_bound(seed: int, forbidden: fl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assignment, "QUICK_WORK", 1)
         patch.setattr(assignment, "MOST_WORK", 8)  # nothing is narrow
-        patch.setattr(assignment, "_MOST_VARIABLES", 0)  # and HiGHS is not tried
-        answer = solve_assignment(problem, settle=True)
+        answer = solve_assignment(problem, settle=True, most_variables=0)  # and HiGHS is not tried
     assert answer.bound <= best * (1 + 1e-9)
     assert best - 1e-9 <= answer.objective <= 1.2 * best
     assert answer.bound >= 0.7 * best
+
+
+def solve_widely(problem: AssignmentProblem, **options: Any) -> tuple[Assignment, list[int]]:
+    """The answer where no component is narrow, and the numbers of variables of the programs that HiGHS solved."""
+    tried: list[int] = []
+    solve = assignment._MixedIntegerProgram.solve
+
+    def counted(program: Any, *arguments: Any) -> float:
+        tried.append(program.num_variables)
+        return solve(program, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assignment, "QUICK_WORK", 1)
+        patch.setattr(assignment, "MOST_WORK", 8)
+        patch.setattr(assignment._MixedIntegerProgram, "solve", counted)
+        return solve_assignment(problem, settle=True, **options), tried
+
+
+def frustrated(seed: int, offset: float) -> AssignmentProblem:
+    """A grid on which the dual ascent leaves a gap. ``offset``: what each node costs beside."""
+    problem = grid(seed, 6, 4)
+    return replace(problem, costs=[cost + offset for cost in problem.costs])
+
+
+def test_a_slow_program_is_not_solved_for_a_small_part_of_the_cost():
+    tried = 0
+    for seed in range(6):
+        problem = frustrated(seed, 1000.0)
+        best, programs = solve_widely(problem)
+        near, none = solve_widely(problem, slow_variables=0)
+        assert none == []
+        assert near.objective <= best.objective * (1 + 5e-4)
+        assert near.bound <= best.objective * (1 + 1e-9)
+        tried += len(programs)
+    assert tried  # something was left to solve
+    assert any(solve_widely(frustrated(seed, 0.0), slow_variables=0)[1] for seed in range(6))  # the gap is a large part
+
+
+def test_what_the_solver_has_when_its_time_ends_is_not_kept_if_it_is_worse(monkeypatch: pytest.MonkeyPatch):
+    def end_early(program: Any, limit: float, gap: float, choice: dict[int, int]) -> float:
+        choice.update(dict.fromkeys(program.nodes, 0))  # allowed, and expensive
+        ended.append(program)
+        return 0.0
+
+    ended: list[Any] = []
+    monkeypatch.setattr(assignment._MixedIntegerProgram, "solve", end_early)
+    for seed in range(6):
+        problem = frustrated(seed, 0.0)
+        answer, _ = solve_widely(problem)
+        known, _ = solve_widely(problem, most_variables=0)
+        assert answer.objective <= 1.1 * known.objective
+    assert ended

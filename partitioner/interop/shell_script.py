@@ -1,0 +1,629 @@
+"""The commands that a shell script runs, with variables replaced by their values. Nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from partitioner.interop.layout import LayoutError
+
+_LONGEST = 200_000  # characters of a script, of a command, and of the value of a variable
+_MOST_CHARACTERS = 1_000_000  # of all values that are filled in
+_MOST_STEPS = 20_000  # statements that are followed, those of a function once for each call
+_MOST_CALLS = 20  # functions that call each other
+_LONGEST_SUM = 300  # characters of an arithmetic expression
+_LARGEST = 10**18  # number in one
+
+_DECLARATION = ("export", "local", "readonly", "declare", "typeset", "let")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_COUNTED = re.compile(r"\(\(\s*([A-Za-z_]\w*)\s*=([^=].*)\)\)", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?:(:?[-=?+])([^{}]*))?\}|\$(\w+)")
+_CALLERS = re.compile(r"\"?(?:\$[@*]|\$\{[@*](?::(\d{1,3}))?\})\"?")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_NAME = re.compile(r"\$?\b([A-Za-z_]\w*)")
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+}
+_TEST = re.compile(r"(?:!\s*)?(?:\[\[?\s.*\]|\(\(.*\)\)|test\s.*|true|false)", re.DOTALL)
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "==": lambda a, b: a == b, "-eq": lambda a, b: a == b, "!=": lambda a, b: a != b, "-ne": lambda a, b: a != b,
+    ">": lambda a, b: a > b, "-gt": lambda a, b: a > b, ">=": lambda a, b: a >= b, "-ge": lambda a, b: a >= b,
+    "<": lambda a, b: a < b, "-lt": lambda a, b: a < b, "<=": lambda a, b: a <= b, "-le": lambda a, b: a <= b,
+}  # fmt: skip
+_SILENT = ("echo", "printf", "exit", "return")
+
+# the tree of statements
+_DEEPEST = 50  # conditions, loops and functions inside each other
+
+_PART = re.compile(  # what the search for the end of a statement passes over, or looks at
+    r"""\\.|'[^']*'|"(?:[^"\\]|\\.)*"|(?<!\S)\#[^\n]*|\$\(\(|\$\(|\$\{|\+?=\(|\(\(|(?<!\S)\[\[(?=\s)|\]\]|[(){}]"""
+    r"|;;&|;;|;&|;|&&|\|\||\s+|[^\s\\'\"#$+=(\[\]){};&|]+|.",
+    re.DOTALL,
+)
+_CLOSED_BY = {"$((": "))", "((": "))", "$(": ")", "=(": ")", "+=(": ")", "${": "}", "[[": "]"}
+_SEPARATORS = (";;&", ";;", ";&", ";", "&&", "||")
+_HEREDOC = re.compile(r"(?<!<)<<-?[ \t]*['\"]?([A-Za-z_]\w*)['\"]?")
+_SHELL = re.compile(r"\s*(?:\S*/)?(?:sbatch|bash|sh|srun|ssh)\b")
+_FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(?:\{\s*(.*))?", re.DOTALL)
+_PATTERN = re.compile(r"\(?([^()]*)\)(.*)", re.DOTALL)
+_LOOPS = ("while", "until", "for", "select")
+_ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
+
+
+class Truth(NamedTuple):
+    """Whether a condition holds, and whether this is known without running the script."""
+
+    holds: bool
+    known: bool = True
+
+
+_UNKNOWN = Truth(True, False)
+
+
+class ShellScript:
+    """What a shell script would run, as far as its text says it.
+
+    Variables, arrays, functions, arithmetic, ``if``, ``case``, ``&&`` and ``||`` are followed; the body of a loop runs
+    once. A variable that the script does not set is empty in a condition, and stays as it is in a command. A test that
+    a file or folder exists is taken as false, any other condition that cannot be evaluated as true.
+
+    ``commands``: the words of each command, in order. ``variables``: name -> value. ``doubts``: conditions and files on
+    which commands or variables depend, and of which the text does not say what they do -> what is assumed.
+
+    Raise :class:`LayoutError` for a script that is too long, and for an unbalanced quote.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.commands: list[list[str]] = []
+        self.variables: dict[str, str] = {}
+        self.doubts: dict[str, str] = {}
+        self._functions: dict[str, tuple[Node, ...]] = {}
+        self._arguments: list[str] | None = None  # of the function that is called
+        self._num_steps = 0
+        self._num_characters = 0
+        self._depth = 0
+        self._run(_parse_script(text), active=True, doubt="")
+
+    def _run(self, nodes: tuple[Node, ...], *, active: bool, doubt: str) -> None:
+        """Follow ``nodes``, or only note which variables they would set if they are not ``active``. ``doubt``: the
+        condition around them if it is not known whether it holds, otherwise empty."""
+        before, tested = _UNKNOWN, ""
+        for node in nodes:
+            self._num_steps += 1
+            if self._num_steps > _MOST_STEPS:
+                raise LayoutError(
+                    f"the script runs more than {_MOST_STEPS} commands; expected a script that starts a training run: "
+                    "write out its command"
+                )
+            joined = node.operator in ("&&", "||")
+            skipped = joined and before.holds == (node.operator == "||") and bool(tested)
+            here, unsure = active and not skipped, doubt or (tested if joined and not before.known else "")
+            if isinstance(node, Statement) and _TEST.fullmatch(node.text) and not _COUNTED.fullmatch(node.text):
+                before = self._evaluate(node.text) if here else before
+                tested = node.text
+                continue
+            if not joined:
+                before, tested = _UNKNOWN, ""
+            self._follow(node, active=here, doubt=unsure)
+
+    def _follow(self, node: Node, *, active: bool, doubt: str) -> None:
+        if isinstance(node, Function):
+            self._functions[node.name] = node.body
+        elif isinstance(node, Loop):
+            self._run(node.condition, active=active, doubt=doubt)
+            self._run(node.body, active=active, doubt=doubt)
+        elif isinstance(node, Condition):
+            self._follow_condition(node, active=active, doubt=doubt)
+        elif isinstance(node, Choice):
+            self._follow_choice(node, active=active, doubt=doubt)
+        elif active:
+            self._follow_statement(node.text, doubt)
+        else:
+            self._skip_statement(node.text, doubt)
+
+    def _follow_condition(self, node: Condition, *, active: bool, doubt: str) -> None:
+        settled = not active
+        for condition, body in node.branches:
+            truth = Truth(True)
+            if condition and not settled:
+                truth = self._fold(condition)
+                text = " ".join(each.text for each in condition if isinstance(each, Statement))
+                doubt = doubt or ("" if truth.known else text)
+            self._run(body, active=truth.holds and not settled, doubt=doubt)
+            settled = settled or truth.holds
+
+    def _fold(self, condition: tuple[Node, ...]) -> Truth:
+        """Return whether the statements of ``condition``, joined by ``&&`` and ``||``, hold. Commands among them are
+        followed."""
+        result = Truth(True)
+        for index, node in enumerate(condition):
+            if isinstance(node, Statement) and _TEST.fullmatch(node.text):
+                truth = self._evaluate(node.text)
+            else:
+                self._follow(node, active=True, doubt="")
+                truth = _UNKNOWN
+            result = _join(result, truth, node.operator if index else "&&")
+        return result
+
+    def _follow_choice(self, node: Choice, *, active: bool, doubt: str) -> None:
+        subject = self._fill_in(node.subject, empty=True).strip("\"'") if active else ""
+        if active and _VARIABLE.search(self._fill_in(node.subject)):
+            doubt = doubt or f"case {node.subject}"
+        settled = not active
+        for patterns, body in node.branches:
+            matches = any(fnmatchcase(subject[:99], pattern.strip("\"'")[:99]) for pattern in patterns)
+            self._run(body, active=matches and not settled, doubt=doubt)
+            settled = settled or matches
+
+    def _follow_statement(self, text: str, doubt: str) -> None:
+        """Make the assignments of a statement, or add its command to the list; a function that it calls is followed."""
+        if counted := _COUNTED.fullmatch(text):
+            self._note(doubt)
+            self.variables[counted[1]] = self._compute(counted[2]) or counted[2].strip()
+            return
+        words = _split_words(text) or [":"]  # nothing but a comment
+        declared = words[0] in _DECLARATION
+        given = [word for word in words[1:] if not word.startswith("-")] if declared else words
+        number = next((i for i, word in enumerate(given) if not _ASSIGNED.fullmatch(word)), len(given))
+        if declared or number == len(given):
+            self._note(doubt)
+            for word in given:
+                if found := _ASSIGNED.fullmatch(word.strip("\"'") if words[0] == "let" else word):
+                    self._assign(found, counted=words[0] == "let")
+            return
+        first = given[number]
+        if first in _SILENT:
+            return
+        if first == ":":  # sets variables that are empty
+            self._fill_in(text)
+            return
+        if first == "shift" and self._arguments is not None:
+            self._arguments = self._arguments[1:]
+        elif first in (".", "source") and len(given) > number + 1:
+            self.doubts[f"{first} {given[number + 1]}"] = "what the file sets is not known"
+        elif first in self._functions:
+            self._call(first, self.split(" ".join(given[number + 1 :]), whole=True), doubt)
+        else:
+            self.commands.append(self.split(" ".join(given[number:])))
+            if any(word.startswith("--") for word in self.commands[-1]):
+                self._note(doubt)
+
+    def _skip_statement(self, text: str, doubt: str) -> None:
+        """Make the variables empty that a statement, which does not run, would set and that have no value."""
+        words = _split_words(text) or [":"]
+        names = [found[1] for word in words if (found := _ASSIGNED.fullmatch(word))]
+        if words[0] in _DECLARATION or len(names) == len(words):
+            for name in names:
+                self.variables.setdefault(name, "")
+        if names or "--" in text:
+            self._note(doubt)
+
+    def _note(self, doubt: str) -> None:
+        """Note that a variable or a command depends on the condition ``doubt``, unless it is empty."""
+        if not doubt:
+            return
+        unset = sorted({found[1] or found[4] for found in _VARIABLE.finditer(doubt)} - {*self.variables})
+        why = f"{', '.join(unset)} may be set outside of the script" if unset else "is not known without running it"
+        if doubt.startswith("case "):
+            self.doubts[doubt] = f"{why}; taken to be empty"
+        else:
+            self.doubts[f"if {doubt}"] = f"{why}; taken as {str(self._evaluate(doubt).holds).lower()}"
+
+    def _call(self, name: str, arguments: list[str], doubt: str) -> None:
+        before, self._arguments = self._arguments, arguments
+        self._depth += 1
+        if self._depth > _MOST_CALLS:
+            raise LayoutError(
+                f"the function {name} of the script calls itself, or more than {_MOST_CALLS} functions call each "
+                "other; expected a script that starts a training run: write out its command"
+            )
+        self._run(self._functions[name], active=True, doubt=doubt)
+        self._depth -= 1
+        self._arguments = before
+
+    def _assign(self, found: re.Match[str], *, counted: bool) -> None:
+        """Store the value of an assignment. ``found``: its name, whether it appends, and its value. ``counted``: the
+        value is arithmetic. The words of an array keep their quotes.
+        """
+        text = found[3].strip()
+        if counted:
+            value = self._compute(text) or text
+        elif text.startswith("("):
+            value = self._fill_in(text.removeprefix("(").removesuffix(")"))
+        else:
+            value = " ".join(self.split(text))
+        before = self.variables.get(found[1], "") if found[2] else ""
+        self.variables[found[1]] = f"{before} {value}".strip()[:_LONGEST]
+
+    def split(self, text: str, *, whole: bool = False) -> list[str]:
+        """Return the words of ``text``, a command, with variables replaced by their values. A word that has several
+        options is divided, unless ``whole``.
+        """
+        text = self._fill_in(text)
+        try:
+            return [
+                word
+                for part in shlex.split(text)
+                for word in (
+                    shlex.split(part)
+                    if not whole and (" --" in part or (part.startswith("--") and " " in part))
+                    else [part]
+                )
+            ]
+        except ValueError as error:
+            raise LayoutError(f"the command is malformed ({error}): {text[:80]!r}; expected balanced quotes") from None
+
+    def _fill_in(self, text: str, *, empty: bool = False) -> str:
+        """Return ``text`` with variables and arithmetic replaced by their values. ``empty``: variables without a value
+        are empty; otherwise they stay as they are, as do all once the values are as long as a script may be.
+        """
+        room = _LONGEST
+
+        def replace(match: re.Match[str]) -> str:
+            nonlocal room
+            value = self._value_of(match)
+            value = ("" if empty else match[0]) if value is None else value
+            room -= len(value)
+            return value if room >= 0 else match[0]
+
+        arguments = self._arguments
+        if arguments is not None:
+            text = _CALLERS.sub(lambda found: shlex.join(arguments[max(int(found[1] or 1) - 1, 0) :]), text)
+        for _ in range(5):  # a value may name another variable
+            replaced = _VARIABLE.sub(replace, text)
+            if replaced == text or room < 0:
+                break
+            text = replaced
+        self._num_characters += len(text)
+        if self._num_characters > _MOST_CHARACTERS:
+            raise LayoutError(
+                f"the values of variables have more than {_MOST_CHARACTERS:,} characters; expected a script that "
+                "starts a training run: write out its command"
+            )
+        return _ARITHMETIC.sub(lambda found: self._compute(found[1]) or found[0], text)
+
+    def _value_of(self, match: re.Match[str]) -> str | None:
+        """Return the value of the variable in ``match``; ``None`` if it has none."""
+        name, operator, other = match[1] or match[4], match[2] or "", match[3] or ""
+        value = self.variables.get(name)
+        if name.isdecimal() and self._arguments is not None:
+            number = int(name[:9])
+            value = "".join(self._arguments[number - 1 : number]) if number else None
+        if operator.endswith("+"):
+            return other if value else ""
+        if (value or (value == "" and ":" not in operator)) or operator[-1:] not in ("-", "="):
+            return value
+        if operator.endswith("="):
+            self.variables[name] = other
+        return other
+
+    def _compute(self, text: str) -> str:
+        """Return the value of the arithmetic expression ``text`` of whole numbers and variables; an empty text if it
+        has something else.
+        """
+        text = _NAME.sub(lambda name: self.variables.get(name[1], name[0]), text).strip()
+        if len(text) > _LONGEST_SUM or not re.fullmatch(r"[\d\s+*/%()-]+", text):
+            return ""
+        try:
+            tree = ast.parse(text.replace("/", "//"), mode="eval")
+            return str(_evaluate_sum(tree.body))
+        except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
+            return ""
+
+    def _evaluate(self, text: str) -> Truth:
+        """Return whether ``text``, a condition such as ``[ $TP -gt 1 ]``, holds."""
+        text = text.strip()
+        if text.startswith("!"):
+            truth = self._evaluate(text[1:])
+            return Truth(not truth.holds, truth.known)
+        if text in ("true", "false"):
+            return Truth(text == "true")
+        words = _split_words(text.removeprefix("test").strip("[]() \t"))
+        result, operator = Truth(True), "&&"
+        part: list[str] = []
+        for word in [*words, "&&"]:
+            if word in ("&&", "||", "-a", "-o"):
+                result = _join(result, self._evaluate_words(part), operator)
+                operator, part = "||" if word in ("||", "-o") else "&&", []
+            else:
+                part.append(word)
+        return result
+
+    def _evaluate_words(self, words: list[str]) -> Truth:
+        """Return whether the words of a condition without ``&&`` and ``||`` hold."""
+        if words[:1] == ["!"]:
+            num_not = next((i for i, word in enumerate(words) if word != "!"), len(words))
+            truth = self._evaluate_words(words[num_not:])
+            return Truth(truth.holds ^ bool(num_not % 2), truth.known)
+        known = not any(self._is_unset(word) for word in words)
+        values = [self._fill_in(word, empty=True).strip("\"'") for word in words]
+        if len(values) == 1:
+            return Truth(values[0] not in ("", "0"), known)
+        if len(values) == 2 and values[0] in ("-z", "-n"):
+            return Truth((not values[1].strip()) == (values[0] == "-z"), known)
+        if len(values) == 2 and values[0] in ("-f", "-d", "-e", "-s", "-r", "-x", "-L"):
+            return Truth(False, False)
+        if len(values) != 3:
+            return _UNKNOWN
+        left, operator, right = values
+        operator = "==" if operator == "=" else operator
+        numbers = [value if value.isdecimal() else self._compute(value) for value in (left, right)]
+        if all(number and len(number) <= 18 for number in numbers) and operator in _COMPARISONS:
+            return Truth(_COMPARISONS[operator](int(numbers[0]), int(numbers[1])), known)
+        if operator in ("==", "!="):
+            return Truth(fnmatchcase(left[:99], right[:99]) == (operator == "=="), known)
+        return _UNKNOWN
+
+    def _is_unset(self, text: str) -> bool:
+        """Return whether the value of ``text`` depends on a variable without a value."""
+        return any(self._value_of(found) is None for found in _VARIABLE.finditer(text)) or "$(" in text or "`" in text
+
+
+def _join(left: Truth, right: Truth, operator: str) -> Truth:
+    if operator == "||":
+        return Truth(left.holds or right.holds, left.known and right.known)
+    return Truth(left.holds and right.holds, left.known and right.known)
+
+
+def _evaluate_sum(node: ast.expr) -> int:
+    """Return the value of an arithmetic expression. Raise ``ValueError`` if it is too large, or has something else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_evaluate_sum(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        value = _OPERATORS[type(node.op)](_evaluate_sum(node.left), _evaluate_sum(node.right))
+    else:
+        raise ValueError
+    if abs(value) > _LARGEST:
+        raise ValueError
+    return value
+
+
+# --- the tree of statements -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One command or assignment. ``operator``: what stands before it, such as ``&&``, a semicolon or an end of line."""
+
+    operator: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """``if`` with its ``elif`` and ``else``. ``branches``: the statements of each condition, none for ``else``, and
+    those that run if it holds.
+    """
+
+    operator: str
+    branches: tuple[tuple[tuple[Node, ...], tuple[Node, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``case``. ``subject``: the text that is compared. ``branches``: patterns and statements of each branch."""
+
+    operator: str
+    subject: str
+    branches: tuple[tuple[tuple[str, ...], tuple[Node, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``for``, ``while`` or ``until``, with the statements of its condition and of its body."""
+
+    operator: str
+    condition: tuple[Node, ...]
+    body: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Function:
+    """The definition of a function."""
+
+    operator: str
+    name: str
+    body: tuple[Node, ...]
+
+
+Node = Statement | Condition | Choice | Loop | Function
+
+
+def _parse_script(text: str) -> tuple[Node, ...]:
+    """Return the statements of the shell script ``text``. What has no end, such as ``if`` without ``fi``, reaches to
+    the end of the script. Raise :class:`LayoutError` for a script that is too long or nested too deeply.
+    """
+    if len(text) > _LONGEST:
+        raise LayoutError(
+            f"the text has {len(text)} characters, which is too long; expected a command line or a shell script"
+        )
+    parser = _Parser(deque(_list_statements(_drop_documents(text))))
+    nodes: list[Node] = []
+    while parser.left:
+        nodes += parser.take_nodes((), 0)
+        if parser.left:  # an end without a start
+            parser.left.popleft()
+    return tuple(nodes)
+
+
+def _split_words(text: str) -> list[str]:
+    """Return the words of the shell statement ``text`` as they are written, with quotes and variables."""
+    return [word for _, word in _split(text, blanks=True)]
+
+
+def _drop_documents(text: str) -> str:
+    """Return ``text``, a shell script, with continued lines joined, and without texts that commands other than shells
+    read from the lines below them (``cat <<EOF``).
+    """
+    given = re.sub(r"\\\r?\n", " ", text).splitlines()
+    last = {line.strip(): number for number, line in enumerate(given)}
+    lines: list[str] = []
+    number = 0
+    while number < len(given):
+        lines.append(given[number])
+        found = _HEREDOC.search(given[number])
+        if found and not _SHELL.match(given[number]) and last.get(found[1], -1) > number:
+            number = next(after for after in range(number + 1, len(given)) if given[after].strip() == found[1])
+        number += 1
+    return "\n".join(lines)
+
+
+def _list_statements(text: str) -> list[Statement]:
+    return [Statement(operator, statement) for operator, statement in _split(text, blanks=False)]
+
+
+def _split(text: str, *, blanks: bool) -> list[tuple[str, str]]:
+    """Return ``text``, divided at the operators and ends of lines outside of quotes and parentheses: the operator
+    before each piece, and the piece. ``blanks``: divide at blanks instead.
+    """
+    pieces: list[tuple[str, str]] = []
+    closing: list[str] = []  # the characters that end what is open
+    operator, piece = "\n", ""
+    for found in _PART.finditer(text):
+        part = found[0]
+        if part[0] == "#" and (found.start() == 0 or text[found.start() - 1].isspace()):  # a comment
+            continue
+        ends = part.isspace() if blanks else part in _SEPARATORS or (part.isspace() and "\n" in part)
+        if ends and not closing:
+            if piece.strip():
+                pieces.append((operator, piece.strip()))
+                operator = "\n"
+            operator = part.strip() or operator if part.strip() or piece.strip() else operator
+            piece = ""
+            continue
+        if part in _CLOSED_BY:
+            closing += _CLOSED_BY[part]
+        elif part == "(" and closing and closing[-1] == ")":
+            closing.append(")")
+        elif closing and part[0] == closing[-1] and part in (")", "}", "]]"):
+            closing.pop()
+        piece += " " if part.isspace() else part
+    return [*pieces, (operator, piece.strip())] if piece.strip() else pieces
+
+
+def _drop_parenthesis(statement: Statement) -> Statement:
+    """Return ``statement`` without the parenthesis at its end that closes a shell of its own."""
+    text = statement.text
+    if text.endswith(")") and text.count(")") > text.count("("):
+        return Statement(statement.operator, text[:-1].strip() or ":")
+    return statement
+
+
+@dataclass
+class _Parser:
+    """Builds the tree. ``left``: the statements that were not read so far."""
+
+    left: deque[Statement] = field(default_factory=deque)
+
+    def take_nodes(self, ends: Collection[str], depth: int) -> tuple[Node, ...]:
+        """Return the statements up to one that starts with a word of ``ends``, or that follows ``;;`` if ``ends`` has
+        it. The end itself is left. ``depth``: number of statements around these.
+        """
+        if depth > _DEEPEST:
+            raise LayoutError(
+                f"the script has conditions nested more than {_DEEPEST} deep; expected a script that starts a training "
+                "run: write out its command"
+            )
+        nodes: list[Node] = []
+        while self.left:
+            operator, word = self.left[0].operator, self.left[0].text.split(None, 1)[0]
+            if word in ends or (nodes and operator[:2] in (";;", ";&") and ";;" in ends):
+                break
+            if word in _ENDS:
+                if not ends:
+                    break
+                self._take_word()
+            elif word in ("{", "time"):
+                self._take_word()
+            elif word[0] == "(" and word[:2] != "((":  # a shell of its own
+                first = self.left.popleft()
+                if rest := first.text[1:].strip():
+                    self.left.appendleft(Statement(operator, rest))
+            elif word == "if":
+                nodes.append(self._take_condition(operator, depth))
+            elif word == "case" and _split_words(self.left[0].text)[2:3] == ["in"]:
+                nodes.append(self._take_choice(operator, depth))
+            elif word in _LOOPS:
+                nodes.append(self._take_loop(operator, word, depth))
+            elif found := _FUNCTION.fullmatch(self.left[0].text):
+                nodes.append(self._take_function(operator, found, depth))
+            else:
+                nodes.append(_drop_parenthesis(self.left.popleft()))
+        return tuple(nodes)
+
+    def _take_word(self) -> None:
+        """Remove the first word of the next statement, and the statement if nothing else is in it."""
+        first = self.left.popleft()
+        rest = first.text.partition(first.text.split(None, 1)[0])[2].strip()
+        if rest:
+            self.left.appendleft(Statement(first.operator, rest))
+
+    def _skip_end(self, *words: str) -> None:
+        """Remove the next statement if it starts with one of ``words``, with what follows there, such as ``< file``."""
+        if self.left and self.left[0].text.split(None, 1)[0] in words:
+            self.left.popleft()
+
+    def _take_condition(self, operator: str, depth: int) -> Condition:
+        branches: list[tuple[tuple[Node, ...], tuple[Node, ...]]] = []
+        word = "if"
+        while self.left and word in ("if", "elif", "else"):
+            self._take_word()
+            condition = () if word == "else" else self.take_nodes(("then", "fi"), depth + 1)
+            if self.left and self.left[0].text.split(None, 1)[0] == "then":
+                self._take_word()
+            branches.append((condition, self.take_nodes(("elif", "else", "fi"), depth + 1)))
+            word = self.left[0].text.split(None, 1)[0] if self.left else ""
+        self._skip_end("fi")
+        return Condition(operator, tuple(branches))
+
+    def _take_choice(self, operator: str, depth: int) -> Choice:
+        words = _split_words(self.left.popleft().text)
+        if words[3:]:
+            self.left.appendleft(Statement("\n", " ".join(words[3:])))
+        branches: list[tuple[tuple[str, ...], tuple[Node, ...]]] = []
+        while self.left and self.left[0].text.split(None, 1)[0] != "esac":
+            pattern = _PATTERN.fullmatch(self.left.popleft().text)
+            if pattern is None:  # of no branch
+                continue
+            if rest := pattern[2].strip():
+                self.left.appendleft(Statement("\n", rest))
+            empty = not rest and self.left and self.left[0].operator[:2] in (";;", ";&")
+            body = () if empty else self.take_nodes((";;", "esac"), depth + 1)
+            branches.append((tuple(each.strip() for each in pattern[1].split("|")), body))
+        self._skip_end("esac")
+        return Choice(operator, words[1], tuple(branches))
+
+    def _take_loop(self, operator: str, word: str, depth: int) -> Loop:
+        condition: tuple[Node, ...] = ()
+        if word in ("for", "select"):
+            self.left.popleft()
+        else:
+            self._take_word()
+            condition = self.take_nodes(("do", "done"), depth + 1)
+        if self.left and self.left[0].text.split(None, 1)[0] == "do":
+            self._take_word()
+        body = self.take_nodes(("done",), depth + 1)
+        self._skip_end("done")
+        return Loop(operator, condition, body)
+
+    def _take_function(self, operator: str, found: re.Match[str], depth: int) -> Function:
+        self.left.popleft()
+        if found[3]:
+            self.left.appendleft(Statement("\n", found[3]))
+        elif found[3] is None and self.left and self.left[0].text.split(None, 1)[0] == "{":
+            self._take_word()
+        body = self.take_nodes(("}",), depth + 1)
+        self._skip_end("}")
+        return Function(operator, found[1] or found[2], body)

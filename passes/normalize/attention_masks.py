@@ -4,8 +4,8 @@ A band means that each query sees only the keys within a fixed distance before a
 its values, however the model computes it, if they depend on constants only. A causal mask becomes ``is_causal``. A mask
 that hides nothing is removed. A sliding window becomes ``partition::band_attention``; a window limit of the sequence's
 length or more counts as no limit. A mask "within a band and within the same document", where documents are data,
-becomes ``partition::document_attention``, with the document of each position as an operand. Requires: a graph in normal
-form.
+becomes ``partition::document_attention``, with the document of each position as an operand. So does a mask of constant
+chunks of positions, with numbers of chunks as documents. Requires: a graph in normal form.
 
 A mask function of ``flex_attention`` is evaluated on the indices of all queries and keys while the model is traced, see
 :func:`trace_flex_attention`. It gives a mask like any other.
@@ -29,6 +29,7 @@ from partitioner.passes.ir.interpret import insert_operator_node
 from partitioner.passes.ir.rewrite import aten, drop_unused, list_node_sizes
 from partitioner.passes.normalize.constant_folding import LIMIT, MaskEvaluator
 from partitioner.passes.normalize.document_masks import (
+    Chunks,
     DocumentKey,
     DocumentMask,
     find_document_mask,
@@ -178,7 +179,7 @@ def classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docume
     if value is None:
         return None
     if isinstance(value, Tensor):
-        return _classify_tensor(value, queries, keys)
+        return _classify_conditions((value,), queries, keys)
     terms = find_visibility_conditions(value) if isinstance(value, ConditionalValue) else value
     if not isinstance(terms, tuple):
         return None
@@ -187,23 +188,101 @@ def classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docume
     found = find_document_mask(terms, queries)
     if found is None or queries != keys:
         return None
-    band = _classify_conditions(found.terms, queries, keys)
-    return None if band is None else found.within(band)
+    shown = _classify_conditions(found.terms, queries, keys)
+    if isinstance(shown, DocumentMask):
+        return shown._replace(ids=found.ids)
+    return None if shown is None else DocumentMask(found.ids, shown)
 
 
-def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: int) -> Band | None:
+def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: int) -> Band | DocumentMask | None:
     """Return the range of key positions around its own that a query sees, if it sees the keys for which all
-    ``conditions`` hold; return ``None`` if these keys do not form one range. A condition is a boolean mask or a
-    comparison of two constant tensors. ``queries``, ``keys``: the numbers of queries and of keys."""
-    whole = [_classify_tensor(c, queries, keys) for c in conditions if isinstance(c, Tensor)]
-    terms = [c for c in conditions if isinstance(c, Comparison)]
-    band = _classify_terms(terms, queries, keys)
-    return band if not whole else _intersect_bands([band, *whole], queries, keys)
+    ``conditions`` hold, either anywhere or, as a :class:`DocumentMask`, within its chunk of positions. Return ``None``
+    for other conditions. A condition is a boolean or additive mask, or a comparison of two constant tensors.
+    ``queries``, ``keys``: the numbers of queries and of keys."""
+    ordered = [c for c in conditions if isinstance(c, Comparison) and c.compare not in ("eq", "ne")]
+    bands = [_classify_terms(ordered, queries, keys)] if ordered or not conditions else []
+    numbers: list[Tensor] = []
+    for condition in conditions:
+        if isinstance(condition, Tensor):
+            band = _classify_tensor(condition, queries, keys)
+            found = _split_chunks(condition, queries, keys) if band is None else (None, band)
+        elif isinstance(condition, Comparison) and condition.compare in ("eq", "ne"):
+            found = _find_equal_sides(condition, queries, keys)
+        else:
+            continue
+        bands.append(None if found is None else found[1])
+        numbers += [] if found is None or found[0] is None else [found[0]]
+    band = bands[0] if len(bands) == 1 else _intersect_bands(bands, queries, keys)
+    if band is None or not numbers:
+        return band
+    chunks = _find_chunks(numbers)
+    return None if chunks is None else DocumentMask((), band, chunks)
+
+
+def _find_equal_sides(term: Comparison, queries: int, keys: int) -> tuple[Tensor, Band] | None:
+    """Return (numbers ``[positions]``, a band without limits) if the comparison ``term`` holds exactly where a query
+    and a key have equal numbers; ``None`` otherwise. ``queries``, ``keys``: the numbers of queries and of keys."""
+    a, b = (_align_pair_dims(x) for x in (term.a, term.b))
+    if a is None or b is None or term.compare != "eq" or queries != keys:
+        return None
+    by_query, by_key = (a, b) if b.shape[0] == 1 else (b, a)
+    if by_query.shape != (queries, 1) or by_key.shape != (1, keys) or not torch.equal(by_query, by_key.mT):
+        return None
+    return by_key[0], Band()
+
+
+def _align_pair_dims(x: Tensor) -> Tensor | None:
+    """Return ``x`` with the dims ``[queries, keys]``; ``None`` if it varies along other dims."""
+    while x.dim() < 2:
+        x = x.unsqueeze(0)
+    return x.reshape(x.shape[-2:]) if x.numel() == x.shape[-1] * x.shape[-2] else None
+
+
+def _split_chunks(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Band] | None:
+    """Return (numbers of chunks ``[positions]``, band) if a query sees exactly the keys of its chunk that are in a band
+    around it; ``None`` for other masks. A chunk has consecutive positions. ``mask``: boolean (true: shown) or additive
+    (0: shown). ``queries``, ``keys``: the numbers of queries and of keys.
+    """
+    found = _align_pair_dims(mask)
+    if found is None or queries != keys or found.shape != (queries, keys):
+        return None
+    shown = found if found.dtype is torch.bool else found == 0
+    if found.dtype is not torch.bool and not bool((shown | (found <= MASKED)).all()):
+        return None
+    joined = shown.diagonal(1) | shown.diagonal(-1)
+    numbers = torch.cat([torch.zeros(1, dtype=torch.int64), (~joined).cumsum(0)])
+    distance = torch.arange(queries).unsqueeze(1) - torch.arange(keys)
+    if not bool(shown.diagonal().all()):
+        return None
+    before, after = int(distance[shown].max()), int(-distance[shown].min())
+    expected = (numbers.unsqueeze(1) == numbers) & (distance <= before) & (distance >= -after)
+    if not torch.equal(shown, expected):
+        return None
+    longest = int(numbers.bincount().max())
+    return numbers, Band(None if before >= longest - 1 else before, None if after >= longest - 1 else after)
+
+
+def _find_chunks(numbers: Sequence[Tensor]) -> Chunks | None:
+    """Return chunks of equal size, apart from the first and the last one of a row, so that two positions are in one of
+    them exactly if they have equal numbers in each of ``numbers``, integers ``[positions]``. Return ``None`` if there
+    are no such chunks."""
+    joined = torch.stack(list(numbers))
+    length = joined.shape[1]
+    ends = torch.cat([(joined[:, 1:] != joined[:, :-1]).any(0).nonzero()[:, 0] + 1, torch.tensor([length])])
+    sizes = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+    size = int(sizes[1:-1].max()) if len(sizes) > 2 else int(sizes.max())
+    offset = size - int(sizes[0])
+    found = (torch.arange(length) + offset) // size
+    if offset < 0 or len(torch.unique(joined, dim=1)[0]) != int(found[-1]) + 1:
+        return None
+    if not torch.equal(found.diff() != 0, (joined[:, 1:] != joined[:, :-1]).any(0)):
+        return None
+    return Chunks(size, offset, length)
 
 
 def _classify_terms(terms: Sequence[Comparison], queries: int, keys: int) -> Band | None:
     """Return the range of key positions around its own that a query sees, if it sees the keys for which all ``terms``
-    hold; return ``None`` if these keys do not form one range. A term is a comparison of two constant tensors.
+    hold; return ``None`` if these keys do not form one range. A term compares the order of two constant tensors.
     ``queries``, ``keys``: the numbers of queries and of keys."""
     sides = [_split_term_sides(t, queries, keys) for t in terms]
     known = [s for s in sides if s is not None]

@@ -30,6 +30,9 @@ from partitioner.passes.normalize.mask_values import (
     LookedUpValue,
     Value,
     compare_sums,
+    exchange_last_dims,
+    is_exchanged_value,
+    is_pointwise,
     is_same_value,
 )
 
@@ -86,7 +89,7 @@ class ConstantEvaluator:
             args: Any = fx.node.map_arg(node.args, known)
             kwargs: Any = fx.node.map_arg(node.kwargs, known)
             rule = RULES.get(node.target)
-            if rule is None and _is_pointwise(node.target):
+            if rule is None and is_pointwise(node.target):
                 rule = _evaluate_pointwise
             result = self.evaluate_expanded(node) if rule is None else rule(node, *args, **kwargs)
             if isinstance(result, GatheredValue):
@@ -122,7 +125,12 @@ class MaskEvaluator(ConstantEvaluator):
     """Computes the values of nodes from which attention masks are made. Besides constants, it follows integers that
     depend on data, such as the document of each position, as a :class:`GatheredValue`: it knows of which tensor and
     which element each integer is a copy, but not the number. If no rule follows an integer tensor, such as a running
-    sum over data, its :class:`GatheredValue` refers to the tensor's own elements."""
+    sum over data, its :class:`GatheredValue` refers to the tensor's own elements, or to those of a tensor of which it
+    is a copy with exchanged dims."""
+
+    def __init__(self, constants: Mapping[str, Tensor]) -> None:
+        super().__init__(constants)
+        self._described: dict[tuple[Any, tuple[int, ...]], list[fx.Node]] = {}  # by operator and shape
 
     def compute_value(self, node: fx.Node) -> Value | None:
         """Return the value of ``node``, such as a tensor or a tuple of conditions, if it follows from constants or from
@@ -138,7 +146,10 @@ class MaskEvaluator(ConstantEvaluator):
         elements of a table at indices that depend on data, the description has this, too."""
         described = describe_integers(node)
         rule = _SUMS.get(node.target)
-        if described is None or rule is None:
+        if described is None:
+            return None
+        described = self._find_exchanged(node) or described
+        if rule is None:
             return described
         known: Callable[[fx.Node], Any] = self.values.__getitem__
         try:
@@ -147,6 +158,28 @@ class MaskEvaluator(ConstantEvaluator):
         except (UnknownValueError, RuntimeError, IndexError, TypeError):
             found = None
         return replace(described, sum=found)
+
+    def _find_exchanged(self, node: fx.Node) -> GatheredValue | None:
+        """Return a :class:`GatheredValue` for ``node`` that refers to the elements of a node described before, of which
+        ``node`` is a copy with the last two dims exchanged, such as ``position // chunk`` of keys and of queries.
+        Return ``None`` if there is none.
+        """
+        sizes = _align_sizes(list_node_sizes(node))
+        for other in self._described.get((node.target, sizes[:-2] + sizes[:-3:-1]), ()):
+            if is_exchanged_value(node, other, self.values):
+                return exchange_last_dims(
+                    GatheredValue(other, list_dim_indices(list_node_sizes(other))), get_node_tensor(node).dim()
+                )
+        self._described.setdefault((node.target, sizes), []).append(node)
+        return None
+
+
+def _align_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return ``sizes``, the shape of a tensor, without dims of size 1 in front, but with two dims at least."""
+    found = [1, 1, *sizes]
+    while len(found) > 2 and found[0] == 1:
+        found = found[1:]
+    return tuple(found)
 
 
 def describe_integers(node: fx.Node) -> GatheredValue | None:
@@ -254,13 +287,6 @@ def preserves_integers(cast: fx.Node) -> bool:
 def _align_rank(tensor: Tensor, rank: int) -> Tensor:
     """Return ``tensor`` with dims of size 1 added in front, so that it has ``rank`` dims in total."""
     return tensor.reshape([1] * (rank - tensor.dim()) + list(tensor.shape))
-
-
-def _is_pointwise(target: Any) -> bool:
-    """Return whether the operator ``target`` computes each element from the elements at the same position of its
-    operands, and draws no random numbers."""
-    tags = getattr(target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
@@ -436,8 +462,6 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
             raise UnknownValueError
         width = get_node_tensor(node).dim()
         return tuple(map_condition(t, lambda x: _align_rank(x, width)) for t in terms)
-    if node.target in _EQUALITIES:
-        return _evaluate_pointwise(node, a, b)
     given = a, b
     a, b = (torch.as_tensor(x) for x in given)
     if torch.broadcast_shapes(a.shape, b.shape).numel() <= LIMIT:
@@ -848,7 +872,7 @@ _ANDS = [
     *(getattr(getattr(aten, name), kind) for name in ("bitwise_and", "__and__") for kind in ("Tensor", "Scalar")),
     aten.logical_and.default,
 ]
-_EQUALITIES = [getattr(getattr(aten, name), kind) for name in ("eq", "ne") for kind in ("Tensor", "Scalar")]
+EQUALITIES = [getattr(getattr(aten, name), kind) for name in ("eq", "ne") for kind in ("Tensor", "Scalar")]
 COMPARISONS = [getattr(getattr(aten, name), kind) for name in ("lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")]
 _POINTWISE = [
     getattr(getattr(aten, name), kind)
@@ -877,7 +901,7 @@ _POINTWISE = [
 
 RULES: dict[Any, Callable[..., Value]] = {
     **dict.fromkeys(_POINTWISE, _evaluate_pointwise),
-    **dict.fromkeys([*COMPARISONS, *_EQUALITIES], _evaluate_comparison),
+    **dict.fromkeys([*COMPARISONS, *EQUALITIES], _evaluate_comparison),
     **dict.fromkeys(_ANDS, _evaluate_and),
     aten.bitwise_not.default: _evaluate_not,
     aten.logical_not.default: _evaluate_not,

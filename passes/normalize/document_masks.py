@@ -3,7 +3,8 @@
 A mask shows a key to a query if both are in the same document, ``ids[query] == ids[key]``, and if constant conditions
 on their positions hold, such as ``key <= query``. The ids are integers that depend on data: an input, a running sum of
 the places where positions restart, or the result of a search in cumulated lengths. Any integers will do, because equal
-ones are the same document by definition.
+ones are the same document by definition. If a mask compares several kinds of integers, such as documents and chunks of
+positions, equal pairs of them are a document: ``partition::combine_ids`` numbers these pairs.
 
 Positions may themselves be data that restart at each document. ``positions[key] <= positions[query]`` says the same as
 ``key <= query`` within a document if the ids are proven to change wherever positions do not count up by one.
@@ -11,6 +12,7 @@ Positions may themselves be data that restart at each document. ``positions[key]
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -37,32 +39,7 @@ from partitioner.passes.ops.documents import document_ops
 from partitioner.passes.ops.scored_attention import scored_ops
 
 
-class DocumentMask(NamedTuple):
-    """An attention mask by which a query sees the keys that are in its own document and in a range of positions around
-    it. Several documents may be packed in one sequence.
-
-    ``source``: the node of an integer tensor of document ids; positions of one document have equal ids.
-    ``position_dim``: the dim of ``source`` that indexes positions. ``batch_dim``: the dim of ``source`` that indexes
-    rows of the batch; ``None`` if all rows have the same documents. ``band``: how many positions before and after its
-    own a query sees. ``span``: the first of the positions of ``source`` that are those of the queries, and the one
-    after the last; ``None`` for all of them.
-    """
-
-    source: fx.Node
-    position_dim: int
-    batch_dim: int | None
-    band: Band
-    span: tuple[int, int] | None = None
-
-    def key(self, rows: int) -> DocumentKey:
-        """Return what the document ids ``[rows, positions]`` depend on, as the key of a cache of them."""
-        return self.source, self.position_dim, self.span, rows
-
-
-DocumentKey = tuple[fx.Node, int, tuple[int, int] | None, int]
-
-
-class _PairDims(NamedTuple):
+class PairDims(NamedTuple):
     """How a comparison of elements of one tensor at a query's and at a key's position reads this tensor.
 
     ``position``: the dim of positions. ``batch``: the dim of rows of the batch; ``None`` if one row serves all.
@@ -71,24 +48,55 @@ class _PairDims(NamedTuple):
 
     position: int
     batch: int | None
-    span: tuple[int, int] | None
+    span: tuple[int, int] | None = None
+
+
+class DocumentIds(NamedTuple):
+    """Integers, one for each position of a row. ``source``: the node of a tensor that has them. ``dims``: its dims, and
+    the positions that are read."""
+
+    source: fx.Node
+    dims: PairDims
+
+
+class Chunks(NamedTuple):
+    """Chunks of ``size`` positions each: position ``i`` of a row of ``length`` is in chunk ``(i + offset) // size``."""
+
+    size: int
+    offset: int
+    length: int
+
+
+class DocumentMask(NamedTuple):
+    """An attention mask by which a query sees the keys that are in its own document and in a range of positions around
+    it. Several documents may be packed in one sequence.
+
+    ``ids``: positions of one document have equal integers in each of these. ``band``: how many positions before and
+    after its own a query sees. ``chunks``: positions of one document are also in one of these; ``None`` for no chunks.
+    """
+
+    ids: tuple[DocumentIds, ...]
+    band: Band
+    chunks: Chunks | None = None
+
+    def key(self, rows: int) -> DocumentKey:
+        """Return what the document ids ``[rows, positions]`` depend on, as the key of a cache of them."""
+        return self.ids, self.chunks, rows
+
+
+DocumentKey = tuple[tuple[DocumentIds, ...], Chunks | None, int]
 
 
 class DocumentTerms(NamedTuple):
     """An attention mask by which a query sees the keys that are in its own document and satisfy further conditions.
     Several documents may be packed in one sequence.
 
-    ``source``: the node of an integer tensor of document ids; positions of one document have equal ids. ``dims``: its
-    dims, and the positions that are read. ``terms``: the further conditions, which depend on positions alone.
+    ``ids``: positions of one document have equal integers in each of these. ``terms``: the further conditions, which
+    depend on positions alone.
     """
 
-    source: fx.Node
-    dims: _PairDims
+    ids: tuple[DocumentIds, ...]
     terms: tuple[Condition, ...]
-
-    def within(self, band: Band) -> DocumentMask:
-        """Return the mask of these documents in which the further conditions are ``band``."""
-        return DocumentMask(self.source, self.dims.position, self.dims.batch, band, self.dims.span)
 
 
 def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms | None:
@@ -100,20 +108,31 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
     """
     data = [t for t in terms if isinstance(t, DataComparison | SumComparison)]
     same = [t for t in data if isinstance(t, DataComparison) and t.compare == "eq" and t.a.offset == t.b.offset]
-    pairs = [(t.a.source, _find_pair_dims(t.a, t.b, length)) for t in same]
-    for ids, dims in dict.fromkeys(pairs):
+    ids: list[DocumentIds] = []
+    for term in same:
+        dims = _find_pair_dims(term.a, term.b, length)
         if dims is None:
-            continue
-        rest: list[Condition | None] = [t for t in terms if not isinstance(t, DataComparison | SumComparison)]
-        rest += [_compare_within(t, ids, dims, length) for t in data if t not in same]
-        others = [i for i, d in pairs if d != dims or not _depends_on_ids(i, ids, dims.position)]
-        if not others and all(t is not None for t in rest):
-            return DocumentTerms(ids, dims, tuple(t for t in rest if t is not None))
-    return None
+            return None
+        new = DocumentIds(term.a.source, dims)
+        if not any(_is_function_of(new, each) for each in ids):
+            ids = [*(each for each in ids if not _is_function_of(each, new)), new]
+    rest: list[Condition] = [t for t in terms if not isinstance(t, DataComparison | SumComparison)]
+    for other in (t for t in data if t not in same):
+        ways = (_compare_within(other, each.source, each.dims, length) for each in ids)
+        found = next((way for way in ways if way is not None), None)
+        if found is None:
+            return None
+        rest.append(found)
+    return DocumentTerms(tuple(ids), tuple(rest)) if ids else None
+
+
+def _is_function_of(one: DocumentIds, other: DocumentIds) -> bool:
+    """Return whether positions of a row with equal integers in ``other`` have equal integers in ``one``."""
+    return one.dims == other.dims and _depends_on_ids(one.source, other.source, other.dims.position)
 
 
 def _compare_within(
-    term: DataComparison | SumComparison, ids: fx.Node, dims: _PairDims, length: int
+    term: DataComparison | SumComparison, ids: fx.Node, dims: PairDims, length: int
 ) -> Comparison | None:
     """Return a comparison of constants that holds exactly where ``term`` holds, for a query and a key of one document.
     Return ``None`` if there is none.
@@ -162,7 +181,7 @@ def _compare_constants(compare: str, constants: Sequence[Tensor]) -> Comparison:
 
 
 def _subtract_within(
-    one: GatheredValue | LookedUpValue, other: GatheredValue | LookedUpValue, ids: fx.Node, dims: _PairDims, length: int
+    one: GatheredValue | LookedUpValue, other: GatheredValue | LookedUpValue, ids: fx.Node, dims: PairDims, length: int
 ) -> Tensor | None:
     """Return ``one`` minus ``other``, two integers that depend on data, for a query and a key of one document, if the
     difference is known. They are then functions of the document id, which is the same for both, or positions that
@@ -226,7 +245,7 @@ def _depends_on_ids(node: fx.Node, ids: fx.Node, dim: int) -> bool:
     return isinstance(index, fx.Node) and _depends_on_ids(index, ids, dim)
 
 
-def _find_pair_dims(one: GatheredValue, other: GatheredValue, length: int) -> _PairDims | None:
+def _find_pair_dims(one: GatheredValue, other: GatheredValue, length: int) -> PairDims | None:
     """Return how a comparison of ``one`` and ``other``, elements of one tensor, reads this tensor. It must compare the
     element at the query's position with the element at the key's position, in the same row, as a test of whether query
     and key are in one document does. Return ``None`` for any other comparison.
@@ -249,7 +268,7 @@ def _find_pair_dims(one: GatheredValue, other: GatheredValue, length: int) -> _P
             batch = dim
         else:
             return None
-    return None if position is None else _PairDims(position, batch, span)
+    return None if position is None else PairDims(position, batch, span)
 
 
 def is_arange_along(side: Tensor, dim: int, size: int, first: int = 0) -> bool:
@@ -294,15 +313,61 @@ def _positions_increase_within(positions: fx.Node, position_dim: int, ids: fx.No
 
 
 def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.Node:
-    """Insert operators into ``graph`` that bring the document ids of ``mask`` to the shape ``[rows, positions]``, and
-    return the node of the result. ``mask``: an attention mask that shows keys of the query's own document only.
-    ``rows``: the batch size."""
-    source = mask.source
-    if mask.span is not None:
-        source = _insert_span(graph, source, mask.position_dim, mask.span)
-    kept = [d for d in (mask.batch_dim, mask.position_dim) if d is not None]
+    """Insert operators into ``graph`` that compute integers ``[rows, positions]``, which are equal for positions of one
+    document of ``mask``, and return the node of the result. ``mask``: an attention mask that shows keys of the query's
+    own document only. ``rows``: the batch size."""
+    found = [_insert_rows(graph, ids, rows) for ids in mask.ids]
+    if mask.chunks is not None:
+        found.append(_insert_chunk_numbers(graph, mask.chunks, rows))
+    made = found[0]
+    for other in found[1:]:
+        last = _find_last_placeholder(graph, max(made, other))
+        with graph.inserting_after(last):
+            both = insert_operator_node(graph, document_ops.combine_ids.default, (made, other))
+        both.meta.update({k: v for k, v in max(made, other).meta.items() if k != "val"})
+        made = both
+    return made
+
+
+def _find_last_placeholder(graph: fx.Graph, node: fx.Node | None) -> fx.Node:
+    """Return the node of ``graph`` after which operators that read ``node`` can be inserted: ``node`` itself, or the
+    last placeholder if it is a placeholder or ``None``."""
+    if node is not None and node.op != "placeholder":
+        return node
+    placeholders: list[fx.Node] = [n for n in graph.nodes if n.op == "placeholder"]
+    return placeholders[-1]
+
+
+def _insert_chunk_numbers(graph: fx.Graph, chunks: Chunks, rows: int) -> fx.Node:
+    """Insert operators into ``graph`` that compute the number of the chunk of each position, ``[rows, positions]``, and
+    return the node of the result. ``rows``: the batch size."""
+    last = _find_last_placeholder(graph, None)
+    stop = chunks.offset + chunks.length
+    with graph.inserting_after(last):
+        made = graph.call_function(
+            aten.arange.start_step, (chunks.offset, stop, 1), {"device": META, "dtype": torch.int64}
+        )
+    made.meta["val"] = torch.empty(chunks.length, dtype=torch.int64, device=META)
+    for target, argument in (
+        (aten.floor_divide.default, chunks.size),
+        (aten.reshape.default, [1, chunks.length]),
+        *([(aten.expand.default, [rows, chunks.length])] if rows > 1 else []),
+    ):
+        with graph.inserting_after(made):
+            made = insert_operator_node(graph, target, (made, argument))
+    return made
+
+
+def _insert_rows(graph: fx.Graph, ids: DocumentIds, rows: int) -> fx.Node:
+    """Insert operators into ``graph`` that bring ``ids``, one number for each position of a row, to the shape ``[rows,
+    positions]``, and return the node of the result. ``rows``: the batch size."""
+    source: fx.Node = ids.source
+    position, batch, span = ids.dims
+    if span is not None:
+        source = _insert_span(graph, source, position, span)
+    kept = [d for d in (batch, position) if d is not None]
     sizes = list(list_node_sizes(source))
-    if sizes == [rows, sizes[-1]] and mask.position_dim == 1:
+    if sizes == [rows, sizes[-1]] and position == 1:
         return source
     steps: list[tuple[Any, list[int]]] = []
     if kept != sorted(kept):
@@ -313,9 +378,8 @@ def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.No
         steps.append((aten.reshape.default, [1] * (2 - len(kept)) + wanted))
     if wanted[0] != rows or len(kept) == 1:
         steps.append((aten.expand.default, [rows, wanted[-1]]))
-    made, last = source, source
-    if source.op == "placeholder":
-        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    made: fx.Node = source
+    last = _find_last_placeholder(graph, source)
     for target, argument in steps:
         with graph.inserting_after(last):
             made = last = insert_operator_node(graph, target, (made, argument))
@@ -325,10 +389,7 @@ def insert_document_ids(graph: fx.Graph, mask: DocumentMask, rows: int) -> fx.No
 
 def _insert_span(graph: fx.Graph, source: fx.Node, dim: int, span: tuple[int, int]) -> fx.Node:
     """Insert the slice ``span`` of ``source`` along ``dim`` into ``graph``, and return its node."""
-    last = source
-    if source.op == "placeholder":
-        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    with graph.inserting_after(last):
+    with graph.inserting_after(_find_last_placeholder(graph, source)):
         found = insert_operator_node(graph, aten.slice.Tensor, (source, dim, *span, 1))
     found.meta.update({k: v for k, v in source.meta.items() if k != "val"})
     return found
@@ -396,8 +457,7 @@ def _insert_sequence_numbers(graph: fx.Graph, ends: fx.Node, length: int) -> fx.
     """Insert operators into ``graph`` that compute, for each of ``length`` positions, the number of the packed sequence
     that it is in. Return their node ``[1, length]``. ``ends``: the node of the cumulative lengths of the sequences, in
     positions, ``[sequences + 1]``; the operators are inserted after it."""
-    last = ends if ends.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
-    with graph.inserting_after(last):
+    with graph.inserting_after(_find_last_placeholder(graph, ends)):
         places = graph.call_function(aten.arange.start_step, (0, length, 1), {"device": META, "dtype": torch.int64})
     places.meta["val"] = torch.empty(length, dtype=torch.int64, device=META)
     with graph.inserting_after(places):
@@ -427,13 +487,23 @@ def list_prefix_attentions(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.target is scored_ops.scored_attention.default and n.args[4] is not None]
 
 
+def list_chunked_attentions(captured: Captured) -> list[fx.Node]:
+    """Return those of :func:`list_document_attentions` of the graph of ``captured`` (a model as one graph) whose
+    documents are constant: chunks of positions, which do not depend on inputs."""
+    constants = ConstantEvaluator(_list_known_values(captured, {}))
+    nodes = list_document_attentions(captured.graph)
+    return [n for n in nodes if isinstance(constants.find_value(n.args[3]), Tensor)]  # type: ignore[arg-type]
+
+
 def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Store the typical lengths of documents in the attention operators of ``captured`` (a model as one graph) that
     work within packed documents, in place, and return these lengths. Only the cost model reads them.
 
     ``lengths``: the numbers of positions of typical documents. If it is empty, lengths are counted in ``inputs``,
-    tensors by the path of the model input, such as ``input_ids``. Return an empty tuple if there is no such operator,
-    if the inputs are meta tensors, or if the document ids depend on more than inputs and constants.
+    tensors by the path of the model input, such as ``input_ids``. Where documents are divided into chunks of positions,
+    the lengths are those of the pieces. Return an empty tuple if there is no such operator, if the inputs are meta
+    tensors, or if the document ids depend on more than inputs and constants. If nothing was given and operators have
+    different lengths, return those of the first operator whose documents depend on data.
 
     Some attention is causal, or in a window, except for a prefix: marked keys that queries of their document see beyond
     it. For such an operator, also store the mean number per row of pairs of a query and a key that it sees because of
@@ -441,16 +511,21 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
     """
     nodes = list_document_attentions(captured.graph)
     evaluator = ConstantEvaluator(_list_known_values(captured, inputs))
-    found: tuple[int, ...] = ()
+    chunked = list_chunked_attentions(captured)
     for node in nodes:
         place = _get_argument_position(node, "lengths")
-        found = tuple(lengths) or _count_documents(evaluator, node.args[3])  # type: ignore[arg-type]
+        ids: Any = node.args[3]
+        found = () if lengths and node not in chunked else _count_documents(evaluator, ids)
+        found = found or _cut_documents(evaluator, ids, lengths)
         node.args = (*node.args[:place], list(found), *node.args[place + 1 :])
     for node in list_prefix_attentions(captured.graph):
         place = _get_argument_position(node, "ahead")
         ahead = _count_prefix_pairs(evaluator, node)
         node.args = (*node.args[:place], ahead, *node.args[place + 1 :])
-    return tuple(nodes[0].args[_get_argument_position(nodes[0], "lengths")]) if nodes else ()  # type: ignore[arg-type]
+    if lengths and len(chunked) < len(nodes):
+        return tuple(lengths)
+    first = next((n for n in nodes if n not in chunked), nodes[0] if nodes else None)
+    return () if first is None else tuple(first.args[_get_argument_position(first, "lengths")])  # type: ignore[arg-type]
 
 
 def _get_argument_position(node: fx.Node, name: str) -> int:
@@ -515,6 +590,41 @@ def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     if any(t * b != a for t, a, b in zip(times, shape, value.shape, strict=True)):
         return None
     return value.repeat(times) if any(t != 1 for t in times) else value
+
+
+def _cut_documents(evaluator: ConstantEvaluator, ids: fx.Node, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return ``lengths``, the numbers of positions of documents, divided where the chunks of ``ids`` end. If there are
+    no lengths, but chunks, each row is one document. Chunks of positions that depend on data start anew in each
+    document. ``ids``: the node ``[batch, positions]`` of the document ids. ``evaluator``: computes the value of a node
+    from constants and given inputs."""
+    found, row, pieces = list(lengths), list_node_sizes(ids)[1], list[int]()
+    for size, numbers in sorted(_list_chunk_sizes(evaluator, ids), key=lambda each: each[1] is not None):
+        start, pieces = 0, []
+        for length in found or [row]:
+            place = 0 if numbers is None else numbers[start % row]
+            start += length
+            ends = [*range(size - place % size, length, size), length]
+            pieces += [end - begin for begin, end in itertools.pairwise([0, *ends])]
+        found = pieces
+    return tuple(found)
+
+
+def _list_chunk_sizes(evaluator: ConstantEvaluator, ids: fx.Node) -> list[tuple[int, list[int] | None]]:
+    """Return (numbers of positions of a chunk, the constants whose quotients are the numbers of chunks, or ``None`` if
+    they are data) for each quotient that ``ids`` combines with other ids. ``evaluator``: as for
+    :func:`_cut_documents`."""
+    while ids.target in (aten.reshape.default, aten.expand.default, aten.permute.default, aten.to.dtype):
+        ids = ids.args[0]  # type: ignore[assignment]
+    if ids.target is document_ops.combine_ids.default:
+        return [found for part in ids.all_input_nodes for found in _list_chunk_sizes(evaluator, part)]
+    floor = ids.target in (aten.floor_divide.default, aten.floor_divide.Scalar) or (
+        ids.target in (aten.div.Tensor_mode, aten.div.Scalar_mode) and ids.kwargs.get("rounding_mode") == "floor"
+    )
+    if not floor or not isinstance(ids.args[1], int) or ids.args[1] < 1:
+        return []
+    value = evaluator.find_value(ids.args[0])  # type: ignore[arg-type]
+    known = isinstance(value, Tensor) and value.numel() == ids.meta["val"].numel() == value.shape[-1]
+    return [(ids.args[1], value.flatten().tolist() if known and isinstance(value, Tensor) else None)]
 
 
 def _count_documents(evaluator: ConstantEvaluator, ids: fx.Node) -> tuple[int, ...]:

@@ -8,12 +8,14 @@ or an element of a table at such an index (:class:`LookedUpValue`). A sum of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from partitioner.passes.ir.rewrite import aten, list_node_sizes
 
 _Move = Callable[[Tensor], Tensor]
 _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
@@ -24,8 +26,8 @@ class Comparison:
     """A comparison of two constant tensors, ``compare(a, b)`` with broadcasting, that is stored instead of its (large)
     boolean result.
 
-    ``compare``: ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: tensors of int64 or float64, with size 1 in every dim
-    along which they are constant.
+    ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. ``a``, ``b``: tensors of int64 or float64, with size
+    1 in every dim along which they are constant.
     """
 
     compare: str
@@ -219,6 +221,85 @@ def is_same_value(one: Any, other: Any, depth: int = _DEPTH) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_same_value(v, other[k], depth) for k, v in one.items())
     return type(one) is type(other) and not isinstance(one, fx.Node) and bool(one == other)
+
+
+# Operators of elements that read a table, too, with the position of the table among their arguments.
+_TABLES = {aten.index.Tensor: 0, aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}
+_BY_ELEMENT = frozenset({aten.floor_divide.default, aten.floor_divide.Scalar, aten.to.dtype})  # torch has no tag there
+
+
+def is_pointwise(target: Any) -> bool:
+    """Return whether the operator ``target`` computes each element from the elements at the same position of its
+    operands, and draws no random numbers."""
+    tags = getattr(target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def is_exchanged_value(one: fx.Node, other: fx.Node, values: Mapping[fx.Node, Any], depth: int = _DEPTH) -> bool:
+    """Return whether the tensor ``one`` is ``other`` with its last two dims exchanged, as what a mask computes for keys
+    is what it computes for queries. Both must be computed from the same tensors by the same operators of elements.
+
+    ``values``: what is known of the nodes that both depend on. ``depth``: the most operators in a row that are
+    compared.
+    """
+    known, found = values.get(one), values.get(other)
+    if isinstance(known, Tensor) or isinstance(found, Tensor):
+        return isinstance(known, Tensor) and isinstance(found, Tensor) and _are_exchanged(known, found)
+    if (
+        isinstance(known, GatheredValue)
+        and isinstance(found, GatheredValue)
+        and known.source is not one
+        and known.offset == found.offset
+        and is_same_value(known.source, found.source)
+    ):
+        return all(_are_exchanged(a, b) for a, b in zip(known.places, found.places, strict=True))
+    types = [getattr(n.meta.get("val"), "dtype", None) for n in (one, other)]
+    if depth == 0 or one.op != "call_function" or other.op != "call_function" or types[0] != types[1]:
+        return False
+    if one.target is not other.target:
+        return False
+    place = _TABLES.get(one.target)  # type: ignore[call-overload]
+    if place is None and not is_pointwise(one.target) and one.target not in _BY_ELEMENT:
+        return False
+    arguments: list[tuple[Any, Any]] = list(zip(one.args, other.args, strict=False))
+    if place is not None:
+        table, same = arguments.pop(place)
+        indices: Any = one.args[1] if one.target is aten.index.Tensor else [table]
+        if not is_same_value(table, same) or None in indices or len(indices) != len(list_node_sizes(table)):
+            return False
+    exchanged = all(_are_exchanged_arguments(a, b, values, depth - 1) for a, b in arguments)
+    return exchanged and len(one.args) == len(other.args) and is_same_value(one.kwargs, other.kwargs)
+
+
+def _are_exchanged_arguments(one: Any, other: Any, values: Mapping[fx.Node, Any], depth: int) -> bool:
+    """Return :func:`is_exchanged_value` of two arguments of operators, which may be lists of nodes; whether they are
+    equal if they are neither."""
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        return is_exchanged_value(one, other, values, depth)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_are_exchanged_arguments(a, b, values, depth) for a, b in pairs)
+    return not isinstance(one, fx.Node) and not isinstance(other, fx.Node) and is_same_value(one, other)
+
+
+def _are_exchanged(one: Tensor, other: Tensor) -> bool:
+    """Return whether the tensor ``one`` is ``other`` with the last two dims exchanged. Missing dims in front have size
+    1."""
+    rank = max(2, one.dim(), other.dim())
+    one, other = (x.reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (one, other))
+    return one.dtype == other.dtype and torch.equal(one, other.mT)
+
+
+def exchange_last_dims(value: GatheredValue, rank: int) -> GatheredValue:
+    """Return the description of a tensor of ``rank`` dims that is the one which ``value`` describes, with its last two
+    dims exchanged; missing dims in front have size 1."""
+
+    def move(place: Tensor) -> Tensor:
+        most = max(2, place.dim(), rank)
+        moved = place.reshape([1] * (most - place.dim()) + list(place.shape)).mT
+        return moved.reshape(moved.shape[most - rank :])
+
+    return value.map_tensors(move)
 
 
 def compare_sums(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] | None:

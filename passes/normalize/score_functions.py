@@ -35,7 +35,14 @@ from partitioner.passes.normalize.attention_masks import (
     replace_mask,
 )
 from partitioner.passes.normalize.constant_folding import LIMIT, MaskEvaluator, describe_integers, list_dim_indices
-from partitioner.passes.normalize.document_masks import DocumentKey, DocumentMask, insert_document_ids, is_arange_along
+from partitioner.passes.normalize.document_masks import (
+    DocumentIds,
+    DocumentKey,
+    DocumentMask,
+    PairDims,
+    insert_document_ids,
+    is_arange_along,
+)
 from partitioner.passes.normalize.mask_values import MASKED, Comparison, Condition, ConditionalValue
 from partitioner.passes.ops.attention import Band, get_band_limits
 from partitioner.passes.ops.documents import document_ops
@@ -396,7 +403,7 @@ _SCORE_RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _evaluate_quotient),
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _evaluate_sum),
     **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _evaluate_difference),
-    **dict.fromkeys(folding.COMPARISONS, _evaluate_comparison),
+    **dict.fromkeys([*folding.COMPARISONS, *folding.EQUALITIES], _evaluate_comparison),
     **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), _evaluate_or),
     **dict.fromkeys((aten.bitwise_not.default, aten.logical_not.default), _evaluate_not),
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _evaluate_fill),
@@ -420,7 +427,7 @@ class ScoreForm(NamedTuple):
     ``band``: the positions around its own that a query sees. ``documents``: the document ids, if a query sees keys of
     its own document only; ``None`` if a row is one document. ``prefix``: the flags of a prefix, that is, keys that
     queries of their document see in a wider range of positions than ``band``; ``None`` for none. It is a
-    :class:`DocumentMask` whose ``source`` is the node of the flags in place of document ids, and whose ``band`` is this
+    :class:`DocumentMask` that has the node of the flags in place of document ids, and whose ``band`` is this
     range. ``slopes``: for ALiBi, (node of a number for each head, factor); the slope of a head is the product of the
     two. ``None`` for none.
     """
@@ -470,7 +477,10 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
     prefix = slopes = None
     if flagged:
         without, prefix = classify_mask(rest, length, length), _find_row_flags(flagged[0].flags, length)
-        if without is None or prefix is None or isinstance(without, DocumentMask) != isinstance(seen, DocumentMask):
+        if without is None or prefix is None:
+            return None
+        documents = [each._replace(band=Band()) if isinstance(each, DocumentMask) else None for each in (without, seen)]
+        if documents[0] != documents[1]:
             return None
         prefix = prefix._replace(band=without.band if isinstance(without, DocumentMask) else without)
     if biases:
@@ -482,7 +492,7 @@ def classify_scores(values: Sequence[Any], heads: int, length: int) -> ScoreForm
 
 def _find_row_flags(flags: ElementSource, length: int) -> DocumentMask | None:
     """Return the tensor from which ``flags`` takes one element for each key, or for each batch row and key. The tensor
-    is returned as a :class:`DocumentMask` whose ``source`` is the node of this tensor. Return ``None`` if the flags
+    is returned as a :class:`DocumentMask` that has this tensor as ids. Return ``None`` if the flags
     depend on heads or queries.
 
     ``flags``: booleans that are added to an attention mask, with the dims ``[batch, heads, queries, keys]``.
@@ -498,7 +508,9 @@ def _find_row_flags(flags: ElementSource, length: int) -> DocumentMask | None:
             batch = dim
         else:
             return None
-    return None if position is None else DocumentMask(flags.source, position, batch, Band())
+    if position is None:
+        return None
+    return DocumentMask((DocumentIds(flags.source, PairDims(position, batch)),), Band())
 
 
 def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> tuple[fx.Node, float] | None:

@@ -443,6 +443,25 @@ def _flash_backward(
     return tuple(_split_rows(x, batch) for x in found)  # type: ignore[return-value]
 
 
+def combine_ids(ids: Tensor, other: Tensor) -> Tensor:
+    """Return integers ``[b, s]`` that are equal for two positions of a row exactly where both ``ids`` and ``other``,
+    any integers ``[b, s]``, are equal. They are the first position of the row that has the same pair, so that they do
+    not depend on later positions."""
+    numbers = _find_first_positions(ids) * ids.shape[1] + _find_first_positions(other)
+    return _find_first_positions(numbers)
+
+
+def _find_first_positions(ids: Tensor) -> Tensor:
+    """Return, for each element of ``ids`` ``[b, s]``, the first position of its row that has the same integer."""
+    ordered, order = ids.sort(dim=1, stable=True)
+    starts = torch.ones_like(order)
+    starts[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).long()
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(order)
+    first = order.gather(1, (places * starts).cummax(1).values)
+    return torch.empty_like(first).scatter_(1, order, first)
+
+
+_library.define("combine_ids(Tensor ids, Tensor other) -> Tensor")
 _library.define(
     "document_attention(Tensor q, Tensor k, Tensor v, Tensor ids, int[] lengths, int before, int after, float? scale) "
     "-> (Tensor, Tensor)"
@@ -452,8 +471,12 @@ _library.define(
     "int[] limits, float? scale) -> (Tensor, Tensor, Tensor)"
 )
 for _device in ("CPU", "CUDA"):
+    _library.impl("combine_ids", combine_ids, _device)
     _library.impl("document_attention", document_attention, _device)
     _library.impl("document_attention_backward", document_attention_backward, _device)
+torch.library.register_fake(
+    f"{NAMESPACE}::combine_ids", lambda ids, other: torch.empty_like(ids, dtype=torch.int64), lib=_library
+)
 torch.library.register_fake(f"{NAMESPACE}::document_attention", make_empty_results, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::document_attention_backward", make_empty_gradients, lib=_library)
 document_ops = torch.ops.partition

@@ -582,6 +582,21 @@ def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
     return replace(x.with_dim(dim, replace(part, fill=None)), uniform=None).with_fault(fault)
 
 
+def _propagate_combined_ids(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
+    """Return what is known of the result of the ``partition::combine_ids`` node ``node``, which numbers pairs of ids
+    ``[batch, positions]`` by their first positions, if the batch is padded: which dims grow with the batch. Return
+    ``None`` if positions do not grow; the caller then follows the operator's sharding rule. ``operands``: what is known
+    of each operand. Padded positions come last, so results for positions of the original batch do not depend on them.
+    """
+    if not any(p.grows for o in operands for p in o.dims[1]):
+        return None
+    parts = [o.growing_part(1) for o in operands]
+    fault = next((o.fault for o in operands if o.fault), "")
+    if any(p is None or p.kind != parts[0].kind for p in parts if parts[0] is not None) or parts[0] is None:
+        return operands[0].with_fault(fault or _format_reason(node, "brings together tensors of which one is padded"))
+    return PaddedValue((operands[0].dims[0], (replace(parts[0], fill=None),)), fault)
+
+
 def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``gather`` node ``node`` if the batch is padded (never ``None``): which
     dims grow with the batch, and which numbers padded elements have. ``operands``: what is known of source and index.
@@ -768,6 +783,7 @@ SINGLE_RULES: dict[str, Rule] = {
     "select_scatter": _propagate_select_scatter,
     "cumsum": _propagate_cumsum,
     "diff": _propagate_cumsum,
+    "partition::combine_ids": _propagate_combined_ids,
     "gather": _propagate_gather,
     "where": _choose_branch,
     "softmax": _propagate_softmax,

@@ -143,6 +143,14 @@ def shard_document_attention(node: fx.Node) -> OpFactors:
     return replace(found, operands=(*found.operands, ids))
 
 
+@register_family("partition::combine_ids")
+def shard_combined_ids(node: fx.Node) -> OpFactors:
+    """Return the sharding rule of ``node``, a call of ``partition::combine_ids``, which numbers the pairs of two ids of
+    each position ``[batch, positions]``: the batch may be sharded, positions must not be."""
+    names = NAMES[:2]
+    return build_factor_rule(node, [names, names], [names], whole=frozenset(names[1:]))
+
+
 @register_family("partition::scored_attention")
 def shard_scored_attention(node: fx.Node) -> OpFactors:
     """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention whose scores are

@@ -47,6 +47,7 @@ ATTENTION = [
     ),
     case("partition::band_attention", *(f(2, 4, 6, 8) for _ in range(3)), -1, 0, 0.5),
     case("partition::band_attention", f(2, 4, 6, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), 2, 0, 0.5),
+    case("partition::combine_ids", i(3, 2, 6), i(2, 2, 6)),
     case("partition::document_attention", *(f(2, 4, 6, 8) for _ in range(3)), i(3, 2, 6), [], -1, 0, 0.5),
     case("partition::document_attention", f(2, 4, 6, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), i(2, 2, 6), [6], 2, 1, None),
     case("partition::scored_attention", *(f(2, 4, 6, 8) for _ in range(3)), None, None, None, [], -1, -1, 0, None, 0.5),

@@ -16,6 +16,7 @@ from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.plans.reference import keep_in_float64
 from partitioner.plans.verify import TOLERANCE
 from tests.helpers.attention.packed_models import (
+    BY_ROWS,
     LENGTHS,
     NOTATIONS,
     ROW,
@@ -88,7 +89,7 @@ def _name(value: Any) -> str:
 
 
 @pytest.mark.parametrize("fixed", MESHES, ids=_name)
-@pytest.mark.parametrize("name", ["boolean", "restarted_window"])
+@pytest.mark.parametrize("name", ["boolean", "restarted_window", "chunked_indexed"])
 def test_ranks_give_what_documents_give_alone(name: str, fixed: dict[str, Any], ranks: partitioner.LocalRanks):
     """One plan for all packings of the same documents, because documents are data."""
     model = PackedDecoder(name)
@@ -101,7 +102,7 @@ def test_ranks_give_what_documents_give_alone(name: str, fixed: dict[str, Any], 
 
 
 @pytest.mark.parametrize("fixed", [MESHES[0], MESHES[1], MESHES[3]], ids=_name)
-@pytest.mark.parametrize("name", ["assigned", "each_head", "joined_eager", "einsum", "einsum_groups"])
+@pytest.mark.parametrize("name", ["assigned", "each_head", "joined_eager", "einsum", "einsum_groups", "chunked_added"])
 def test_notations_on_ranks(name: str, fixed: dict[str, Any], ranks: partitioner.LocalRanks):
     """Masks of each head, and attention in which heads are joined with rows or divided into groups."""
     model = PackedDecoder(name)
@@ -111,6 +112,31 @@ def test_notations_on_ranks(name: str, fixed: dict[str, Any], ranks: partitioner
     for order in PACKINGS[:2]:
         run = partitioner.run_local(plan, model, pack(DOCUMENTS, order), ranks=ranks, timeout=120)
         check_packing(run, model, order)
+
+
+def run_whole(model: PackedDecoder, batch: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs and gradients of the model itself."""
+    model.zero_grad()
+    outputs = model(*batch)
+    outputs["loss"].backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {n: t.detach() for n, t in outputs.items()}, gradients
+
+
+@pytest.mark.parametrize("fixed", MESHES[:6], ids=_name)
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_chunks_of_rows(name: str, fixed: dict[str, Any], ranks: partitioner.LocalRanks):
+    """Chunks of positions in the row, with and without documents."""
+    model = PackedDecoder(name)
+    plan = plan_of(model, **fixed)
+    context = "context_" if fixed.get("context") in ("ring", "all_gather") else ""
+    assert f"partition.{context}document_attention.default" in targets_of(plan)
+    for order in PACKINGS[:2]:
+        batch = pack(DOCUMENTS, order)
+        run = partitioner.run_local(plan, model, batch, ranks=ranks, timeout=120)
+        outputs, gradients = run_whole(model, batch)
+        assert worst({n: run.outputs[n].detach() for n in outputs}, outputs) <= TOLERANCE
+        assert worst(run.grads, gradients) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", NOTATIONS)
@@ -153,7 +179,12 @@ def _hub_model(kind: str, attention: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=3))
+    if kind == "mistral":
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=3))
+    more = dict(intermediate_size_mlp=48, num_local_experts=2, head_dim=8, attention_chunk_size=4)
+    layers = dict(no_rope_layers=[1, 0], interleave_moe_layer_step=2)  # chunks in the first layer, experts in the other
+    config = transformers.Llama4TextConfig(**sizes, **more, **layers, pad_token_id=0)
+    return transformers.Llama4ForCausalLM(config)
 
 
 def _labels(tokens: Tensor) -> Tensor:
@@ -189,6 +220,10 @@ HUB: list[tuple[str, str, dict[str, Any]]] = [
     ("mistral", "sdpa", dict(tp=2)),
     ("mistral", "sdpa", dict(cp=2, dp=2, context="all_gather")),
     ("llama", "flex_attention", dict(dp=2)),
+    ("llama4", "sdpa", dict(tp=2)),
+    ("llama4", "sdpa", dict(pp=2, microbatch_size=1)),
+    ("llama4", "eager", dict(cp=2, context="all_gather")),
+    ("llama4", "flex_attention", dict(dp=2)),
 ]
 
 
@@ -215,7 +250,7 @@ def test_models_that_read_restarting_positions(
 # --- smaller batches, prices and errors -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["boolean", "restarted"])
+@pytest.mark.parametrize("name", ["boolean", "restarted", "chunked"])
 def test_smaller_packed_batches_are_padded_exactly(name: str):
     """Three rows of 20 positions run in a program of four rows of 24; each rank is a thread."""
     model, order = PackedDecoder(name), list(range(12))

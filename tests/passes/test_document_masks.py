@@ -131,6 +131,21 @@ def test_ranks_that_share_a_sequence_exchange_documents(
     _assert_close(mine, _expected(ids, band, None, tensors))
 
 
+@settings(max_examples=60)
+@given(st.integers(1, 30), st.integers(0, 99), st.sampled_from([torch.int32, torch.int64]), st.booleans())
+def test_pairs_of_ids_are_numbered_by_their_first_positions(length: int, seed: int, dtype: torch.dtype, large: bool):
+    """So that numbers of a shorter row are those of its first positions."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, other = (torch.randint(-2, 3, (ROWS, length), generator=generator).to(dtype) for _ in range(2))
+    if large:  # products and sums of such ids would overflow
+        ids, other = ids * (torch.iinfo(dtype).max // 2), torch.iinfo(dtype).min - ids
+    found = torch.ops.partition.combine_ids(ids, other)
+    same = (ids[:, :, None] == ids[:, None, :]) & (other[:, :, None] == other[:, None, :])
+    assert found.dtype is torch.int64 and torch.equal(found, same.long().argmax(2))
+    part = torch.ops.partition.combine_ids(ids[:, : length // 2], other[:, : length // 2])
+    assert torch.equal(part, found[:, : length // 2])
+
+
 def test_no_work_and_no_tensor_grows_with_the_square_of_the_row():
     """A thousand documents of four positions: tiles have four queries and four keys."""
     ids = torch.arange(4096).div(4, rounding_mode="floor")[None]
@@ -251,6 +266,7 @@ CUMULATED = torch.tensor([0, 5, 14, LENGTH], dtype=torch.int32)
 IDS = _packed_ids()
 PLACE = torch.arange(LENGTH)
 
+RESTARTED = _restart(IDS)
 STARTS = torch.tensor([[0, 5, 14], [0, 11, 12]])  # first positions of the documents of IDS
 
 # Documents whose ids are computed, are the same for all rows, or have dims in another order.
@@ -275,7 +291,45 @@ SOURCES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "looked up pair by pair": (lambda c: _look_up_pairs(_search(c), c), (CUMULATED.long(),)),
     "computed twice": (lambda c: (_search(c)[:, None] == _search(c)) & _causal(), (CUMULATED.long(),)),
     "two names": (lambda i: _pairs(i) & _pairs(2 * i + 1) & _causal(), (IDS,)),
+    "two kinds": (lambda i, j: _pairs(i) & _pairs(j), (IDS, IDS.flip(0))),
+    "three kinds": (lambda i, j, p: _pairs(i) & _pairs(j) & _pairs(p // 5).tril(), (IDS, IDS.flip(0), RESTARTED)),
+    "two kinds in dims of another order": (lambda i, j: _pairs(i) & _pairs(j.t()), (IDS, IDS.flip(0).t().contiguous())),
+    "two kinds, one for all rows": (lambda i, j: _pairs(i) & _pairs(j), (IDS, IDS[1])),
+    "two kinds, of which one is longer": (
+        lambda i, j: _pairs(i) & _pairs(j[:, 1:]), (IDS, F.pad(IDS.flip(0), (1, 0), value=9))),
+    "chunks": (lambda i, p: _pairs(i) & _pairs(p // 4) & _causal(), (IDS, RESTARTED)),
+    "chunks of a query's and a key's position": (
+        lambda i, p: _pairs(i) & (p[:, None, :, None] // 4 == p[:, None, None, :] // 4) & _causal(), (IDS, RESTARTED)),
+    "chunks from floats": (lambda i, p: _pairs(i) & _compare(p, lambda x: (x / 4).floor().long()), (IDS, RESTARTED)),
+    "remainders": (lambda i, p: _pairs(i) & _compare(p, lambda x: x % 3), (IDS, RESTARTED)),
+    "chunks from a search": (
+        lambda i, c: _pairs(i) & _compare(PLACE[None], lambda x: torch.bucketize(x, c)) & _causal(), (IDS, CUMULATED)),
+    "chunks of places within": (lambda i, c: _chunk_places(i, c), (IDS, STARTS)),
+    "chunks and an order": (
+        lambda p: _pairs(_changes(p)) & _compare(p - torch.zeros(ROWS, 1).long(), lambda x: x // 4) & _order(p),
+        (RESTARTED,)),
+    "chunks of the row": (
+        lambda i: _pairs(i) & _compare(PLACE, lambda x: (x + 3) // 5) & _causal(), (IDS,)),
+    "chunks of the row in a window": (
+        lambda i: _pairs(i) & (_compare(PLACE, lambda x: x // 5).tril() & (PLACE[:, None] - PLACE < 3)), (IDS,)),
+    "chunks without documents": (lambda i: _compare(PLACE, lambda x: x // 5).tril(), (IDS,)),
+    "chunks that see both ways": (lambda i: _compare(PLACE, lambda x: (x + 1) // 5), (IDS,)),
+    "added chunks": (
+        lambda i: torch.where(_compare(PLACE, lambda x: x // 5).tril(), 0.0, -torch.inf).double(), (IDS,)),
 }  # fmt: skip
+
+
+def _compare(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Whether ``function`` of ``x`` is the same for query and key, computed for each of them."""
+    query, key = x.unsqueeze(-1), x.unsqueeze(-2)
+    return (function(query) == function(key)).unsqueeze(-3)
+
+
+def _chunk_places(ids: Tensor, starts: Tensor) -> Tensor:
+    """Chunks of positions in documents, whose first positions are in a table."""
+    row, query, key = torch.arange(ROWS)[:, None, None, None], PLACE[None, None, :, None], PLACE[None, None, None, :]
+    places = [x - starts[row, ids[row, x]] for x in (query, key)]
+    return (ids[row, query] == ids[row, key]) & (places[0] // 4 == places[1] // 4) & (places[0] >= places[1])
 
 
 def test_lengths_without_a_size_are_refused_with_advice():
@@ -323,7 +377,26 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "another order": (lambda p, o: _pairs(_changes(p)) & _order(o), (_restart(IDS), _restart(IDS))),
     "next document": (lambda i: (i[:, None, :, None] >= i[:, None, None, :] + 1) | torch.eye(LENGTH).bool(), (IDS,)),
     "either": (lambda i: _pairs(i) | _causal(), (IDS,)),
-    "two kinds": (lambda i, j: _pairs(i) & _pairs(j), (IDS, IDS.flip(0))),
+    "chunks of two sizes": (
+        lambda i, p: _pairs(i) & (p[:, None, :, None] // 4 == p[:, None, None, :] // 5) | torch.eye(LENGTH).bool(),
+        (IDS, RESTARTED)),
+    "chunks of other positions": (
+        lambda i, p, o: _pairs(i) & (p[:, None, :, None] // 4 == o[:, None, None, :] // 4) | torch.eye(LENGTH).bool(),
+        (IDS, RESTARTED, RESTARTED)),
+    "chunks of another row": (
+        lambda i, p: _pairs(i) & (p[:, None, :, None] // 4 == p.flip(0)[:, None, None, :] // 4)
+        | torch.eye(LENGTH).bool(), (IDS, RESTARTED)),
+    "earlier chunks": (
+        lambda i, p: _pairs(i) & (p[:, None, :, None] // 4 >= p[:, None, None, :] // 4), (IDS, RESTARTED)),
+    "chunks of each head": (
+        lambda i, p: _pairs(i) & _compare(p[:, None], lambda x: x // torch.tensor([2, 3, 4, 5])[:, None, None])[:, 0],
+        (IDS, RESTARTED)),
+    "another chunk": (
+        lambda i: _pairs(i) & (~_compare(PLACE, lambda x: x // 4) | torch.eye(LENGTH).bool()), (IDS,)),
+    "constant chunks of unequal size": (lambda i: _pairs(i) & _compare(PLACE, lambda x: (x * x) // 40), (IDS,)),
+    "constant remainders": (lambda i: _pairs(i) & _compare(PLACE, lambda x: x % 4), (IDS,)),
+    "chunks that overlap": (
+        lambda i: _pairs(i) & (_compare(PLACE, lambda x: x // 4) | _compare(PLACE, lambda x: (x + 2) // 4)), (IDS,)),
     "reversed": (lambda i: (i[:, None, :, None] == i.flip(1)[:, None, None, :]) | torch.eye(LENGTH).bool(), (IDS,)),
     "starts of another row": (
         lambda i, c: _within(i, PLACE - c.flip(0).gather(1, i.flip(0))), (IDS, STARTS)),
@@ -351,6 +424,9 @@ ATOMS: dict[str, Atom] = {
     "causal": lambda i, p: _causal(),
     "long": lambda i, p: PLACE[:, None] - PLACE < 4,
     "ahead": lambda i, p: PLACE[:, None] <= PLACE,
+    "chunk": lambda i, p: _compare(p, lambda x: x // 4),
+    "row chunk": lambda i, p: _compare(PLACE, lambda x: (x + 2) // 5),
+    "other": lambda i, p: _pairs(i.flip(0)),
 }
 EXPRESSIONS = st.recursive(
     st.sampled_from(sorted(ATOMS)),
@@ -419,6 +495,50 @@ def test_masks_of_long_rows_are_not_created():
         return 2 * F.scaled_dot_product_attention(q, q, q, _pairs(ids) & (place[:, None] >= place))
 
     assert operators(normal_form(attend, q, ids))[:1] == DOCUMENTS
+
+
+@pytest.mark.parametrize("mask", ["equal", "unequal", "difference"])
+def test_chunks_of_long_rows_are_not_compared(mask: str):
+    length, size = 1 << 17, 1 << 13
+    with torch.device("meta"):
+        q = torch.zeros(2, 1, length, 1)
+
+    def attend(q: Tensor) -> Tensor:
+        query, key = torch.arange(length)[:, None], torch.arange(length)
+        if mask == "unequal":
+            shown = ~((query // size != key // size) | (query < key))
+        elif mask == "equal":
+            shown = (query // size == key // size) & (query >= key)
+        else:
+            shown = (query // size - key // size == 0) & (query >= key)
+        return 2 * F.scaled_dot_product_attention(q, q, q, shown)
+
+    captured = normal_form(attend, q)
+    assert [n for n in operators(captured) if "attention" in n] == DOCUMENTS
+    assert set_document_lengths(captured, (), {}) == (size,) * 32
+    assert max(n.meta["val"].numel() for n in captured.graph.nodes if hasattr(n.meta.get("val"), "numel")) == 2 * length
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chunks", (4, 1, 4, 4, 1, 4, 4, 2)),
+        ("chunks of places within", (4, 1, 4, 4, 1, 4, 4, 2)),
+        ("chunks of the row", (2, 3, 2, 5, 2, 3, 5, 2)),
+        ("three kinds", (5, 5, 4, 5, 5)),
+        ("chunks without documents", (5, 5, 5, 5, 4) * ROWS),
+    ],
+)
+def test_lengths_of_documents_are_divided_into_chunks(name: str, expected: tuple[int, ...]):
+    """Given lengths are divided as the ids of documents of such lengths are."""
+    mask, data = SOURCES[name]
+    captured = normal_form(_by_mask(mask), *_operands(), *data)
+    set_document_lengths(captured, (5, 9, 10), {})
+    assert [tuple(n.args[4]) for n in list_document_attentions(captured.graph)] == [expected]  # type: ignore[arg-type]
+    set_document_lengths(captured, (), {i.path: d for i, d in zip(captured.inputs[3:], data, strict=False)})
+    (node,) = list_document_attentions(captured.graph)
+    if name != "three kinds":  # whose documents are other ones in the data
+        assert tuple(node.args[4])[: len(expected)] == expected  # type: ignore[arg-type]
 
 
 class Flexible(nn.Module):

@@ -312,11 +312,21 @@ def _rows(flags: Tensor) -> Tensor:
 
 
 # Near misses: a softmax would not be the same.
+
+
+def _chunks() -> Tensor:
+    return torch.arange(LENGTH)[:, None] // 5 == torch.arange(LENGTH) // 5
+
+
 OTHERS: dict[str, Attend] = {
     "prefix of queries": _by_mask(lambda m: m.flags[:, None, :, None] | _causal()),
     "prefix of the row, not of the document": _by_mask(
         lambda m: _rows(m.flags) | (compare_documents(m.ids) & _causal())
     ),
+    "prefix of the document, not of the chunk": _by_mask(
+        lambda m: compare_documents(m.ids) & (_rows(m.flags) | (_chunks() & _causal()))
+    ),
+    "prefix of the row, not of the chunk": _by_mask(lambda m: _rows(m.flags) | (_chunks() & _causal())),
     "two prefixes": _by_mask(lambda m: (_rows(m.flags) | _causal()) & (_rows(~m.flags) | _causal())),
     "and of flags": _by_mask(lambda m: (_rows(m.flags) & _causal()) | torch.eye(LENGTH).bool()),
     "squared distance": _by_mask(lambda m: m.slopes[:, None, None] * DISTANCE**2 + HIDDEN),
@@ -329,6 +339,28 @@ OTHERS: dict[str, Attend] = {
     "another function": _by_scores(lambda s, m: torch.sin(s) + HIDDEN),
     "unmasked product": _by_scores(lambda s, m: s + HIDDEN),
 }  # fmt: skip
+
+
+def _sloped(slopes: Tensor) -> Tensor:
+    return slopes[:, None, None] * (torch.arange(LENGTH) - torch.arange(LENGTH)[:, None])
+
+
+CHUNKED: dict[str, Attend] = {
+    "cap": _by_scores(lambda s, m: torch.tanh(s).masked_fill(~(_chunks() & _causal()), -torch.inf)),
+    "cap and documents": _by_scores(
+        lambda s, m: torch.tanh(s).masked_fill(~(_chunks() & compare_documents(m.ids)), -torch.inf)
+    ),
+    "slopes": _by_mask(
+        lambda m: _sloped(m.slopes) + torch.where(_chunks() & _causal(), 0.0, -torch.inf).double()
+    ),
+    "prefix": _by_mask(lambda m: _chunks() & (_rows(m.flags) | _causal())),
+    "prefix and documents": _by_mask(lambda m: compare_documents(m.ids) & _chunks() & (_rows(m.flags) | _causal())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_changed_scores_and_prefixes_within_chunks(name: str):
+    assert _check(Attending(CHUNKED[name], _slopes()), _operands()) == SCORED
 
 
 @pytest.mark.parametrize("name", OTHERS)

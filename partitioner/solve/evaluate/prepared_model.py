@@ -32,6 +32,7 @@ from partitioner.passes.faults import typed_errors
 from partitioner.passes.ir.gradient_flow import freeze_unreached, mark_gradients
 from partitioner.passes.ir.model import Captured, FoldedModel, leaf_paths
 from partitioner.passes.normalize.document_masks import (
+    list_chunked_attentions,
     list_document_attentions,
     list_prefix_attentions,
     set_document_lengths,
@@ -189,20 +190,24 @@ class PreparedModel:
 
         Raises :class:`InputsError` if lengths were given and no attention is within documents.
         """
-        count = len(list_document_attentions(normal.graph))
+        chunked = len(list_chunked_attentions(normal))
+        count = len(list_document_attentions(normal.graph)) - chunked
         if not count and self.documents:
             raise InputsError(
                 f"documents has {format_plural(len(self.documents), 'length')}, but no attention of the model is "
                 "within documents: expected a mask that compares the documents of query and key; leave documents "
                 "out, or pass position_ids that restart at each document"
             )
-        if not count and not list_prefix_attentions(normal.graph):
+        if not count and not chunked and not list_prefix_attentions(normal.graph):
             return ()
         values = {}
         if self.given is None:  # otherwise inputs of another shape are without numbers
             leaves = (leaf for part in split_inputs(self.model, self.inputs) for leaf in leaf_paths(part))
             values = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta}
         lengths = set_document_lengths(normal, self.documents, values)
+        if not count and chunked:
+            mean = sum(lengths) / len(lengths)
+            return (f"{format_plural(chunked, 'attention call')} within chunks of {mean:.0f} positions in the mean",)
         if not count:
             return ()
         attended = f"{format_plural(count, 'attention call')} within documents"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-HIDDEN, HEADS, KV_HEADS, VOCAB, WINDOW = 32, 8, 4, 40, 3
+HIDDEN, HEADS, KV_HEADS, VOCAB, WINDOW, CHUNK = 32, 8, 4, 40, 3, 4
 LENGTHS = (5, 1, 7, 3, 9, 2, 4, 6, 8, 3)  # two rows of 24 positions
 ROW = 24
 
@@ -207,21 +207,72 @@ def restarted_window(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tens
     return attend_by_torch(q, k, v, compare_documents(changes.cumsum(-1)) & (query >= key) & (key > query - WINDOW))
 
 
+def chunked(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Chunks of positions, which restart in each document."""
+    changes = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+    shown = compare_documents(changes.cumsum(-1)) & compare_documents(positions // CHUNK)
+    return attend_by_torch(q, k, v, shown.tril())
+
+
+def chunked_indexed(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Chunks of a query's and a key's position, as mask functions of transformers compute them."""
+    ids = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    row, place = torch.arange(q.shape[0])[:, None, None, None], torch.arange(q.shape[2])
+    query, key = place[None, None, :, None], place[None, None, None, :]
+    of_query, of_key = positions[row, query], positions[row, key]
+    shown = (ids[row, query] == ids[row, key]) & (of_key // CHUNK == of_query // CHUNK) & (of_key <= of_query)
+    return attend_by_torch(q, k, v, shown)
+
+
+def chunked_added(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """A sum of additive masks of documents, chunks and earlier positions, in eager attention."""
+    ids = (positions == 0).cumsum(-1)
+    apart = [torch.where(compare_documents(x), 0.0, -1e30).to(q.dtype) for x in (ids, positions // CHUNK)]
+    later = torch.full((q.shape[2],) * 2, -math.inf, dtype=q.dtype).triu(1)
+    scores = q @ _repeated(k, q.shape[1]).mT * q.shape[-1] ** -0.5 + apart[0] + apart[1] + later
+    return scores.softmax(-1) @ _repeated(v, q.shape[1])
+
+
+def chunked_window(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """The difference of the numbers of chunks is 0, and a window."""
+    ids, chunks = (positions == 0).cumsum(-1), torch.div(positions, CHUNK, rounding_mode="floor")
+    apart = chunks[:, None, :, None] - chunks[:, None, None, :] != 0
+    distance = list_distances(q.shape[2])
+    return attend_by_torch(q, k, v, compare_documents(ids) & ~apart & (distance >= 0) & (distance < WINDOW))
+
+
+def row_chunked(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Chunks of positions in the row, of which the first and the last one are shorter, and documents."""
+    place = torch.arange(q.shape[2])
+    same = (place[:, None] + 2) // CHUNK == (place + 2) // CHUNK
+    return attend_by_torch(q, k, v, compare_documents(ids).tril() & same)
+
+
+def only_chunked(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Chunks of positions in the row; a row is one document."""
+    place = torch.arange(q.shape[2])
+    return attend_by_torch(q, k, v, (place[:, None] // CHUNK == place // CHUNK) & (place[:, None] >= place))
+
+
 _BY_IDS = (
     boolean, additive, subtracted, hidden, chosen, indexed, triangular, lower, window, both_ways, eager,
     eager_factor_last, differing, magnitude, logarithm, product, assigned, least, chosen_from_mask, copied, each_head,
     joined, joined_eager, einsum, einsum_groups, broadcast_groups,
 )  # fmt: skip
 BY_IDS: dict[str, Attend] = {f.__name__: f for f in _BY_IDS}
-BY_POSITIONS: dict[str, Attend] = {f.__name__: f for f in (restarted, restarted_window)}
+_BY_POSITIONS = restarted, restarted_window, chunked, chunked_indexed, chunked_added, chunked_window
+BY_POSITIONS: dict[str, Attend] = {f.__name__: f for f in _BY_POSITIONS}
 NOTATIONS = BY_IDS | BY_POSITIONS
+# What these attend to depends on where documents begin, so that documents have other results alone.
+BY_ROWS: dict[str, Attend] = {f.__name__: f for f in (row_chunked, only_chunked)}
 
 
 def attend_alone(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The attention of one document alone, under the mask ``name`` without other documents."""
-    if "window" in name:
-        distance = list_distances(q.shape[2])
-        return attend_by_torch(q, k, v, (distance >= 0) & (distance < WINDOW))
+    distance, chunks = list_distances(q.shape[2]), torch.arange(q.shape[2]) // CHUNK
+    if "window" in name or "chunked" in name:
+        shown = (distance >= 0) & (distance < (WINDOW if "window" in name else q.shape[2]))
+        return attend_by_torch(q, k, v, shown & (chunks[:, None] == chunks) if "chunked" in name else shown)
     return F.scaled_dot_product_attention(q, k, v, is_causal=name != "both_ways", enable_gqa=True)
 
 
@@ -238,7 +289,7 @@ class PackedLayer(nn.Module):
     def forward(self, x: Tensor, data: Tensor | None) -> Tensor:
         y = self.norm(x)
         q, k, v = (p(y).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        a = attend_alone(self.name, q, k, v) if data is None else NOTATIONS[self.name](q, k, v, data)
+        a = attend_alone(self.name, q, k, v) if data is None else (NOTATIONS | BY_ROWS)[self.name](q, k, v, data)
         x = x + self.o(a.transpose(1, 2).flatten(2))
         return x + self.down(F.silu(self.up(self.norm2(x))))
 

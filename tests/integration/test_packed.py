@@ -56,6 +56,14 @@ def targets_of(plan: Plan) -> set[str]:
     return {str(n.get("target")) for b in plan.program.blocks.values() for n in b.nodes}
 
 
+def has_no_mask(plan: Plan) -> bool:
+    """Whether no tensor of the plan has an element for each pair of positions."""
+    shapes = [
+        tuple(n["val"][0]) for b in plan.program.blocks.values() for n in b.nodes if isinstance(n.get("val"), list)
+    ]
+    return bool(shapes) and not any(s[-2:] == (ROW, ROW) for s in shapes)
+
+
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     return max(float((found[n] - expected[n]).abs().max() / (1 + expected[n].abs().max())) for n in found)
@@ -131,6 +139,7 @@ def test_chunks_of_rows(name: str, fixed: dict[str, Any], ranks: partitioner.Loc
     plan = plan_of(model, **fixed)
     context = "context_" if fixed.get("context") in ("ring", "all_gather") else ""
     assert f"partition.{context}document_attention.default" in targets_of(plan)
+    assert has_no_mask(plan)
     for order in PACKINGS[:2]:
         batch = pack(DOCUMENTS, order)
         run = partitioner.run_local(plan, model, batch, ranks=ranks, timeout=120)
@@ -144,10 +153,7 @@ def test_no_notation_leaves_a_mask(name: str):
     model = PackedDecoder(name)
     plan = plan_of(model)
     assert "partition.document_attention.default" in targets_of(plan)
-    shapes = [
-        tuple(n["val"][0]) for b in plan.program.blocks.values() for n in b.nodes if isinstance(n.get("val"), list)
-    ]
-    assert shapes and not any(s[-2:] == (ROW, ROW) for s in shapes)
+    assert has_no_mask(plan)
     for order in PACKINGS[:2]:
         check_packing(partitioner.run_threads(plan, model, pack(DOCUMENTS, order)), model, order)
 
@@ -173,7 +179,7 @@ def test_recurrences_and_convolutions_restart(fixed: dict[str, Any], ranks: part
 def _hub_model(kind: str, attention: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False, attn_implementation=attention, max_position_embeddings=64,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -181,7 +187,7 @@ def _hub_model(kind: str, attention: str) -> nn.Module:
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     if kind == "mistral":
         return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=3))
-    more = dict(intermediate_size_mlp=48, num_local_experts=2, head_dim=8, attention_chunk_size=4)
+    more = dict(intermediate_size_mlp=40, num_local_experts=2, head_dim=8, attention_chunk_size=4)
     layers = dict(no_rope_layers=[1, 0], interleave_moe_layer_step=2)  # chunks in the first layer, experts in the other
     config = transformers.Llama4TextConfig(**sizes, **more, **layers, pad_token_id=0)
     return transformers.Llama4ForCausalLM(config)
@@ -239,6 +245,7 @@ def test_models_that_read_restarting_positions(
         "partition.document_attention.default",
         "partition.context_document_attention.default",
     }
+    assert has_no_mask(plan)
     for order in PACKINGS[:3]:
         run = partitioner.run_local(plan, model, _hub_batch(order), precision="fp64", ranks=ranks, timeout=120)
         with keep_in_float64():

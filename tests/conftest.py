@@ -100,6 +100,6 @@ def pytest_collection_finish() -> None:
 def without_baselines() -> Iterator[None]:
     """For tests of what plans compute: the search is complete, but a report has nothing to compare the plan with."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("compare_standard_layouts", "without_laggards", "faster_batches"):
+        for name in ("compare_standard_layouts", "without_laggards", "faster_batches", "faster_with_offload"):
             patch.setattr(search, name, lambda *_, **__: ())
         yield

@@ -329,6 +329,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("throughput", throughput_text(plan)),
         ("fewer devices", fewer_text(plan)),
         ("another batch", other_batch_text(plan)),
+        ("with offload", offload_alternative_text(plan)),
         ("MFU", mfu_text(plan)),
         ("bubble", waiting_text(plan)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
@@ -422,6 +423,19 @@ def fewer_text(plan: Plan) -> str:
     mesh = best.candidate.mesh if best.candidate is not None else {}
     ranks = math.prod(size for axis, size in mesh.items() if axis != "ep")
     return f"on {ranks:,} of the {plan.world_size:,} a step takes {seconds_text(seconds)}, {less} ({mesh_text(mesh)})"
+
+
+def offload_alternative_text(plan: Plan) -> str:
+    """Return a text that gives the step time of the plan with optimizer states in host memory that the search found,
+    compared with ``plan``, which has no offload; empty if none was found.
+    """
+    found = next((b for b in plan.certificate.baselines if b.offload and not plan.offload), None)
+    if found is None or found.candidate is None or not found.candidate.step_time:
+        return ""
+    seconds, mesh = found.candidate.step_time, mesh_text(found.candidate.mesh)
+    less = format_percent(1 - seconds / plan.certificate.objective)
+    kinds = "+".join(found.offload)
+    return f'{format_offload(found)} a step takes {seconds_text(seconds)}, {less} less ({mesh}): offload="{kinds}"'
 
 
 def other_batch_text(plan: Plan) -> str:

@@ -981,8 +981,8 @@ def _permute(graph: fx.Graph, node: fx.Node, order: list[int], like: fx.Node) ->
     if len(moved) == 2 and node.target is aten.transpose.int and sorted(d % rank for d in node.args[1:]) == moved:  # type: ignore[operator]
         return node.args[0]  # type: ignore[return-value]
     if len(moved) == 2:
-        return insert_operator_node(graph, aten.transpose.int, (node, *moved), like=like)
-    return insert_operator_node(graph, aten.permute.default, (node, order), like=like)
+        return _insert_like(like, graph, aten.transpose.int, (node, *moved))
+    return _insert_like(like, graph, aten.permute.default, (node, order))
 
 
 def _reshape(graph: fx.Graph, node: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
@@ -994,7 +994,17 @@ def _reshape(graph: fx.Graph, node: fx.Node, sizes: list[int], like: fx.Node) ->
         source = source.args[0]  # type: ignore[assignment]
     if list_node_sizes(source) == sizes:
         return source
-    return insert_operator_node(graph, aten.reshape.default, (node, sizes), like=like)
+    return _insert_like(like, graph, aten.reshape.default, (node, sizes))
+
+
+def _insert_like(
+    like: fx.Node, graph: fx.Graph, target: Callable[..., object], arguments: tuple[object, ...]
+) -> fx.Node:
+    """Insert the operator ``target`` with ``arguments`` at the insertion point of ``graph``, and return its node. It
+    gets all metadata of ``like`` except the tensor, such as the modules in which it is called."""
+    made = insert_operator_node(graph, target, arguments)
+    made.meta.update({key: value for key, value in like.meta.items() if key != "val"})
+    return made
 
 
 def _replace_arranged(
@@ -1003,8 +1013,8 @@ def _replace_arranged(
     """Replace ``node``, the result of an eager attention in ``graph``, in place, by the first result of the operator
     ``target`` with ``arguments``, reshaped and permuted as ``dims`` says."""
     with graph.inserting_before(node):
-        made = insert_operator_node(graph, target, arguments, like=node)
-        out = insert_operator_node(graph, operator.getitem, (made, 0), like=node)
+        made = _insert_like(node, graph, target, arguments)
+        out = _insert_like(node, graph, operator.getitem, (made, 0))
         moved = _reshape(graph, out, dims.sizes, node)
         moved = _permute(graph, moved, [dims.order.index(c) for c in dims.made], node)
     node.replace_all_uses_with(moved)

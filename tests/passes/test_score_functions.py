@@ -29,8 +29,10 @@ from partitioner.passes.ops.attention import (
     split_positions,
 )
 from partitioner.passes.ops.score_changes import choose_block_size
+from partitioner.passes.shard.fold import fold
 from tests.helpers.attention.packed_models import compare_documents
 from tests.helpers.attention.score_models import HEADS, KV_HEADS, NOTATIONS, Attend, Marks, make_batch
+from tests.helpers.models import CASES
 from tests.helpers.normal_forms import operators
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -391,3 +393,17 @@ def test_pairs_that_a_prefix_shows_are_counted(name: str, shown: Callable[[Tenso
     assert node.args[7] == round(int(pairs.sum()) / len(ids))
     set_document_lengths(captured, (), {})
     assert node.args[7] == -1
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma2-untied"])
+def test_an_attention_stays_in_the_layer_that_computes_its_operands(family: str):
+    """Its node has the module path of the operators that it replaces, so that layers are folded as wholes."""
+    case = CASES[family]
+    blocks = fold(normalize(capture(case.build(), case.inputs(2)))).blocks.values()
+    found = 0
+    for block in blocks:
+        names = [str(node.target) for node in block.graph.nodes if node.op == "call_function"]
+        attentions = sum("partition.scored_attention" in name for name in names)
+        found += attentions
+        assert sum("aten.linear" in name for name in names) >= attentions
+    assert found

@@ -35,7 +35,14 @@ from partitioner.solve.search.outcomes import (
     list_solved_candidates,
 )
 from partitioner.solve.search.outside_search import PATIENCE, BestSchedule, list_promising_candidates, without_limit
-from partitioner.solve.search.smaller_clusters import JobOf, faster_batches, is_even, without_laggards
+from partitioner.solve.search.smaller_clusters import (
+    JobOf,
+    faster_batches,
+    faster_with_offload,
+    is_even,
+    is_offload_worth_trying,
+    without_laggards,
+)
 from partitioner.solve.search.space import SearchSpace, beyond_the_bound, build_search_space, left_out, list_candidates
 from partitioner.solve.search.warm_start import WarmStart
 from partitioner.solve.sharding.context_parallel import check_algorithm
@@ -244,7 +251,7 @@ def _search_candidates(
 
     def others() -> tuple[Baseline, ...]:
         """Return the outcomes of all alternatives with which the report compares the plan: well-known layouts, smaller
-        clusters, and other global batches."""
+        clusters, other global batches, and offload."""
         if not compare:
             return ()
         until = min(deadline, time.monotonic() + as_long_s)
@@ -262,16 +269,19 @@ def _search_candidates(
                 request.other_batch,
                 lambda *asked: find_best_report(until - time.monotonic(), *asked),
             )
+        hosted = faster_with_offload(
+            job, found.estimate, lambda *asked: find_best_report(until - time.monotonic(), *asked)
+        )
         tried = {s.name for s in always if offload and (s.excluded or not hosts)}
         alone = _plan_without_host_memory(job, tried) if tried else {}
         tuned_by = min(deadline, time.monotonic() + as_long_s)
         found_beside = compare_standard_layouts(always, rows, beside, offload, alone, tuned_by)
-        return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
+        return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer), *hosted)
 
     pinned = bool(job.constraints.offload) and not hosts
     unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
-    uneven = compare and not is_even(job.topology)
-    baselines = Future(others, worth_it=unknown or uneven, most_s=as_long_s)
+    alternatives = compare and (not is_even(job.topology) or is_offload_worth_trying(job, found.estimate))
+    baselines = Future(others, worth_it=unknown or alternatives, most_s=as_long_s)
     beyond = beyond_the_bound(space)
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."

@@ -1,8 +1,9 @@
-"""Find alternatives for the report that are faster: smaller clusters, and nearby global batches.
+"""Find alternatives for the report that are faster: smaller clusters, nearby global batches, and offload.
 
 A mesh uses all devices of its topology. A device that is slow, small or far away may cost more than it adds, and over
 slow links a part of the cluster may be faster alone. A global batch that does not divide over the devices leaves some
-of them idle; a nearby batch may take less time per sample.
+of them idle; a nearby batch may take less time per sample. If memory is so short that activations are recomputed,
+optimizer states in host memory may cost less time.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.passes.errors import PartitionError
-from partitioner.plan import WITHOUT, Baseline, Candidate
+from partitioner.plan import WITHOUT, Baseline, Candidate, Estimate
+from partitioner.runtime.program.program import Offload
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.regular import equal_levels
 from partitioner.solve.search.space import build_search_space, list_candidates
 from partitioner.topology import Topology
 from partitioner.topology.files import with_nodes
+from partitioner.topology.hosts import can_offload
 from partitioner.units import list_divisors
 
 _MOST = 3  # greatest number of smaller clusters that are planned
@@ -172,3 +175,34 @@ def faster_batches(job: Job, best_s: float, job_of: JobOf, best: Best) -> tuple[
         if candidate.step_time is not None and candidate.step_time < most_s:
             return (Baseline(name=f"A global batch of {batch:,}", candidate=candidate, global_batch=batch),)
     return ()
+
+
+_RECOMPUTED = 0.02  # least share of a step for recomputation at which offload is tried
+
+
+def is_offload_worth_trying(job: Job, estimate: Estimate) -> bool:
+    """Return whether optimizer states in host memory may make the step of the best plan shorter: the user left offload
+    free, hosts have memory for them, and the plan recomputes activations for a noticeable time. ``job``: the planning
+    problem (model, batch, cluster and constraints). ``estimate``: the times of a step of the plan."""
+    free = job.train and job.constraints.offload is None and not job.further_samples
+    recomputed = estimate.breakdown.get("recompute", 0.0) >= _RECOMPUTED * estimate.step_time
+    return free and recomputed and can_offload(job.topology)
+
+
+def faster_with_offload(job: Job, estimate: Estimate, best: Best) -> tuple[Baseline, ...]:
+    """Return the best plan that keeps optimizer states in host memory, if its step takes clearly less time, as a tuple
+    of one entry; empty if there is none. ``job``: the planning problem (model, batch, cluster and constraints).
+    ``estimate``: the times of a step of the best plan without offload. ``best``: returns the best plan of such a
+    problem, given the step time in seconds that the plan has to beat."""
+    kinds: tuple[Offload, ...] = ("optimizer",)
+    most_s = _WORTH * estimate.step_time
+    try:
+        hosted = replace(job, constraints=job.constraints.model_copy(update={"offload": kinds}))
+        if not is_offload_worth_trying(job, estimate) or _bound_job_seconds(hosted) >= most_s:
+            return ()
+        candidate = best(hosted, most_s)
+    except PartitionError:
+        return ()
+    if (candidate.step_time or math.inf) >= most_s:
+        return ()
+    return (Baseline(name="Offload of the optimizer", candidate=candidate, offload=kinds),)

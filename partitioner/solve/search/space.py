@@ -555,7 +555,7 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()
     if pinned.offload is None and can_offload(topology):
-        found["offload"] = "Offload to host memory was not tried, since plans were found without it."
+        found["offload"] = "Offload to host memory is not part of the search, since plans were found without it."
     if space.world_size == 1:
         return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:

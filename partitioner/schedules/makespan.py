@@ -96,18 +96,18 @@ def follow_all(
     in steady state, if a rank begins the next step as soon as it has finished its part of this one.
     """
     ends = not overlap_steps and bool(phases[:, :, _ENDS].any())
-    waits, fronts = waits_of(table, train, ends=ends), _find_fronts(SameObject(table), train, ends)
+    fronts = _find_fronts(SameObject(table), train, ends)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
     last = phases[:, :, _ENDS] if ends else np.zeros((*phases.shape[:2], 2))
     of_kinds = np.concatenate([np.stack(kinds, axis=2), last], axis=2).reshape(len(phases), -1)
     of_kinds = np.pad(of_kinds, ((0, 0), (0, 1))).T.copy()  # in the order of :func:`seconds_of`
     sent = phases[:, :, _SENT].reshape(len(phases), -1).T
     sent = np.concatenate([sent, np.zeros((1, len(phases)))]) if sent.any() else sent[:0]
-    most = max(1, _AT_ONCE // len(waits.before))
+    most = max(1, _AT_ONCE // len(fronts.before))
     taken = np.empty(len(phases))
     for first in range(0, len(phases), most):
         some = of_kinds[:, first : first + most]
-        begun = np.zeros((len(waits.last), some.shape[1]))
+        begun = np.zeros((len(fronts.last), some.shape[1]))
         for _ in range(_MOST_STEPS if overlap_steps else 1):
             ended = _compute_action_end_times(fronts, some, sent[:, first : first + most], begun)[fronts.last]
             paces, begun = ended - begun, ended
@@ -333,7 +333,7 @@ class _Fronts(NamedTuple):
     """Actions of a step in another order: in groups ("fronts") whose actions do not wait for each other, so that their
     end times can be computed at once.
 
-    ``starts``: index of the first action of each front, and the number of all actions at the end. The first front are
+    ``starts``: index of the first action of each front, and the number of all actions at the end. The first front has
     the entries that stand for the start of the step. The other fields are those of :class:`Waits`, in the new order and
     with the new indices.
     """

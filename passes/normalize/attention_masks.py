@@ -139,16 +139,24 @@ def replace_by_band_attention(graph: fx.Graph, node: fx.Node, band: Band) -> boo
     return True
 
 
+def insert_like(
+    like: fx.Node, graph: fx.Graph, target: Callable[..., object], arguments: tuple[object, ...]
+) -> fx.Node:
+    """Insert the operator ``target`` with ``arguments`` at the insertion point of ``graph``, and return its node. It
+    gets all metadata of ``like`` except the tensor, such as the modules in which it is called."""
+    made = insert_operator_node(graph, target, arguments)
+    made.meta.update({key: value for key, value in like.meta.items() if key != "val"})
+    return made
+
+
 def replace_attention(
     graph: fx.Graph, node: fx.Node, target: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:
     """Replace the attention ``node`` of ``graph``, in place, by the first result of the operator ``target``.
     ``arguments``: the arguments of ``target``."""
     with graph.inserting_before(node):
-        made = insert_operator_node(graph, target, arguments)
-        out = insert_operator_node(graph, operator.getitem, (made, 0))
-    for new in (made, out):
-        new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        made = insert_like(node, graph, target, arguments)
+        out = insert_like(node, graph, operator.getitem, (made, 0))
     node.replace_all_uses_with(out)
     graph.erase_node(node)
 

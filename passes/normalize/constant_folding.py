@@ -29,6 +29,7 @@ from partitioner.passes.normalize.mask_values import (
     GatheredValue,
     LookedUpValue,
     Value,
+    align_rank,
     compare_sums,
     exchange_last_dims,
     is_exchanged_value,
@@ -254,7 +255,7 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Value:
     if torch.broadcast_shapes(*(t.shape for t in tensors)).numel() > LIMIT:
         raise UnknownValueError
     result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
+    return align_rank(result, get_node_tensor(node).dim())
 
 
 def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> GatheredValue:
@@ -273,7 +274,7 @@ def _shift_gathered(node: fx.Node, a: Any, b: Any, *rest: Any) -> GatheredValue:
     if not whole or not exact or rest or node.kwargs or kind not in (add, subtract) or (kind is subtract and one is b):
         raise UnknownValueError
     rank = get_node_tensor(node).dim()
-    moved: GatheredValue = one.map_tensors(lambda t: _align_rank(t, rank))
+    moved: GatheredValue = one.map_tensors(lambda t: align_rank(t, rank))
     return moved.shift(other if kind is add else -other)
 
 
@@ -282,11 +283,6 @@ def preserves_integers(cast: fx.Node) -> bool:
     no number changes."""
     before, after = get_node_tensor(cast.args[0]).dtype, get_node_tensor(cast).dtype  # type: ignore[arg-type]
     return before in _INTEGERS and after in _INTEGERS and before.itemsize <= after.itemsize
-
-
-def _align_rank(tensor: Tensor, rank: int) -> Tensor:
-    """Return ``tensor`` with dims of size 1 added in front, so that it has ``rank`` dims in total."""
-    return tensor.reshape([1] * (rank - tensor.dim()) + list(tensor.shape))
 
 
 def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
@@ -390,7 +386,7 @@ def _combine_choices(
         hiding = shown.is_floating_point() and bool(shown == 0) and all(bool(r <= MASKED) for r in rest)
         if not (equal or hiding):
             continue
-        terms = tuple(map_condition(t, lambda x: _align_rank(x, rank)) for m in given for t in m.terms)
+        terms = tuple(map_condition(t, lambda x: align_rank(x, rank)) for m in given for t in m.terms)
         hidden = rest[0] if equal else torch.stack(rest).max()
         inexact = not equal or (bound and shown.dtype is not torch.bool)
         return _simplify_choice(ConditionalValue(terms, shown, hidden, inexact))
@@ -438,7 +434,7 @@ def require_additive(node: fx.Node, value: Any) -> ConditionalValue:
     if not isinstance(value, ConditionalValue) or value.shown != 0 or not value.hidden <= MASKED:
         raise UnknownValueError
     rank = get_node_tensor(node).dim()
-    terms = tuple(map_condition(t, lambda x: _align_rank(x, rank)) for t in value.terms)
+    terms = tuple(map_condition(t, lambda x: align_rank(x, rank)) for t in value.terms)
     return replace(value, terms=terms)
 
 
@@ -461,14 +457,14 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
         if terms is None:
             raise UnknownValueError
         width = get_node_tensor(node).dim()
-        return tuple(map_condition(t, lambda x: _align_rank(x, width)) for t in terms)
+        return tuple(map_condition(t, lambda x: align_rank(x, width)) for t in terms)
     given = a, b
     a, b = (torch.as_tensor(x) for x in given)
     if torch.broadcast_shapes(a.shape, b.shape).numel() <= LIMIT:
         return _evaluate_pointwise(node, *given)
     name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
     rank, kind = get_node_tensor(node).dim(), torch.result_type(a, b)
-    a, b = (widen_number_type(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
+    a, b = (align_rank(widen_number_type(x.to(kind)), rank) for x in (a, b))
     return (Comparison(name, a, b),)
 
 
@@ -490,7 +486,7 @@ def _add_integers(node: fx.Node, a: Any, b: Any) -> DataSum | None:
     found = None if one is None or other is None else one.add(other)
     rank = get_node_tensor(node).dim()
     many = found is None or len(found.parts) > _MOST_PARTS
-    return None if found is None or many else found.map_tensors(lambda t: _align_rank(t, rank))
+    return None if found is None or many else found.map_tensors(lambda t: align_rank(t, rank))
 
 
 _MOST_PARTS = 4  # most integers that depend on data in a sum; a distance within documents has four
@@ -514,7 +510,7 @@ def _look_up(node: fx.Node, table: Any, indices: list[Any]) -> DataSum | None:
     rank, known = get_node_tensor(node).dim(), [i for i in indices if isinstance(i, Tensor | GatheredValue)]
     if len(known) != len(list_node_sizes(source)) or not any(isinstance(i, GatheredValue) for i in known):
         return None
-    return DataSum((), ((1, LookedUpValue(source, tuple(known)).map_tensors(lambda t: _align_rank(t, rank))),))
+    return DataSum((), ((1, LookedUpValue(source, tuple(known)).map_tensors(lambda t: align_rank(t, rank))),))
 
 
 def _look_up_along(node: fx.Node, table: Any, dim: int, index: Any) -> DataSum | None:
@@ -571,9 +567,9 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and bool(one):
-            return map_value_parts(other, lambda t: _align_rank(t, get_node_tensor(node).dim()))
+            return map_value_parts(other, lambda t: align_rank(t, get_node_tensor(node).dim()))
     terms = _list_conditions(a) + _list_conditions(b)
-    return tuple(map_condition(t, lambda x: _align_rank(x, get_node_tensor(node).dim())) for t in terms)
+    return tuple(map_condition(t, lambda x: align_rank(x, get_node_tensor(node).dim())) for t in terms)
 
 
 def evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
@@ -589,7 +585,7 @@ def evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
         if torch.broadcast_shapes(condition.shape, one.shape, other.shape).numel() > LIMIT:
             raise UnknownValueError
         result: Tensor = torch.where(condition, one, other)
-        return result.reshape([1] * (rank - result.dim()) + list(result.shape))
+        return align_rank(result, rank)
     values = [condition, *(torch.as_tensor(x, dtype=dtype) if isinstance(x, int | float) else x for x in (a, b))]
     given = [_as_number(x) if _is_number(x) else _as_choice(x) for x in values]
     if given[0].is_bound:
@@ -668,7 +664,7 @@ def map_condition(condition: Condition, move: Callable[[Tensor], Tensor]) -> Con
 
 def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
     rank = get_node_tensor(node).dim()
-    return map_value_parts(value, lambda t: t.reshape([1] * (rank - t.dim()) + list(t.shape)))
+    return map_value_parts(value, lambda t: align_rank(t, rank))
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
@@ -684,7 +680,7 @@ def reshape_value(value: Value, old: Sequence[int], new: Sequence[int]) -> Value
     groups = _group_dims(old, new)
 
     def move(t: Tensor) -> Tensor:
-        t = _align_rank(t, len(old))
+        t = align_rank(t, len(old))
         before: list[int] = []
         after: list[int] = []
         for dims, sizes in groups:
@@ -730,7 +726,7 @@ def _evaluate_repeat(node: fx.Node, value: Value, times: list[int]) -> Value:
     sizes = list_node_sizes(node)
 
     def move(t: Tensor) -> Tensor:
-        t = _align_rank(t, len(sizes))
+        t = align_rank(t, len(sizes))
         return t.repeat([1 if size == 1 else count for size, count in zip(t.shape, times, strict=True)])
 
     return map_value_parts(value, move)
@@ -771,7 +767,7 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Any:
     if torch.broadcast_shapes(*(i.shape for i in used)).numel() > LIMIT:
         raise UnknownValueError
     result = source[tuple(used)]
-    return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
+    return align_rank(result, get_node_tensor(node).dim())
 
 
 def _evaluate_gather(node: fx.Node, source: Any, dim: int, index: Any) -> Value:

@@ -282,11 +282,16 @@ def _are_exchanged_arguments(one: Any, other: Any, values: Mapping[fx.Node, Any]
     return not isinstance(one, fx.Node) and not isinstance(other, fx.Node) and is_same_value(one, other)
 
 
+def align_rank(tensor: Tensor, rank: int) -> Tensor:
+    """Return ``tensor`` with dims of size 1 added in front, so that it has ``rank`` dims in total."""
+    return tensor.reshape([1] * (rank - tensor.dim()) + list(tensor.shape))
+
+
 def _are_exchanged(one: Tensor, other: Tensor) -> bool:
     """Return whether the tensor ``one`` is ``other`` with the last two dims exchanged. Missing dims in front have size
     1."""
     rank = max(2, one.dim(), other.dim())
-    one, other = (x.reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (one, other))
+    one, other = (align_rank(x, rank) for x in (one, other))
     return one.dtype == other.dtype and torch.equal(one, other.mT)
 
 
@@ -296,7 +301,7 @@ def exchange_last_dims(value: GatheredValue, rank: int) -> GatheredValue:
 
     def move(place: Tensor) -> Tensor:
         most = max(2, place.dim(), rank)
-        moved = place.reshape([1] * (most - place.dim()) + list(place.shape)).mT
+        moved = align_rank(place, most).mT
         return moved.reshape(moved.shape[most - rank :])
 
     return value.map_tensors(move)

@@ -30,6 +30,7 @@ from partitioner.passes.normalize import constant_folding as folding
 from partitioner.passes.normalize.attention_masks import (
     classify_mask,
     find_visibility_conditions,
+    insert_like,
     is_plain_attention,
     replace_attention,
     replace_mask,
@@ -43,7 +44,7 @@ from partitioner.passes.normalize.document_masks import (
     insert_document_ids,
     is_arange_along,
 )
-from partitioner.passes.normalize.mask_values import MASKED, Comparison, Condition, ConditionalValue
+from partitioner.passes.normalize.mask_values import MASKED, Comparison, Condition, ConditionalValue, align_rank
 from partitioner.passes.ops.attention import Band, get_band_limits
 from partitioner.passes.ops.documents import document_ops
 from partitioner.passes.ops.scored_attention import scored_ops
@@ -839,7 +840,7 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     value = evaluator.find_value(mask)
     if value is None or query[-2] != key[-2] or get_node_tensor(mask).dim() > 4:
         return False
-    form = classify_scores([_align_rank(value, 4)], query[1], query[-2])
+    form = classify_scores([folding.map_value_parts(value, lambda x: align_rank(x, 4))], query[1], query[-2])
     if form is None:
         return False
     if form.prefix is None and form.slopes is None:  # drop_constant_masks finds such masks if constants are small
@@ -861,7 +862,7 @@ def _replace_joined(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
     if value is None or len({s[0] for s in shapes}) > 1 or shapes[0][1] != shapes[1][1] or _is_output(node):
         return False
     size, length = shapes[0][:2]
-    known = _align_rank(value, 3)
+    known = folding.map_value_parts(value, lambda x: align_rank(x, 3))
     rows = None if get_node_tensor(mask).dim() > 3 else _find_rows([known], size)
     if rows is None:
         return False
@@ -881,17 +882,6 @@ def _replace_joined(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
 
 def _is_output(node: fx.Node) -> bool:
     return any(user.op == "output" for user in node.users)
-
-
-def _align_rank(value: Any, rank: int) -> Any:
-    """Return ``value``, a mask of at most ``rank`` dims given as a tensor or a description of its elements, with dims
-    of size 1 added in front, so that it has ``rank``.
-    """
-
-    def move(x: Tensor) -> Tensor:
-        return x.reshape([1] * (rank - x.dim()) + list(x.shape))
-
-    return folding.map_value_parts(value, move)
 
 
 def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
@@ -981,8 +971,8 @@ def _permute(graph: fx.Graph, node: fx.Node, order: list[int], like: fx.Node) ->
     if len(moved) == 2 and node.target is aten.transpose.int and sorted(d % rank for d in node.args[1:]) == moved:  # type: ignore[operator]
         return node.args[0]  # type: ignore[return-value]
     if len(moved) == 2:
-        return _insert_like(like, graph, aten.transpose.int, (node, *moved))
-    return _insert_like(like, graph, aten.permute.default, (node, order))
+        return insert_like(like, graph, aten.transpose.int, (node, *moved))
+    return insert_like(like, graph, aten.permute.default, (node, order))
 
 
 def _reshape(graph: fx.Graph, node: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
@@ -994,17 +984,7 @@ def _reshape(graph: fx.Graph, node: fx.Node, sizes: list[int], like: fx.Node) ->
         source = source.args[0]  # type: ignore[assignment]
     if list_node_sizes(source) == sizes:
         return source
-    return _insert_like(like, graph, aten.reshape.default, (node, sizes))
-
-
-def _insert_like(
-    like: fx.Node, graph: fx.Graph, target: Callable[..., object], arguments: tuple[object, ...]
-) -> fx.Node:
-    """Insert the operator ``target`` with ``arguments`` at the insertion point of ``graph``, and return its node. It
-    gets all metadata of ``like`` except the tensor, such as the modules in which it is called."""
-    made = insert_operator_node(graph, target, arguments)
-    made.meta.update({key: value for key, value in like.meta.items() if key != "val"})
-    return made
+    return insert_like(like, graph, aten.reshape.default, (node, sizes))
 
 
 def _replace_arranged(
@@ -1013,8 +993,8 @@ def _replace_arranged(
     """Replace ``node``, the result of an eager attention in ``graph``, in place, by the first result of the operator
     ``target`` with ``arguments``, reshaped and permuted as ``dims`` says."""
     with graph.inserting_before(node):
-        made = _insert_like(node, graph, target, arguments)
-        out = _insert_like(node, graph, operator.getitem, (made, 0))
+        made = insert_like(node, graph, target, arguments)
+        out = insert_like(node, graph, operator.getitem, (made, 0))
         moved = _reshape(graph, out, dims.sizes, node)
         moved = _permute(graph, moved, [dims.order.index(c) for c in dims.made], node)
     node.replace_all_uses_with(moved)

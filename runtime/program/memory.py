@@ -171,12 +171,7 @@ def memory_moments(
     """
     holder = _MemoryCounter(facts, stage)
     for instruction in instructions:
-        holder.moments = []
-        peak, held = holder.run_instruction(instruction)
-        after = holder.build_moment()
-        if not holder.moments and peak > held:  # a copy is sent, so the data exists twice
-            holder.moments = [after._replace(gathered=after.gathered + peak - held)]
-        yield holder.moments, after
+        yield holder.list_moments(instruction)
 
 
 def find_fullest_moment(
@@ -321,6 +316,18 @@ class _MemoryCounter:
     def note_moment(self, call: int, recomputed: int = 0) -> None:
         if self.moments is not None:
             self.moments.append(self.build_moment(call, recomputed))
+
+    def list_moments(self, i: Instruction) -> tuple[list[MemoryMoment], MemoryMoment]:
+        """Count the bytes that the instruction ``i`` allocates and releases on this rank. Return the peak of each of
+        its calls (executions of blocks, such as layers), and the moment after the instruction. There are no peaks if
+        the memory is never higher than after the instruction.
+        """
+        self.moments = []
+        peak, held = self.run_instruction(i)
+        after = self.build_moment()
+        if not self.moments and peak > held:  # a copy is sent, so the data exists twice
+            self.moments = [after._replace(gathered=after.gathered + peak - held)]
+        return self.moments, after
 
     def run_instruction(self, i: Instruction) -> tuple[int, int]:
         """Count the bytes that the instruction ``i`` allocates and releases on this rank. Return the peak device bytes
@@ -571,19 +578,19 @@ class _MicrobatchHoldings:
 class _PeakFinder(_MemoryCounter):
     """Finds the moment of peak memory of one rank.
 
-    An instruction on a microbatch changes what the rank holds of this microbatch alone. The change depends only on the
-    earlier instructions on the same microbatch, which are nearly always those of other microbatches. So it is computed
-    once and then reused. This does not hold for totals (sums over the batch), for data in host memory, and for
-    gradients that ZeRO scatters; such instructions are followed one by one. ``working``: bytes of working memory of
-    each call of the stage while it runs.
+    An instruction on a microbatch changes only what the rank holds of this microbatch. The change depends only on the
+    earlier instructions on the same microbatch. All microbatches run nearly the same instructions, so a change is
+    computed for one microbatch and reused for the others. This does not hold for programs with totals (sums over the
+    batch) or with data in host memory, and for backwards whose gradients ZeRO scatters: their instructions are counted
+    one by one. ``working``: bytes of working memory of each call of the stage while it runs.
     """
 
     def __init__(self, facts: ProgramFacts, stage: int, working: Sequence[int]) -> None:
         super().__init__(facts, stage)
         self.working = working
         self.most, self.most_total = (MemoryMoment(None, 0, 0), 0), 0
-        self.shortens = not self.totals and not facts.program.offload
-        self.nothing = _MicrobatchHoldings({}, ())
+        self.reuses_changes = not self.totals and not facts.program.offload
+        self.empty = _MicrobatchHoldings({}, ())
         self.holdings: dict[int, _MicrobatchHoldings] = {}
         self.scatters = [not self.passing.isdisjoint(call.adds) for call in self.calls]
 
@@ -591,20 +598,20 @@ class _PeakFinder(_MemoryCounter):
         """Return the moment at which the rank holds the most bytes while it runs ``instructions``, and the bytes of
         working memory of the call (an execution of a block, such as a layer) that runs then."""
         for i in instructions:
-            if i.microbatch is None or not self.shortens:
-                self.run_whole_instruction(i)
+            if i.microbatch is None or not self.reuses_changes:
+                self.compare_moments(i)
                 continue
             if i.op in _WITHOUT_EFFECT:
                 continue
             key = i.op, i.calls, i.values, i.gradients
-            before = self.holdings.get(i.microbatch, self.nothing)
+            before = self.holdings.get(i.microbatch, self.empty)
             change = before.changes.get(key)
             if change is None or (i.op in ("B", "W") and i.calls is not None and any(self.scatters[slice(*i.calls)])):
                 self.holdings[i.microbatch] = self.follow_microbatch(before, key, i, change)
                 continue
             fullest, shared = change.fullest, self.shared_bytes
             if self.saved + self.flowing + shared + change.total > self.most_total:
-                self.note_total(
+                self.keep_fuller(
                     fullest._replace(
                         saved=self.saved + fullest.saved, gradients=self.flowing + fullest.gradients, gathered=shared
                     )
@@ -626,7 +633,7 @@ class _PeakFinder(_MemoryCounter):
         self.values.update({(name, number): uses for name, uses in before.values.items()})
         self.gradients.update((name, number) for name in before.gradients)
         saved, flowing = self.saved, self.flowing
-        moments = self.run_whole_instruction(i)
+        moments = self.compare_moments(i)
         uses = {name: count for (name, _), count in self.values.items() if count}
         left = _MicrobatchHoldings(uses, tuple(name for name, _ in self.gradients))
         self.values.clear()
@@ -641,20 +648,16 @@ class _PeakFinder(_MemoryCounter):
         )
         return left
 
-    def run_whole_instruction(self, i: Instruction) -> list[MemoryMoment]:
-        """Count the bytes that the instruction ``i`` allocates and releases. Return its moments: the peak of each of
-        its calls (executions of blocks, such as layers), and the end of the instruction."""
-        self.moments = []
-        peak, held = self.run_instruction(i)
-        after = self.build_moment()
-        if not self.moments and peak > held:  # a copy is sent, so the data exists twice
-            self.moments = [after._replace(gathered=after.gathered + peak - held)]
-        moments = [*self.moments, after]
-        for moment in moments:
-            self.note_total(moment)
-        return moments
+    def compare_moments(self, i: Instruction) -> list[MemoryMoment]:
+        """Count the bytes that the instruction ``i`` allocates and releases, and compare each of its moments with the
+        fullest one so far. Return the moments: the peaks of its calls (executions of blocks, such as layers), and the
+        end of the instruction."""
+        peaks, after = self.list_moments(i)
+        for moment in (*peaks, after):
+            self.keep_fuller(moment)
+        return [*peaks, after]
 
-    def note_total(self, moment: MemoryMoment) -> None:
+    def keep_fuller(self, moment: MemoryMoment) -> None:
         """Keep ``moment`` if the rank holds more bytes then than at all earlier moments, working memory included."""
         working = self.get_working_bytes(moment)
         total = moment.saved + moment.gradients + moment.recomputed + moment.gathered + working

@@ -49,9 +49,7 @@ _MOST_VARIABLES = 250_000  # of a program of which HiGHS finds no solution in a 
 _MOST_MERGED = 50_000  # variables of a program whose optimum need not be that of the problem
 _SETTLED_GAP = 0.005  # of the cost, where an assignment of merged nodes is not improved
 _SLOW_VARIABLES = 100_000  # of a program for which HiGHS needs tens of seconds
-_SLOW_MERGED = (
-    10_000  # variables of a program whose optimum need not be that of the problem, for which it needs seconds
-)
+_SLOW_MERGED = 10_000  # the same, of a program whose optimum need not be that of the problem
 _NEARLY_OPTIMAL = 5e-4  # of the cost: the gap of an assignment that such programs need not improve
 _FEW_LEFT = 0.5  # of the nodes, where nodes in equal surroundings are worth merging
 _TRIED_S = 25.0  # by HiGHS, of what can be settled otherwise
@@ -171,9 +169,9 @@ def solve_assignment(
     ``settle``: whether to accept a good assignment that is not proven to be optimal. Such an assignment is returned if
     the mixed-integer program has more than ``most_variables`` variables, if the solver finds nothing better in time, or
     if the program has more than ``slow_variables`` variables and the assignment is within 0.05 % of a bound. It comes
-    from a smaller problem or from a dual ascent with local improvement, and its lower bound from a
-    dual ascent. There is none if a resource limit restricts the choices. Raises :class:`InfeasibleAssignmentError` if
-    no assignment is allowed, and :class:`AssignmentTimeLimitError` if none was found in time.
+    from a smaller problem or from a dual ascent with local improvement, and its lower bound from a dual ascent. There
+    is none if a resource limit restricts the choices. Raises :class:`InfeasibleAssignmentError` if no assignment is
+    allowed, and :class:`AssignmentTimeLimitError` if none was found in time.
     """
     start = time.perf_counter()
     rows = list(problem.rows)

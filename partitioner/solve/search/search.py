@@ -249,6 +249,8 @@ def _search_candidates(
     search_s = time.monotonic() - start
     as_long_s = max(_LEAST_S, search_s)
 
+    tries_offload = compare and is_offload_worth_trying(job, found.estimate)
+
     def others() -> tuple[Baseline, ...]:
         """Return the outcomes of all alternatives with which the report compares the plan: well-known layouts, smaller
         clusters, other global batches, and offload."""
@@ -269,9 +271,13 @@ def _search_candidates(
                 request.other_batch,
                 lambda *asked: find_best_report(until - time.monotonic(), *asked),
             )
-        hosted = faster_with_offload(
-            job, found.estimate, lambda *asked: find_best_report(until - time.monotonic(), *asked)
-        )
+        hosted: tuple[Baseline, ...] = ()
+        if tries_offload:
+            hosted = faster_with_offload(
+                _with_offload(job, OFFLOAD_SETS[0]),
+                found.estimate.step_time,
+                lambda *asked: find_best_report(until - time.monotonic(), *asked),
+            )
         tried = {s.name for s in always if offload and (s.excluded or not hosts)}
         alone = _plan_without_host_memory(job, tried) if tried else {}
         tuned_by = min(deadline, time.monotonic() + as_long_s)
@@ -280,7 +286,7 @@ def _search_candidates(
 
     pinned = bool(job.constraints.offload) and not hosts
     unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
-    alternatives = compare and (not is_even(job.topology) or is_offload_worth_trying(job, found.estimate))
+    alternatives = tries_offload or (compare and not is_even(job.topology))
     baselines = Future(others, worth_it=unknown or alternatives, most_s=as_long_s)
     beyond = beyond_the_bound(space)
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import WITHOUT, Baseline, Candidate, Estimate
-from partitioner.runtime.program.program import Offload
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.regular import equal_levels
@@ -189,20 +188,17 @@ def is_offload_worth_trying(job: Job, estimate: Estimate) -> bool:
     return free and recomputed and can_offload(job.topology)
 
 
-def faster_with_offload(job: Job, estimate: Estimate, best: Best) -> tuple[Baseline, ...]:
-    """Return the best plan that keeps optimizer states in host memory, if its step takes clearly less time, as a tuple
-    of one entry; empty if there is none. ``job``: the planning problem (model, batch, cluster and constraints).
-    ``estimate``: the times of a step of the best plan without offload. ``best``: returns the best plan of such a
-    problem, given the step time in seconds that the plan has to beat."""
-    kinds: tuple[Offload, ...] = ("optimizer",)
-    most_s = _WORTH * estimate.step_time
+def faster_with_offload(hosted: Job, best_s: float, best: Best) -> tuple[Baseline, ...]:
+    """Return the best plan of ``hosted``, the planning problem with optimizer states in host memory, if its step takes
+    clearly less than ``best_s`` seconds, as a tuple of one entry; empty otherwise. ``best``: returns the best plan of
+    such a problem, given the step time in seconds that the plan has to beat."""
+    most_s = _WORTH * best_s
     try:
-        hosted = replace(job, constraints=job.constraints.model_copy(update={"offload": kinds}))
-        if not is_offload_worth_trying(job, estimate) or _bound_job_seconds(hosted) >= most_s:
+        if _bound_job_seconds(hosted) >= most_s:
             return ()
         candidate = best(hosted, most_s)
     except PartitionError:
         return ()
     if (candidate.step_time or math.inf) >= most_s:
         return ()
-    return (Baseline(name="Offload of the optimizer", candidate=candidate, offload=kinds),)
+    return (Baseline(name="Offload of the optimizer", candidate=candidate, offload=hosted.constraints.offload or ()),)

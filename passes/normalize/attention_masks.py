@@ -203,10 +203,13 @@ def classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docume
 
 
 def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: int) -> Band | DocumentMask | None:
-    """Return the range of key positions around its own that a query sees, if it sees the keys for which all
-    ``conditions`` hold, either anywhere or, as a :class:`DocumentMask`, within its chunk of positions. Return ``None``
-    for other conditions. A condition is a boolean or additive mask, or a comparison of two constant tensors.
-    ``queries``, ``keys``: the numbers of queries and of keys."""
+    """Return which keys a query sees if it sees the keys for which all ``conditions`` hold: a :class:`Band` if they are
+    a range of positions around its own, a :class:`DocumentMask` if they are a range within its chunk of positions.
+    Return ``None`` for other conditions.
+
+    A condition is a boolean or additive mask, or a comparison of two constant tensors. ``queries``, ``keys``: the
+    numbers of queries and of keys.
+    """
     ordered = [c for c in conditions if isinstance(c, Comparison) and c.compare not in ("eq", "ne")]
     bands = [_classify_terms(ordered, queries, keys)] if ordered or not conditions else []
     numbers: list[Tensor] = []
@@ -228,8 +231,9 @@ def _classify_conditions(conditions: Sequence[Condition], queries: int, keys: in
 
 
 def _find_equal_sides(term: Comparison, queries: int, keys: int) -> tuple[Tensor, Band] | None:
-    """Return (numbers ``[positions]``, a band without limits) if the comparison ``term`` holds exactly where a query
-    and a key have equal numbers; ``None`` otherwise. ``queries``, ``keys``: the numbers of queries and of keys."""
+    """Return the numbers ``[positions]`` by which the comparison ``term`` decides whether a query sees a key: exactly
+    if the two have equal numbers. They are returned with a :class:`Band` without limits, because the comparison sets no
+    other limit. Return ``None`` for any other comparison. ``queries``, ``keys``: the numbers of queries and of keys."""
     a, b = (_align_pair_dims(x) for x in (term.a, term.b))
     if a is None or b is None or term.compare != "eq" or queries != keys:
         return None
@@ -240,17 +244,18 @@ def _find_equal_sides(term: Comparison, queries: int, keys: int) -> tuple[Tensor
 
 
 def _align_pair_dims(x: Tensor) -> Tensor | None:
-    """Return ``x`` with the dims ``[queries, keys]``; ``None`` if it varies along other dims."""
+    """Return ``x``, one side of a comparison in an attention mask, with the two dims ``[queries, keys]`` alone. Return
+    ``None`` if it varies along another dim."""
     while x.dim() < 2:
         x = x.unsqueeze(0)
     return x.reshape(x.shape[-2:]) if x.numel() == x.shape[-1] * x.shape[-2] else None
 
 
 def _split_chunks(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Band] | None:
-    """Return (numbers of chunks ``[positions]``, band) if a query sees exactly the keys of its chunk that are in a band
-    around it; ``None`` for other masks. A chunk has consecutive positions. ``mask``: boolean (true: shown) or additive
-    (0: shown). ``queries``, ``keys``: the numbers of queries and of keys.
-    """
+    """Return two values if a query sees, under ``mask``, exactly the keys that are in its own chunk and in a range of
+    positions around it: the chunk number of each position, ``[positions]``, and this range. Return ``None`` for other
+    masks. A chunk has consecutive positions. ``mask``: boolean (true: shown) or additive (0: shown). ``queries``,
+    ``keys``: the numbers of queries and of keys."""
     found = _align_pair_dims(mask)
     if found is None or queries != keys or found.shape != (queries, keys):
         return None
@@ -271,9 +276,9 @@ def _split_chunks(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Band] 
 
 
 def _find_chunks(numbers: Sequence[Tensor]) -> Chunks | None:
-    """Return chunks of equal size, apart from the first and the last one of a row, so that two positions are in one of
-    them exactly if they have equal numbers in each of ``numbers``, integers ``[positions]``. Return ``None`` if there
-    are no such chunks."""
+    """Return the chunks into which the tensors ``numbers`` divide the positions of a row: two positions are in one
+    chunk exactly if they have equal numbers in each tensor. All chunks must have one size, apart from the first and the
+    last of a row; return ``None`` if they do not. ``numbers``: integer tensors ``[positions]``."""
     joined = torch.stack(list(numbers))
     length = joined.shape[1]
     ends = torch.cat([(joined[:, 1:] != joined[:, :-1]).any(0).nonzero()[:, 0] + 1, torch.tensor([length])])

@@ -4,8 +4,8 @@ A tensor is kept with size 1 in every dim along which it is constant. A comparis
 with a value that varies along another, such as ``column <= row`` of a causal mask, is kept as the two vectors. The cost
 of a mask thus grows with the length of the sequence, not with its square.
 
-:class:`MaskEvaluator` also follows integers that depend on data, such as the document of each position. It knows which
-element of which tensor of the graph each of them is, not the number.
+:class:`MaskEvaluator` also follows integers that depend on data, such as the document of each position. It describes
+each of them as a copy of a certain element of a tensor of the graph; the number itself is not known.
 """
 
 from __future__ import annotations
@@ -123,11 +123,13 @@ _MOST_DIMS = 4  # most dims of a data-dependent tensor that is followed
 
 
 class MaskEvaluator(ConstantEvaluator):
-    """Computes the values of nodes from which attention masks are made. Besides constants, it follows integers that
-    depend on data, such as the document of each position, as a :class:`GatheredValue`: it knows of which tensor and
-    which element each integer is a copy, but not the number. If no rule follows an integer tensor, such as a running
-    sum over data, its :class:`GatheredValue` refers to the tensor's own elements, or to those of a tensor of which it
-    is a copy with exchanged dims."""
+    """Computes descriptions of the elements of nodes from which attention masks are made. Besides constants, it follows
+    integers that depend on data, such as the document of each position: a :class:`GatheredValue` says of which element
+    of which tensor each integer is a copy, without its number.
+
+    If no rule follows an integer tensor, such as a running sum over data, its :class:`GatheredValue` refers to the
+    tensor's own elements, or to those of another tensor that is equal except that the last two dims are exchanged.
+    """
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:
         super().__init__(constants)
@@ -143,8 +145,13 @@ class MaskEvaluator(ConstantEvaluator):
         return self.describe_data(node) if value is None else value
 
     def describe_data(self, node: fx.Node) -> GatheredValue | None:
-        """Return :func:`describe_integers` of ``node``. If ``node`` is a sum or a difference of integers, or reads
-        elements of a table at indices that depend on data, the description has this, too."""
+        """Return a :class:`GatheredValue` (a description of an integer tensor by elements of a tensor of the graph) for
+        ``node``. Return ``None`` unless ``node`` is an integer tensor of one to four dims of at most ``LIMIT`` (2**22)
+        elements each.
+
+        The elements are those of ``node`` itself, or of an equal tensor with the last two dims exchanged. If ``node``
+        is a sum or difference of integers, or reads a table at indices that depend on data, the field ``sum`` says so.
+        """
         described = describe_integers(node)
         rule = _SUMS.get(node.target)
         if described is None:
@@ -161,10 +168,9 @@ class MaskEvaluator(ConstantEvaluator):
         return replace(described, sum=found)
 
     def _find_exchanged(self, node: fx.Node) -> GatheredValue | None:
-        """Return a :class:`GatheredValue` for ``node`` that refers to the elements of a node described before, of which
-        ``node`` is a copy with the last two dims exchanged, such as ``position // chunk`` of keys and of queries.
-        Return ``None`` if there is none.
-        """
+        """Return a :class:`GatheredValue` (a description of an integer tensor by elements of another tensor) for
+        ``node``, if a node that was described before has the same elements with the last two dims exchanged, as
+        ``position // chunk`` for keys and for queries. Return ``None`` if there is no such node."""
         sizes = _align_sizes(list_node_sizes(node))
         for other in self._described.get((node.target, sizes[:-2] + sizes[:-3:-1]), ()):
             if is_exchanged_value(node, other, self.values):
@@ -290,8 +296,8 @@ def _evaluate_choice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any
     hold, or a :class:`ConditionalValue`, which has one number where conditions hold and another elsewhere. The result
     is a mask, too.
 
-    ``args``, ``kwargs``: the values of the operands. Those that are not masks must be single numbers, or constants that
-    can be written as a mask. Raise :class:`UnknownValueError` if the result is not such a mask.
+    ``args``, ``kwargs``: the values of the operands. An operand that is not a mask must be a single number, or a
+    constant that can be written as a mask. Raise :class:`UnknownValueError` if the result is not such a mask.
     """
     dtype = get_node_tensor(node).dtype
     wide = [i for i, a in enumerate(args) if not _is_number(a)]
@@ -314,15 +320,17 @@ _MOST_CHOICES = 3  # most masks that one operator combines; where() of three mas
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether ``value`` is no tensor, or a constant of a single element."""
+    """Return whether ``value``, the known value of an operand, is a number or a constant tensor of a single element,
+    not a larger tensor or a description of one."""
     return not isinstance(value, Tensor | tuple | ConditionalValue | GatheredValue) or (
         isinstance(value, Tensor) and value.numel() == 1
     )
 
 
 def _as_choice(value: Any) -> ConditionalValue:
-    """Return ``value``, a mask or a constant, as a choice between two numbers by conditions. A constant must have two
-    numbers, or be an additive attention mask. Raise :class:`UnknownValueError` if that is not possible."""
+    """Return ``value``, a mask or a constant tensor, as a :class:`ConditionalValue`: one number where conditions hold,
+    another elsewhere. A constant must have exactly two different numbers, or be an additive attention mask (0, or -6e4
+    or less). Raise :class:`UnknownValueError` for any other value."""
     if isinstance(value, tuple):
         return ConditionalValue(value, _TRUE, _FALSE)
     if isinstance(value, ConditionalValue):
@@ -348,10 +356,11 @@ _ORDERS = frozenset(getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt
 
 
 def _keeps_bounds(node: fx.Node, args: tuple[Any, ...], masks: Sequence[ConditionalValue]) -> bool:
-    """Return whether the operator ``node``, computed with an upper bound on the hidden numbers of an additive mask,
-    gives an upper bound on its result; or the result itself, if ``node`` compares the mask with a larger number.
+    """Return whether the result of the operator ``node`` may be computed from an upper bound on the numbers by which an
+    additive mask hides scores. If ``node`` compares the mask with a larger number, the result is then exact; otherwise
+    it is an upper bound on the result.
 
-    ``args``: the values of the operands. ``masks``: those of them that are masks.
+    ``args``: the values of the operands. ``masks``: the operands that are masks.
     """
     kind = getattr(node.target, "overloadpacket", None)
     numbers = [float(a) for a in args if isinstance(a, bool | int | float | Tensor) and _is_number(a)]
@@ -365,12 +374,12 @@ def _keeps_bounds(node: fx.Node, args: tuple[Any, ...], masks: Sequence[Conditio
 def _combine_choices(
     masks: Sequence[ConditionalValue], compute: Callable[[Sequence[Tensor]], Tensor], rank: int
 ) -> Value:
-    """Return the value of an operator on ``masks`` as a choice between two numbers by the conditions of all of them.
+    """Return the result of an operator on ``masks``, each of which has one number where conditions hold and another
+    elsewhere, in this form, with the conditions of all masks. Raise :class:`UnknownValueError` if it has no such form.
 
-    The operator must give one number wherever not all conditions hold, or hide a score there. A mask of a single
-    condition may also be read the other way round, by the condition that it fails. ``compute``: returns the operator's
-    result for a number of each mask. ``rank``: the number of dims of the result. Raise :class:`UnknownValueError` if
-    there is no such choice.
+    Wherever not all conditions hold, the operator must give a single number, or numbers that hide a score (-6e4 or
+    less). A mask with a single condition may be negated: its two numbers are exchanged. ``compute``: returns the
+    operator's result for one number of each mask. ``rank``: the number of dims of the result.
     """
     bound = any(m.is_bound for m in masks)
     for given in itertools.product(*(_list_readings(m) for m in masks)):
@@ -394,8 +403,8 @@ def _combine_choices(
 
 
 def _list_readings(mask: ConditionalValue) -> list[ConditionalValue]:
-    """Return the ways to read ``mask`` as a choice: as it is, and by the condition that fails where its only condition
-    holds."""
+    """Return equivalent forms of ``mask``, which has one number where conditions hold and another elsewhere: the mask
+    itself and, if it has a single condition, the form with the negated condition and the two numbers exchanged."""
     if len(mask.terms) != 1 or mask.is_bound:
         return [mask]
     try:
@@ -469,7 +478,8 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _as_sum(value: Any) -> DataSum | None:
-    """Return ``value``, integers that depend on data or are constant, as a sum; ``None`` if it is no such integers."""
+    """Return ``value``, an integer, a constant integer tensor, or a description of integers that depend on data, as a
+    :class:`DataSum`; ``None`` for any other value."""
     if isinstance(value, GatheredValue):
         return value.as_sum()
     if isinstance(value, int) and not isinstance(value, bool):
@@ -478,8 +488,9 @@ def _as_sum(value: Any) -> DataSum | None:
 
 
 def _add_integers(node: fx.Node, a: Any, b: Any) -> DataSum | None:
-    """Return the sum or the difference ``node`` of two integer operands with the values ``a`` and ``b`` as a
-    :class:`DataSum`; ``None`` if an operand is not known."""
+    """Return the sum or the difference ``node`` of two integer operands with the values ``a`` and ``b``, some of which
+    depend on data, as a :class:`DataSum`. Return ``None`` if nothing is known of an operand, or if the sum has more
+    than four terms that depend on data."""
     one, other = (_as_sum(x) for x in (a, b))
     if other is not None and getattr(node.target, "overloadpacket", None) is aten.sub:
         other = other.negate()
@@ -503,8 +514,11 @@ def _take_magnitude(node: fx.Node, x: Any) -> DataSum | None:
 
 
 def _look_up(node: fx.Node, table: Any, indices: list[Any]) -> DataSum | None:
-    """Return the elements ``node`` of a table at ``indices``, of which one at least depends on data, as a
-    :class:`DataSum` of one summand; ``None`` if not all dims of the table are indexed by integers that are known.
+    """Return a description of the result of ``node``, which reads a table of the graph at ``indices``, as a
+    :class:`DataSum` with one term. Return ``None`` unless the value of the index of every dim of the table is known and
+    at least one of these depends on data.
+
+    ``indices``: for each dim of the table, the value of its index. ``table`` is not used.
     """
     source: Any = node.args[0]
     rank, known = get_node_tensor(node).dim(), [i for i in indices if isinstance(i, Tensor | GatheredValue)]
@@ -514,8 +528,9 @@ def _look_up(node: fx.Node, table: Any, indices: list[Any]) -> DataSum | None:
 
 
 def _look_up_along(node: fx.Node, table: Any, dim: int, index: Any) -> DataSum | None:
-    """Return the elements ``node`` that ``gather`` or ``index_select`` reads from a table along ``dim``, at an index
-    that depends on data, as a :class:`DataSum` of one summand; ``None`` if it is not known."""
+    """Return a description of the result of ``node``, a ``gather`` or ``index_select`` from a table of the graph along
+    ``dim``, as a :class:`DataSum` with one term. ``index``: the value of the index, which must depend on data. Return
+    ``None`` for other indices, or if the result differs from the table in the size of another dim."""
     sizes, found = list_node_sizes(node.args[0]), list_node_sizes(node)  # type: ignore[arg-type]
     along = dim % len(sizes)
     if any(a != b for d, (a, b) in enumerate(zip(sizes, found, strict=True)) if d != along):
@@ -620,9 +635,10 @@ def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
 
 
 def _evaluate_index_put(node: fx.Node, x: Any, indices: list[Any], value: Any, accumulate: bool = False) -> Value:
-    """Return the value of ``node``, which puts ``value`` where a boolean mask of the shape of its operand is true. The
-    operand has the value ``x``; ``indices`` has the value of the mask alone. Raise :class:`UnknownValueError` for
-    any other index."""
+    """Return the value of ``node``, which sets the elements of its operand to one number, ``value``, where a boolean
+    mask of the same shape is true. ``x``: the value of the operand. ``indices``: a list with the value of the mask.
+    Raise :class:`UnknownValueError` for an index that is not such a mask, for several numbers, or if ``accumulate`` is
+    true."""
     given: Any = node.args[1]
     mask = given[0]
     single = isinstance(value, Tensor) and value.numel() == 1
@@ -668,9 +684,9 @@ def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
-    """Return the value of ``node``, a reshape to the shape ``sizes`` of an operand with the value ``value``. Dims that
-    are joined or split are expanded in each tensor that varies along one of them. Raise :class:`UnknownValueError` if
-    such a tensor is too large."""
+    """Return the value of ``node``, a reshape to the shape ``sizes`` of an operand with the value ``value`` (a constant
+    tensor, or a description of the operand's elements). Dims that are joined or split are expanded in each tensor that
+    varies along one of them. Raise :class:`UnknownValueError` if such a tensor is too large."""
     return reshape_value(value, list_node_sizes(node.args[0]), list_node_sizes(node))  # type: ignore[arg-type]
 
 
@@ -721,8 +737,8 @@ def _group_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
 
 
 def _evaluate_repeat(node: fx.Node, value: Value, times: list[int]) -> Value:
-    """Return the value of ``node``, which repeats an operand with the value ``value`` ``times[d]`` times along dim
-    ``d`` of the result."""
+    """Return the value of ``node``, which repeats its operand ``times[d]`` times along dim ``d`` of the result.
+    ``value``: the value of the operand: a constant tensor, or a description of its elements."""
     sizes = list_node_sizes(node)
 
     def move(t: Tensor) -> Tensor:
@@ -733,8 +749,8 @@ def _evaluate_repeat(node: fx.Node, value: Value, times: list[int]) -> Value:
 
 
 def _evaluate_repeat_interleave(node: fx.Node, value: Value, times: int, dim: int) -> Value:
-    """Return the value of ``node``, which repeats each element of an operand with the value ``value`` ``times`` times
-    along ``dim``."""
+    """Return the value of ``node``, which repeats each element of its operand ``times`` times along ``dim``. ``value``:
+    the value of the operand: a constant tensor, or a description of its elements."""
     return map_value_parts(value, lambda t: t if t.shape[dim] == 1 else t.repeat_interleave(times, dim))
 
 
@@ -811,9 +827,9 @@ def _evaluate_cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
 
 
 def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
-    """Return the value of ``node``, a ``torch.diff`` of ``x``: the ``n``-th difference of neighbours along ``dim``.
-    ``x``: the value of the operand. ``prepend``, ``append``: values of tensors that are joined to ``x`` along ``dim``
-    first; ``None`` for none."""
+    """Return the value of ``node``, a ``torch.diff`` of a constant tensor ``x``: the ``n``-th difference of neighbours
+    along ``dim``. ``prepend``, ``append``: values of tensors that are joined to ``x`` along ``dim`` first; ``None`` for
+    none."""
 
     def whole(position: int, value: Any) -> Tensor | None:
         given = node.args[position] if len(node.args) > position else None

@@ -1,10 +1,11 @@
-"""Recognise attention masks that keep packed documents apart, by what they compare.
+"""Recognise attention masks that keep packed documents apart, from the conditions by which they show keys to queries.
 
-A mask shows a key to a query if both are in the same document, ``ids[query] == ids[key]``, and if constant conditions
-on their positions hold, such as ``key <= query``. The ids are integers that depend on data: an input, a running sum of
-the places where positions restart, or the result of a search in cumulated lengths. Any integers will do, because equal
-ones are the same document by definition. If a mask compares several kinds of integers, such as documents and chunks of
-positions, equal pairs of them are a document: ``partition::combine_ids`` numbers these pairs.
+Such a mask shows a key to a query if both are in the same document, ``ids[query] == ids[key]``, and if constant
+conditions on their positions hold, such as ``key <= query``. The ids are integers that depend on data: an input, a
+running sum of the places where positions restart, or the result of a search in cumulated lengths. By definition,
+positions with equal integers are one document. If a mask compares several kinds of integers, such as documents and
+chunks of positions, positions that are equal in all of them are one document: ``partition::combine_ids`` computes one
+id from several.
 
 Positions may themselves be data that restart at each document. ``positions[key] <= positions[query]`` says the same as
 ``key <= query`` within a document if the ids are proven to change wherever positions do not count up by one.
@@ -40,10 +41,12 @@ from partitioner.passes.ops.scored_attention import scored_ops
 
 
 class PairDims(NamedTuple):
-    """How a comparison of elements of one tensor at a query's and at a key's position reads this tensor.
+    """The dims of a tensor that a mask condition reads, where the condition compares the element at a query's position
+    with the element at a key's position, as ``ids[query] == ids[key]`` does.
 
-    ``position``: the dim of positions. ``batch``: the dim of rows of the batch; ``None`` if one row serves all.
-    ``span``: the first position that is read, and the one after the last; ``None`` for all of them.
+    ``position``: the index of the tensor's dim of positions. ``batch``: the index of its dim of batch rows; ``None`` if
+    all rows read the same elements. ``span``: the first position that is read, and the one after the last; ``None`` for
+    all of them.
     """
 
     position: int
@@ -52,15 +55,19 @@ class PairDims(NamedTuple):
 
 
 class DocumentIds(NamedTuple):
-    """Integers, one for each position of a row. ``source``: the node of a tensor that has them. ``dims``: its dims, and
-    the positions that are read."""
+    """Document ids: one integer for each position of a row; positions with equal integers belong to one document.
+
+    ``source``: the node of a tensor that contains the integers. ``dims``: its dims of positions and of batch rows, and
+    the positions that are read.
+    """
 
     source: fx.Node
     dims: PairDims
 
 
 class Chunks(NamedTuple):
-    """Chunks of ``size`` positions each: position ``i`` of a row of ``length`` is in chunk ``(i + offset) // size``."""
+    """Consecutive chunks of ``size`` positions each, into which a row of ``length`` positions is cut: position ``i``
+    (from 0) is in chunk ``(i + offset) // size``."""
 
     size: int
     offset: int
@@ -71,8 +78,9 @@ class DocumentMask(NamedTuple):
     """An attention mask by which a query sees the keys that are in its own document and in a range of positions around
     it. Several documents may be packed in one sequence.
 
-    ``ids``: positions of one document have equal integers in each of these. ``band``: how many positions before and
-    after its own a query sees. ``chunks``: positions of one document are also in one of these; ``None`` for no chunks.
+    ``ids``: one or more tensors of integers; two positions are in one document if they have equal integers in each.
+    ``band``: how many positions before and after its own a query sees. ``chunks``: chunks of positions at whose ends
+    documents end, too; ``None`` for no chunks.
     """
 
     ids: tuple[DocumentIds, ...]
@@ -80,7 +88,8 @@ class DocumentMask(NamedTuple):
     chunks: Chunks | None = None
 
     def key(self, rows: int) -> DocumentKey:
-        """Return what the document ids ``[rows, positions]`` depend on, as the key of a cache of them."""
+        """Return a hashable key for a cache of document ids ``[rows, positions]``: everything in this attention mask on
+        which these integers depend. ``rows``: the batch size."""
         return self.ids, self.chunks, rows
 
 
@@ -91,8 +100,8 @@ class DocumentTerms(NamedTuple):
     """An attention mask by which a query sees the keys that are in its own document and satisfy further conditions.
     Several documents may be packed in one sequence.
 
-    ``ids``: positions of one document have equal integers in each of these. ``terms``: the further conditions, which
-    depend on positions alone.
+    ``ids``: one or more tensors of integers; two positions are in one document if they have equal integers in each.
+    ``terms``: the further conditions, which depend on positions alone.
     """
 
     ids: tuple[DocumentIds, ...]
@@ -104,7 +113,7 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
     document only. Return ``None`` if the mask depends on data in another way, or not at all.
 
     ``terms``: the conditions of the mask, which must all hold where a key is shown. ``length``: the number of queries,
-    which is also that of keys.
+    equal to the number of keys.
     """
     data = [t for t in terms if isinstance(t, DataComparison | SumComparison)]
     same = [t for t in data if isinstance(t, DataComparison) and t.compare == "eq" and t.a.offset == t.b.offset]
@@ -127,18 +136,21 @@ def find_document_mask(terms: Sequence[Condition], length: int) -> DocumentTerms
 
 
 def _is_function_of(one: DocumentIds, other: DocumentIds) -> bool:
-    """Return whether positions of a row with equal integers in ``other`` have equal integers in ``one``."""
+    """Return whether the integers ``one`` are proven to be a function of the integers ``other``: two positions of a row
+    that have equal integers in ``other`` have equal integers in ``one``, too. Both have one integer for each
+    position."""
     return one.dims == other.dims and _depends_on_ids(one.source, other.source, other.dims.position)
 
 
 def _compare_within(
     term: DataComparison | SumComparison, ids: fx.Node, dims: PairDims, length: int
 ) -> Comparison | None:
-    """Return a comparison of constants that holds exactly where ``term`` holds, for a query and a key of one document.
-    Return ``None`` if there is none.
+    """Return a comparison of constants that can replace the mask condition ``term``, which compares integers that
+    depend on data: for a query and a key of one document, both are true or both are false. Return ``None`` if there is
+    none.
 
-    ``ids``: the node of the document ids. ``dims``: how the mask reads them. ``length``: the number of queries, which
-    is also that of keys.
+    ``ids``: the node of the document ids. ``dims``: the dims of ``ids`` that the mask reads. ``length``: the number of
+    queries, equal to the number of keys.
     """
     if isinstance(term, DataComparison):
         of = _find_pair_dims(term.a, term.b, length)
@@ -168,8 +180,9 @@ def _compare_within(
 
 
 def _compare_constants(compare: str, constants: Sequence[Tensor]) -> Comparison:
-    """Return the comparison of the sum of ``constants``, integers ``[..., queries, keys]``, with 0, in which what
-    varies along keys alone is on the left side."""
+    """Return the comparison of the sum of ``constants`` with 0, written with two sides: on the left the terms that vary
+    along keys alone, on the right the other terms with opposite sign. ``compare``: the comparison, such as ``le``.
+    ``constants``: integer tensors ``[..., queries, keys]``."""
     rank = max(2, *(c.dim() for c in constants)) if constants else 2
     by_key, rest = torch.zeros([1] * rank, dtype=torch.int64), torch.zeros([1] * rank, dtype=torch.int64)
     for constant in (c.reshape([1] * (rank - c.dim()) + list(c.shape)).long() for c in constants):
@@ -183,12 +196,12 @@ def _compare_constants(compare: str, constants: Sequence[Tensor]) -> Comparison:
 def _subtract_within(
     one: GatheredValue | LookedUpValue, other: GatheredValue | LookedUpValue, ids: fx.Node, dims: PairDims, length: int
 ) -> Tensor | None:
-    """Return ``one`` minus ``other``, two integers that depend on data, for a query and a key of one document, if the
-    difference is known. They are then functions of the document id, which is the same for both, or positions that
-    increase by one within a document. Return ``None`` otherwise.
+    """Return ``one`` minus ``other`` as a constant tensor, where both are integers that depend on data, but their
+    difference is known for a query and a key of one document. Return ``None`` if it is not known.
 
-    ``ids``: the node of the document ids. ``dims``: how the mask reads them. ``length``: the number of queries, which
-    is also that of keys.
+    It is known if both are the same function of the document id, or if they are positions that increase by one within a
+    document. ``ids``: the node of the document ids. ``dims``: the dims of ``ids`` that the mask reads. ``length``: the
+    number of queries, equal to the number of keys.
     """
     if isinstance(one, GatheredValue) and isinstance(other, GatheredValue) and is_same_value(one.source, other.source):
         of = _find_pair_dims(one, other, length)
@@ -246,12 +259,12 @@ def _depends_on_ids(node: fx.Node, ids: fx.Node, dim: int) -> bool:
 
 
 def _find_pair_dims(one: GatheredValue, other: GatheredValue, length: int) -> PairDims | None:
-    """Return how a comparison of ``one`` and ``other``, elements of one tensor, reads this tensor. It must compare the
-    element at the query's position with the element at the key's position, in the same row, as a test of whether query
-    and key are in one document does. Return ``None`` for any other comparison.
+    """Return which dims of a tensor a comparison of two of its elements reads, if the comparison is of the element at
+    the query's position with the element at the key's position, in the same batch row, as ``ids[query] == ids[key]``
+    is. Return ``None`` for any other comparison.
 
-    ``one``, ``other``: with the dims ``[batch, heads, queries, keys]``. ``length``: the number of queries, which is
-    also that of keys.
+    ``one``, ``other``: the compared elements, described by index tensors with the dims ``[batch, heads, queries,
+    keys]``. ``length``: the number of queries, equal to the number of keys.
     """
     position, batch, span = None, None, None
     for dim, size in enumerate(list_node_sizes(one.source)):
@@ -340,7 +353,7 @@ def _find_last_placeholder(graph: fx.Graph, node: fx.Node | None) -> fx.Node:
 
 def _insert_chunk_numbers(graph: fx.Graph, chunks: Chunks, rows: int) -> fx.Node:
     """Insert operators into ``graph`` that compute the number of the chunk of each position, ``[rows, positions]``, and
-    return the node of the result. ``rows``: the batch size."""
+    return the node of the result. ``chunks``: how a row of positions is cut into chunks. ``rows``: the batch size."""
     last = _find_last_placeholder(graph, None)
     stop = chunks.offset + chunks.length
     with graph.inserting_after(last):
@@ -388,7 +401,8 @@ def _insert_rows(graph: fx.Graph, ids: DocumentIds, rows: int) -> fx.Node:
 
 
 def _insert_span(graph: fx.Graph, source: fx.Node, dim: int, span: tuple[int, int]) -> fx.Node:
-    """Insert the slice ``span`` of ``source`` along ``dim`` into ``graph``, and return its node."""
+    """Insert a slice of ``source`` along ``dim`` into ``graph``, and return its node. ``span``: the first index of the
+    slice, and the index after its last."""
     with graph.inserting_after(_find_last_placeholder(graph, source)):
         found = insert_operator_node(graph, aten.slice.Tensor, (source, dim, *span, 1))
     found.meta.update({k: v for k, v in source.meta.items() if k != "val"})
@@ -488,8 +502,8 @@ def list_prefix_attentions(graph: fx.Graph) -> list[fx.Node]:
 
 
 def list_chunked_attentions(captured: Captured) -> list[fx.Node]:
-    """Return those of :func:`list_document_attentions` of the graph of ``captured`` (a model as one graph) whose
-    documents are constant: chunks of positions, which do not depend on inputs."""
+    """Return the attention operators in the graph of ``captured`` (a model as one graph) that work within documents
+    with constant ids: a document is then a chunk of positions and does not depend on inputs."""
     constants = ConstantEvaluator(_list_known_values(captured, {}))
     nodes = list_document_attentions(captured.graph)
     return [n for n in nodes if isinstance(constants.find_value(n.args[3]), Tensor)]  # type: ignore[arg-type]
@@ -505,9 +519,9 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
     tensors, or if the document ids depend on more than inputs and constants. If nothing was given and operators have
     different lengths, return those of the first operator whose documents depend on data.
 
-    Some attention is causal, or in a window, except for a prefix: marked keys that queries of their document see beyond
-    it. For such an operator, also store the mean number per row of pairs of a query and a key that it sees because of
-    the prefix alone, counted in ``inputs``; -1 if it is unknown.
+    Some attention is causal, or in a window, except for a prefix: marked keys that queries of their document see
+    outside of this range, too. For such an operator, also store the mean number per row of pairs of a query and a key
+    that it sees because of the prefix alone, counted in ``inputs``; -1 if it is unknown.
     """
     nodes = list_document_attentions(captured.graph)
     evaluator = ConstantEvaluator(_list_known_values(captured, inputs))
@@ -551,11 +565,10 @@ def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict
 
 
 def _count_prefix_pairs(evaluator: ConstantEvaluator, node: fx.Node) -> int:
-    """Return how many pairs of a query and a key of its document the attention ``node`` has because of its prefix, as
-    the mean over the rows of the batch; -1 if it is unknown. The prefix is the set of keys that queries of their
-    document see in a wider range of positions than other keys. ``evaluator``: computes the value of a node from
-    constants and given inputs.
-    """
+    """Return the mean number, per row of the batch, of query-key pairs that the attention ``node`` computes only
+    because of its prefix; -1 if it is unknown. The prefix is a set of keys that the queries of their document see in a
+    wider range of positions than other keys. ``evaluator``: computes the value of a node from constants and given
+    inputs."""
     ids, prefix = node.args[3:5]
     assert isinstance(prefix, fx.Node)
     flags = evaluator.find_value(prefix)
@@ -593,10 +606,13 @@ def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def _cut_documents(evaluator: ConstantEvaluator, ids: fx.Node, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return ``lengths``, the numbers of positions of documents, divided where the chunks of ``ids`` end. If there are
-    no lengths, but chunks, each row is one document. Chunks of positions that depend on data start anew in each
-    document. ``ids``: the node ``[batch, positions]`` of the document ids. ``evaluator``: computes the value of a node
-    from constants and given inputs."""
+    """Return the lengths of documents, in positions, after each document is cut at the ends of chunks of positions.
+
+    ``lengths``: the lengths before; if it is empty, each row is one document. ``ids``: the node ``[batch, positions]``
+    of the document ids, which may contain numbers of chunks. Chunks of positions that depend on data start anew in each
+    document. ``evaluator``: computes the value of a node from constants and given inputs. The result is empty if
+    ``lengths`` is empty and there are no chunks.
+    """
     found, row, pieces = list(lengths), list_node_sizes(ids)[1], list[int]()
     for size, numbers in sorted(_list_chunk_sizes(evaluator, ids), key=lambda each: each[1] is not None):
         start, pieces = 0, []
@@ -610,9 +626,9 @@ def _cut_documents(evaluator: ConstantEvaluator, ids: fx.Node, lengths: Sequence
 
 
 def _list_chunk_sizes(evaluator: ConstantEvaluator, ids: fx.Node) -> list[tuple[int, list[int] | None]]:
-    """Return (numbers of positions of a chunk, the constants whose quotients are the numbers of chunks, or ``None`` if
-    they are data) for each quotient that ``ids`` combines with other ids. ``evaluator``: as for
-    :func:`_cut_documents`."""
+    """Return a list with two values for each floor division ``numbers // size`` by which the document ids ``ids``
+    divide a row into chunks: the size of a chunk, in positions; and the list of the divided numbers of a row, or
+    ``None`` if they depend on data. ``evaluator``: computes the value of a node from constants and given inputs."""
     while ids.target in (aten.reshape.default, aten.expand.default, aten.permute.default, aten.to.dtype):
         ids = ids.args[0]  # type: ignore[assignment]
     if ids.target is document_ops.combine_ids.default:
@@ -628,9 +644,9 @@ def _list_chunk_sizes(evaluator: ConstantEvaluator, ids: fx.Node) -> list[tuple[
 
 
 def _count_documents(evaluator: ConstantEvaluator, ids: fx.Node) -> tuple[int, ...]:
-    """Return the numbers of positions of documents, that is, of runs of equal ids, row by row in the batch, until at
-    least 256 are found. Return an empty tuple if the ids are unknown. ``ids``: the node ``[batch, positions]`` of the
-    document ids. ``evaluator``: computes the value of a node from constants and given inputs."""
+    """Return the lengths of documents, in positions: those of the runs of equal integers in ``ids``, row by row in the
+    batch, until at least 256 are found. Return an empty tuple if the integers are unknown. ``ids``: the node ``[batch,
+    positions]`` of the document ids. ``evaluator``: computes the value of a node from constants and given inputs."""
     found = evaluator.find_value(ids)
     if not isinstance(found, Tensor):
         return ()

@@ -1,9 +1,9 @@
-"""What is known of the elements of a tensor that depends on positions and on data, without its numbers.
+"""Describe the elements of attention masks without creating the masks and without knowing the data.
 
-An attention mask is known by conditions that must all hold where a key is shown. A condition compares constants, or
-integers that depend on data. Such an integer is a copy of an element of a tensor of the graph (:class:`GatheredValue`),
-or an element of a table at such an index (:class:`LookedUpValue`). A sum of them and of constants is a
-:class:`DataSum`, such as the position in a document, ``key - starts[documents[key]]``.
+An attention mask is described by conditions that must all hold where a query sees a key. A condition compares
+constants, or integers that depend on data. Such an integer is described as a copy of an element of a tensor of the
+graph (:class:`GatheredValue`), or as an element of a table at such an index (:class:`LookedUpValue`). A sum of these
+and of constants is a :class:`DataSum`, such as the position in a document, ``key - starts[documents[key]]``.
 """
 
 from __future__ import annotations
@@ -162,8 +162,11 @@ class DataComparison:
 
 @dataclass(frozen=True, eq=False)
 class SumComparison:
-    """A comparison of a sum of integers that depend on data with 0: ``compare(total, 0)``, with ``compare`` as in
-    :class:`DataComparison`."""
+    """A condition of an attention mask that compares a sum of integers, some of which depend on data, with 0:
+    ``compare(total, 0)``.
+
+    ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``. ``total``: the sum.
+    """
 
     compare: str
     total: DataSum
@@ -205,10 +208,11 @@ _DEPTH = 12  # most operators in a row that are compared
 
 
 def is_same_value(one: Any, other: Any, depth: int = _DEPTH) -> bool:
-    """Return whether ``one`` and ``other``, two nodes or other arguments of operators, are computed in the same way
-    from the same nodes, so that they have the same value. Random numbers are the same only if their node is.
+    """Return whether ``one`` and ``other``, two nodes or other arguments of operators, have the same value because they
+    are computed by the same operators from the same nodes. Two different nodes that draw random numbers never count as
+    equal.
 
-    ``depth``: the most operators in a row that are compared; after these, only one node is the same as itself.
+    ``depth``: the largest number of operators in a row that are compared; beyond it, a node is equal only to itself.
     """
     if isinstance(one, fx.Node) and isinstance(other, fx.Node):
         if one is other:
@@ -236,11 +240,12 @@ def is_pointwise(target: Any) -> bool:
 
 
 def is_exchanged_value(one: fx.Node, other: fx.Node, values: Mapping[fx.Node, Any], depth: int = _DEPTH) -> bool:
-    """Return whether the tensor ``one`` is ``other`` with its last two dims exchanged, as what a mask computes for keys
-    is what it computes for queries. Both must be computed from the same tensors by the same operators of elements.
+    """Return whether it is proven that the tensor ``one`` is ``other`` with its last two dims exchanged. An example is
+    a number that a mask computes in the same way for each query (dim -2) and for each key (dim -1).
 
-    ``values``: what is known of the nodes that both depend on. ``depth``: the most operators in a row that are
-    compared.
+    The proof follows both tensors back, through equal pointwise operators and look-ups in equal tables, to tensors
+    whose elements are known to be exchanged. ``values``: node -> description of its elements, such as a constant
+    tensor. ``depth``: the largest number of operators in a row that are compared.
     """
     known, found = values.get(one), values.get(other)
     if isinstance(known, Tensor) or isinstance(found, Tensor):
@@ -272,8 +277,13 @@ def is_exchanged_value(one: fx.Node, other: fx.Node, values: Mapping[fx.Node, An
 
 
 def _are_exchanged_arguments(one: Any, other: Any, values: Mapping[fx.Node, Any], depth: int) -> bool:
-    """Return :func:`is_exchanged_value` of two arguments of operators, which may be lists of nodes; whether they are
-    equal if they are neither."""
+    """Return whether ``one`` and ``other``, corresponding arguments of two operators, are equal except that the last
+    two dims of the tensors are exchanged. Nodes, also in lists, are compared by :func:`is_exchanged_value`; all other
+    arguments must be equal.
+
+    ``values``: node -> description of its elements, such as a constant tensor. ``depth``: the largest number of
+    operators in a row that are compared.
+    """
     if isinstance(one, fx.Node) and isinstance(other, fx.Node):
         return is_exchanged_value(one, other, values, depth)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -288,16 +298,17 @@ def align_rank(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _are_exchanged(one: Tensor, other: Tensor) -> bool:
-    """Return whether the tensor ``one`` is ``other`` with the last two dims exchanged. Missing dims in front have size
-    1."""
+    """Return whether the tensor ``one`` equals ``other`` with its last two dims exchanged. A tensor with fewer dims
+    than the other one gets dims of size 1 in front."""
     rank = max(2, one.dim(), other.dim())
     one, other = (align_rank(x, rank) for x in (one, other))
     return one.dtype == other.dtype and torch.equal(one, other.mT)
 
 
 def exchange_last_dims(value: GatheredValue, rank: int) -> GatheredValue:
-    """Return the description of a tensor of ``rank`` dims that is the one which ``value`` describes, with its last two
-    dims exchanged; missing dims in front have size 1."""
+    """Return the description of a tensor that is ``x`` with its last two dims exchanged. ``value``: the description of
+    ``x``, whose elements are elements of another tensor. ``rank``: the number of dims of the result; where ``x`` has
+    fewer dims, it gets dims of size 1 in front."""
 
     def move(place: Tensor) -> Tensor:
         most = max(2, place.dim(), rank)
@@ -308,10 +319,11 @@ def exchange_last_dims(value: GatheredValue, rank: int) -> GatheredValue:
 
 
 def compare_sums(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] | None:
-    """Return conditions that all hold exactly where ``compare(a, b)`` is true. Return ``None`` if a query and a key
-    cannot have such a relation: the integers that depend on data must come in pairs of opposite signs.
+    """Return conditions that all hold exactly where ``compare(a, b)`` is true; ``None`` if there are none. ``a``,
+    ``b``: sums of integers that may depend on data. ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``.
 
-    ``compare``: ``eq``, ``ne``, ``lt``, ``le``, ``gt`` or ``ge``.
+    In ``a - b``, as many integers that depend on data must be added as are subtracted, and at least one, as in a
+    comparison of a query's position with a key's. If one of the two is an absolute value, the other must be a number.
     """
     if a.is_magnitude or b.is_magnitude:
         return _compare_magnitude(compare, a, b)
@@ -333,9 +345,9 @@ def compare_sums(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] 
 
 
 def _compare_magnitude(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] | None:
-    """Return conditions that all hold exactly where ``compare(a, b)`` is true. One of the two is the absolute value of
-    a sum, and the other a number. Return ``None`` in any other case, or if there are no such conditions.
-    """
+    """Return conditions that all hold exactly where ``compare(a, b)`` is true, if one of ``a`` and ``b`` is the
+    absolute value of a sum of integers and the other is a number. Return ``None`` for other operands, or if one list of
+    conditions that must all hold cannot express it, as for ``abs(x) > 2``."""
     if not a.is_magnitude:
         a, b, compare = b, a, {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(compare, compare)
     if b.is_magnitude or b.parts or any(c.numel() != 1 for c in b.constants):

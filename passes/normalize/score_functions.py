@@ -1,16 +1,17 @@
 """Replace attention with changed scores, or with a mask that shows prefixes, by ``partition::scored_attention``.
 
-The operator computes scores block by block. These are recognised, however the model computes them:
+The operator computes scores block by block. It replaces attention with one or more of these features, however the model
+computes them:
 
 * soft-capping: ``cap * tanh(score / cap)``;
 * ALiBi: a mask to which ``slopes * (key - query)`` is added, or ``slopes * key``, which gives the same weights;
-* a prefix: a boolean of the key, by which every query of the document sees it, *or* a causal condition or a window;
-  a window may also limit both.
+* a prefix: keys that every query of their document sees, in addition to the keys that a causal condition or a window
+  shows; a window may also limit both.
 
-Attention may be torch's operator with such a mask, or eager: a product, changes of the scores, a softmax and a product.
-``flex_attention`` with a score function is traced as the latter. Eager attention with none of the three, but within
-documents, is replaced by ``partition::document_attention``; any other stays as it is. Requires: a graph in normal form,
-in which :func:`drop_constant_masks` has replaced other masks.
+Attention may be torch's operator with such a mask, or eager, that is, written as a product, changes of the scores, a
+softmax and a product. ``flex_attention`` with a score function is traced as eager attention. Eager attention without
+these features, but within documents, is replaced by ``partition::document_attention``; any other stays as it is.
+Requires: a graph in normal form, in which :func:`drop_constant_masks` has replaced other masks.
 """
 
 from __future__ import annotations
@@ -192,10 +193,9 @@ def _describe_elements(node: fx.Node) -> ElementSource | None:
 
 
 def _align(node: fx.Node, value: Any) -> Any:
-    """Return ``value``, a tensor or a description of the elements of one, for an operand of ``node``, with dims of size
-    1 added in front, so that it has as many dims as the result of ``node``. A number and ``None`` are returned
-    unchanged.
-    """
+    """Return ``value``, a tensor or a description of the elements of a tensor, with dims of size 1 added in front, so
+    that it has as many dims as the result of the operator ``node``, which reads the tensor. A number and ``None`` are
+    returned unchanged."""
     rank = get_node_tensor(node).dim()
 
     def move(x: Tensor) -> Tensor:
@@ -246,11 +246,10 @@ def _evaluate_product(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _find_slopes(node: fx.Node, operand: Any, value: Any) -> ElementSource | None:
-    """Return an :class:`ElementSource` that says of which tensor of the graph the elements of ``operand``, an operand
-    of the product ``node``, are copies. It has as many dims as the result of ``node``. Return ``None`` if ``operand``
-    is not a floating-point tensor, or is neither constant nor such a copy. ``value``: what is known of the elements of
-    ``operand``: a tensor, an :class:`ElementSource`, or another description.
-    """
+    """Return an :class:`ElementSource` that describes ``operand``, an operand of the product ``node``, by elements of a
+    tensor of the graph. It has as many dims as the result of ``node``. Return ``None`` unless ``operand`` is a
+    floating-point tensor that is constant or has such a description. ``value``: the known description of ``operand``: a
+    constant tensor, an :class:`ElementSource`, or another one."""
     if not isinstance(operand, fx.Node) or not get_node_tensor(operand).is_floating_point():
         return None
     found = (
@@ -388,10 +387,9 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
 
 
 def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
-    """Return a description of the elements of ``node``, an operator that rearranges dims, if ``x`` describes its
-    operand by another object than a tensor, such as a :class:`HeadBias`; otherwise return ``None``. ``args``: the
-    further arguments of the operator.
-    """
+    """Return a description of the elements of ``node``, an operator that rearranges the dims of its operand, such as a
+    transpose. ``x``: the description of the operand. Return ``None`` if it is a tensor or a form that does not belong
+    to attention scores, because other rules handle these. ``args``: the further arguments of the operator."""
     if not isinstance(x, _DESCRIBED):
         return None
     if node.target in (aten.squeeze.dim, aten.squeeze.dims):
@@ -441,9 +439,8 @@ class ScoreForm(NamedTuple):
     def list_reach(self) -> list[list[int]]:
         """Return ``[[before, after]]``: how many positions before and after its own a query sees keys of the prefix
         (-1: no limit). The caller appends the elements of this list to the arguments of
-        ``partition::scored_attention``. It is empty without a prefix, or if a query sees keys of the prefix at all
-        positions.
-        """
+        ``partition::scored_attention``. The result is an empty list if there is no prefix, or if a query sees keys of
+        the prefix at all positions."""
         return [] if self.prefix is None or self.prefix.band.is_full else [list(get_band_limits(self.prefix.band))]
 
 
@@ -546,10 +543,10 @@ def _find_head_slopes(bias: HeadBias, heads: int, length: int, causal: bool) -> 
 
 # --- eager attention --------------------------------------------------------------------------------------------------
 class _Contraction(NamedTuple):
-    """A product of two tensors that sums over one dim, as in an einsum, with a letter for each dim.
+    """A product of two tensors that sums over one dim, written as in an einsum, with a letter for each dim.
 
-    ``operands``: the two nodes. ``labels``: the letters of each operand, in which dims that are broadcast have none.
-    ``made``: the letters of the result.
+    ``operands``: the two nodes. ``labels``: for each operand, a string with the letter of each dim; ``-`` stands for a
+    dim of size 1 that is broadcast. ``made``: the letters of the result.
     """
 
     operands: tuple[fx.Node, fx.Node]
@@ -561,7 +558,9 @@ _MATMULS = (aten.matmul.default, aten.bmm.default)
 
 
 def _read_contraction(node: fx.Node) -> _Contraction | None:
-    """Return what the matrix product or einsum ``node`` contracts; ``None`` if it is neither, or has no such form."""
+    """Return the operands of the matrix product or einsum ``node``, with a letter for each dim, as in an einsum. Return
+    ``None`` for another operator, for an einsum with a repeated letter or ``...``, or unless exactly one dim is summed
+    over."""
     given: Any = node.args
     if node.target is aten.einsum.default and len(given[1]) == 2:
         terms, arrow, made = given[0].replace(" ", "").partition("->")
@@ -593,11 +592,11 @@ class _EagerAttention:
     """An attention that the model writes as elementary operators: a product of queries and keys, changes of the scores,
     a softmax, and a product with the values.
 
-    ``scores``: the product of queries and keys. ``weighted``: the product of the weights with the values. ``masks``:
+    ``scores``: the product of queries and keys. ``weighted``: the product of the softmax with the values. ``masks``:
     for each mask or bias that is added to the scores, a tensor or a description of its elements, such as a
-    :class:`HeadBias`. A ``tanh`` may cap the scores: ``factor`` is the product of the numbers by which they are
-    multiplied after the ``tanh``, or of all such numbers if there is none. ``inner``: the product of the numbers before
-    the ``tanh``; ``None`` if there is none.
+    :class:`HeadBias`. ``factor``, ``inner``: the model may multiply the scores by numbers and apply ``tanh`` to them;
+    ``factor`` is the product of the numbers after the ``tanh`` (of all, if there is no ``tanh``), ``inner`` that of the
+    numbers before it (``None``, if there is no ``tanh``).
     """
 
     scores: _Contraction | None = None
@@ -614,9 +613,12 @@ class _EagerAttention:
 
 
 class _Operand(NamedTuple):
-    """An operand of an attention: ``node``, with a letter for each dim in ``labels``, which is to be permuted to the
-    order ``order`` and reshaped to ``sizes``, ``[batch, heads, positions, width]``. ``-`` in ``labels`` is a dim of
-    size 1, which is left out.
+    """An operand (queries, keys or values) of an eager attention, and how to bring it to the shape ``[batch, heads,
+    positions, width]``.
+
+    ``node``: its node. ``labels``: a letter for each of its dims; ``-`` is a dim of size 1, which is removed.
+    ``order``: the letters in the order to which the dims are then permuted. ``sizes``: the shape to which the result is
+    reshaped.
     """
 
     node: fx.Node
@@ -626,8 +628,11 @@ class _Operand(NamedTuple):
 
 
 class _AttentionDims(NamedTuple):
-    """The operands of an eager attention, and how its result is permuted: the letters ``made`` of the result of
-    ``[batch, heads, queries, width]``, which has the letters ``order`` and the sizes ``sizes`` before it is permuted.
+    """How an attention operator on four-dimensional tensors can replace an eager attention, whose tensors may have
+    other dims.
+
+    ``operands``: queries, keys and values, with the changes that they need. The operator's result is reshaped to
+    ``sizes``, whose dims have the letters ``order``, and then permuted to the order of the letters ``made``.
     """
 
     operands: tuple[_Operand, _Operand, _Operand]
@@ -637,11 +642,11 @@ class _AttentionDims(NamedTuple):
 
 
 def _arrange_dims(found: _EagerAttention, rows: int | None) -> _AttentionDims | None:
-    """Return how the operands and the result of the eager attention ``found`` become those of an attention operator.
-    Return ``None`` if they cannot.
+    """Return how an attention operator on tensors ``[batch, heads, positions, width]`` can replace the eager attention
+    ``found``: the changes of dims that its operands and its result need. Return ``None`` if this is not possible.
 
-    The scores are ``[batch, heads, queries, keys]``; the heads may be two dims, of which keys and values have the first
-    one alone. With one dim in front of queries, this is batch and heads: ``rows`` is the size of the batch.
+    In front of queries and keys, the scores may have one dim (batch and heads in one; ``rows`` is then the batch size),
+    two (batch, heads), or three (batch, and heads in two dims, of which keys and values may have the first alone).
     """
     assert found.scores is not None and found.weighted is not None
     outer, query_label, key_label = found.scores.made[:-2], *found.scores.made[-2:]
@@ -687,10 +692,9 @@ def _arrange_dims(found: _EagerAttention, rows: int | None) -> _AttentionDims | 
 
 
 def _match_eager(softmax: fx.Node, evaluator: ScoreEvaluator) -> tuple[_EagerAttention, fx.Node] | None:
-    """Return an attention that the model writes as elementary operators, and the node of its result. ``softmax``: the
-    node of the softmax of this attention. Return ``None`` if the operators around it are not those of an attention.
-    ``evaluator``: finds what is known of the elements of masks.
-    """
+    """Return an attention that the model writes as elementary operators, and the node of its result. Return ``None`` if
+    the operators around ``softmax`` are not those of an attention. ``softmax``: the node of the attention's softmax.
+    ``evaluator``: computes descriptions of the elements of masks."""
     rank = len(list_node_sizes(softmax))
     if softmax.target is not aten.softmax.int or not 3 <= rank <= 5 or softmax.args[1] not in (-1, rank - 1):
         return None
@@ -710,10 +714,12 @@ def _get_only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> bool:
-    """Store in ``found`` what the model does to the scores of an attention, by following the operators from ``node``,
-    the input of the softmax, back to the product of queries and keys. Return whether the operators were recognised:
-    after the product, first factors and a cap by ``tanh``, then masks and biases, which may be followed by factors if
-    there is no cap. ``evaluator``: finds what is known of the elements of masks.
+    """Store in ``found`` how the model changes the scores of an attention, by following the operators from ``node``,
+    the input of the softmax, back to the product of queries and keys. Return whether they have a form that can be
+    replaced.
+
+    This form is: the product, then factors and perhaps a cap by ``tanh``, then masks and biases; without a cap, factors
+    may also follow masks. ``evaluator``: computes descriptions of the elements of masks.
     """
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         target, args = node.target, node.args
@@ -764,9 +770,8 @@ def _scale_mask(value: Any, factor: float) -> Any:
 def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> fx.Node | None:
     """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, append the mask or bias to
     ``found.masks``, as a tensor or a description of its elements, and return the node of the scores before it. Return
-    ``None`` if ``node`` is another operator or nothing is known of the mask. ``evaluator``: finds what is known of the
-    elements of a mask.
-    """
+    ``None`` if ``node`` is another operator or nothing is known of the mask. ``evaluator``: computes descriptions of
+    the elements of masks."""
     args = node.args
     if node.target is aten.add.Tensor and not node.kwargs:
         for scores, mask in (args, args[::-1]):
@@ -825,9 +830,8 @@ def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor]) ->
 def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
     """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::scored_attention`` if
     its mask has an ALiBi bias or a prefix (keys that all queries of their document see). If its mask only shows
-    documents or a range of positions, remove the mask instead. Return whether anything was done. ``evaluator``: finds
-    what is known of the mask's elements. ``writer``: inserts further operands, such as document ids.
-    """
+    documents or a range of positions, remove the mask instead. Return whether anything was done. ``evaluator``:
+    computes a description of the mask's elements. ``writer``: inserts further operands, such as document ids."""
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if not isinstance(mask, fx.Node) or dropout:
@@ -853,8 +857,10 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
 
 
 def _replace_joined(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
-    """Do what :func:`_replace_masked` does for ``node``, whose queries, keys and values have one dim for batch and
-    heads, if its mask shows keys of the query's document only. ``evaluator``, ``writer``: as there."""
+    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::document_attention`` if
+    its mask shows keys of the query's own document only. Batch and heads are one dim of its queries, keys and values;
+    the new operands have two. Return whether it was replaced. ``evaluator``: computes a description of the mask's
+    elements. ``writer``: inserts the document ids."""
     given: Any = node.args
     mask: Any = given[3] if len(given) > 3 else node.kwargs.get("attn_mask")
     shapes = [list_node_sizes(x) for x in given[:3]]
@@ -888,9 +894,8 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
     """Replace an attention that the model writes as elementary operators, in place: by ``partition::scored_attention``
     if it caps its scores, has an ALiBi bias, or has a prefix (keys that all queries of their document see); otherwise
     by ``partition::document_attention`` if a query sees keys of its own document only. Return whether it was done.
-    ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: finds what is known of the
-    elements of masks. ``writer``: inserts further operands, such as document ids.
-    """
+    ``softmax``: the node in ``graph`` of the softmax of this attention. ``evaluator``: computes descriptions of the
+    elements of masks. ``writer``: inserts further operands, such as document ids."""
     matched = _match_eager(softmax, evaluator)
     if matched is None:
         return False
@@ -921,9 +926,10 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
 
 
 def _find_rows(masks: Sequence[Any], size: int) -> int | None:
-    """Return the batch size of an attention whose batch and heads are one dim of ``size`` elements: the number of
-    different rows of data that its ``masks`` read along this dim, or 1 if they read the same data for all. Return
-    ``None`` if the masks disagree."""
+    """Return the batch size of an attention that has batch and heads in one dim of ``size`` elements: the number of
+    different rows of a data-dependent tensor that its ``masks`` read along this dim; 1 if they read the same elements
+    everywhere. Return ``None`` if the masks read different numbers of rows. ``masks``: descriptions of the elements of
+    the masks."""
     counts: set[int] = set()
     for mask in masks:
         _collect_row_counts(mask, size, counts)
@@ -931,8 +937,9 @@ def _find_rows(masks: Sequence[Any], size: int) -> int | None:
 
 
 def _collect_row_counts(value: Any, size: int, counts: set[int]) -> None:
-    """Add to ``counts`` the number of different indices of each index tensor in ``value``, what is known of a mask,
-    that varies along the first of three dims alone. ``size``: the size of this dim."""
+    """Add a number to ``counts`` for each index tensor in the description ``value`` of a mask ``[batch and heads,
+    queries, keys]`` that varies along the first dim alone: the number of different indices in it. ``size``: the size of
+    this dim."""
 
     def look(x: Tensor) -> Tensor:
         if x.dim() == 3 and x.shape[0] == size != 1 and x.numel() == size:
@@ -943,14 +950,15 @@ def _collect_row_counts(value: Any, size: int, counts: set[int]) -> None:
 
 
 def _split_heads(masks: Sequence[Any], old: Sequence[int], new: Sequence[int]) -> list[Any]:
-    """Return what is known of ``masks``, added to scores of the shape ``old``, for scores of the shape ``new``,
-    ``[batch, heads, queries, keys]``, in which dims are joined or split."""
+    """Return the descriptions of ``masks`` for scores of the shape ``new``, which is ``[batch, heads, queries, keys]``.
+    ``masks``: descriptions of the elements of masks that are added to scores of the shape ``old``, in which some of
+    these dims are joined or split."""
     return list(masks) if list(old) == list(new) else [folding.reshape_value(mask, old, new) for mask in masks]
 
 
 def _insert_operand(graph: fx.Graph, operand: _Operand, before: fx.Node) -> fx.Node:
-    """Insert operators into ``graph``, before the node ``before``, that permute and reshape ``operand`` as it says, and
-    return the node of the result."""
+    """Insert operators into ``graph``, before the node ``before``, that bring ``operand``, an operand of an eager
+    attention, to the shape ``[batch, heads, positions, width]``, and return the node of the result."""
     node, labels = operand.node, operand.labels
     with graph.inserting_before(before):
         if "-" in labels:
@@ -961,9 +969,9 @@ def _insert_operand(graph: fx.Graph, operand: _Operand, before: fx.Node) -> fx.N
 
 
 def _permute(graph: fx.Graph, node: fx.Node, order: list[int], like: fx.Node) -> fx.Node:
-    """Insert a permutation of the dims of ``node`` at the insertion point of ``graph``, and return its node. It is
-    ``node`` itself if nothing is permuted, or the operand of ``node`` if that is the opposite transpose. ``like``: the
-    node whose metadata the new node gets."""
+    """Insert a permutation of the dims of ``node`` to the order ``order`` at the insertion point of ``graph``, and
+    return its node. Nothing is inserted if ``order`` changes nothing, or if ``node`` is the opposite transpose of
+    another node, which is then returned. ``like``: the node whose metadata the new node gets."""
     rank = len(order)
     if order == list(range(rank)):
         return node
@@ -976,9 +984,9 @@ def _permute(graph: fx.Graph, node: fx.Node, order: list[int], like: fx.Node) ->
 
 
 def _reshape(graph: fx.Graph, node: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
-    """Insert a reshape of ``node`` to ``sizes`` at the insertion point of ``graph``, and return its node; it is a node
-    before ``node`` if that has this shape and only views are between. ``like``: the node whose metadata the new node
-    gets."""
+    """Insert a reshape of ``node`` to the shape ``sizes`` at the insertion point of ``graph``, and return its node. If
+    ``node`` was made by reshapes from a node of this shape, return that node instead. ``like``: the node whose metadata
+    the new node gets."""
     source = node
     while source.target is aten.reshape.default and list_node_sizes(source) != sizes:
         source = source.args[0]  # type: ignore[assignment]
@@ -990,8 +998,9 @@ def _reshape(graph: fx.Graph, node: fx.Node, sizes: list[int], like: fx.Node) ->
 def _replace_arranged(
     graph: fx.Graph, node: fx.Node, target: Callable[..., object], arguments: tuple[object, ...], dims: _AttentionDims
 ) -> None:
-    """Replace ``node``, the result of an eager attention in ``graph``, in place, by the first result of the operator
-    ``target`` with ``arguments``, reshaped and permuted as ``dims`` says."""
+    """Replace ``node``, the result of an attention in ``graph``, in place, by the first result of the operator
+    ``target``, reshaped and permuted. ``arguments``: the arguments of ``target``. ``dims``: the shape and the order of
+    dims that the result gets."""
     with graph.inserting_before(node):
         made = insert_like(node, graph, target, arguments)
         out = insert_like(node, graph, operator.getitem, (made, 0))

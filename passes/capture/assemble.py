@@ -151,8 +151,8 @@ def _copy_selected_rows(
     The number of selected rows depends on the data, so the copy works on all rows, selected or not. Raise
     :class:`UnsupportedError` if this is not possible for the operator.
 
-    ``selected``: makes the copy, and stores which mask belongs to it. ``env``: maps nodes of the program to nodes of
-    the new graph. ``classes``: receives the class names of the node's modules, by module path.
+    ``selected``: the rewriter that makes the copy and stores the mask of its rows. ``env``: maps nodes of the program
+    to nodes of the new graph. ``classes``: receives the class names of the node's modules, by module path.
     """
     try:
         return selected.copy_node(node, env, _find_model_location(node, classes))

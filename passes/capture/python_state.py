@@ -1,9 +1,9 @@
 """Record state of forward outside of tensors: attributes, globals, closures, random generators and the clock.
 
 A trace runs forward once. A counter, a number drawn from Python's or NumPy's generator, or the time of day would keep
-its value of that moment in the plan. :class:`PythonState` is recorded before a trace and compared after it.
-``passes/capture/tracing.py`` makes a change a buffer, shows that it has no effect, or refuses the model. The caller's
-own objects are restored afterwards.
+its value of that moment in the plan. :class:`PythonState` is recorded before a trace and compared after it. For each
+change, ``passes/capture/tracing.py`` turns the changed number into a buffer, shows that the change has no effect, or
+refuses the model. The caller's own objects are restored afterwards.
 """
 
 from __future__ import annotations

@@ -389,10 +389,10 @@ def list_fixed_input_notes(signature: CallSignature, uses: Mapping[str, str]) ->
 
 
 def _add_counter_updates(captured: Captured, counters: Sequence[Counter]) -> Captured:
-    """Return ``captured`` with the buffers that stand for ``counters`` (Python numbers that forward changes, such as a
-    count of calls) completed: each keeps only the name of its number, such as ``layers.0.calls``, without aliases, and
-    ``constants`` gets the number's value before the first call under this name.
-    """
+    """Return the captured model ``captured`` with final entries for the buffers that stand for ``counters``, the Python
+    numbers that forward changes, such as a count of calls. Such a buffer gets the name of its number, such as
+    ``layers.0.calls``, as its only name; ``constants`` gets the number's value before the first call under this
+    name."""
     states, constants = dict(captured.states), dict(captured.constants)
     for counter in counters:
         if counter.full_name in states:

@@ -347,9 +347,13 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def _list_parts(tile: Tile, band: Band, q: Tensor, change: ScoreChange) -> Iterable[Tile]:
-    """Return the parts of ``tile``, a rectangle of queries and keys, that are computed one after the other: blocks
-    whose scores fit in memory if ``change`` changes the scores, otherwise the tile itself. ``q`` ``[..., s, d]``: the
-    queries of all samples and heads. ``band``: the positions around its own at which a query sees keys."""
+    """Return the parts of the rectangle ``tile`` of queries and keys that are computed one after the other. If
+    ``change`` changes the scores, as by a cap, these are blocks whose scores fit in memory; otherwise it is the tile
+    itself.
+
+    ``q`` ``[..., s, d]``: the queries of all samples and heads. ``band``: the positions around its own at which a query
+    sees keys.
+    """
     if change.is_none:
         return (tile,)
     return cut_tile(tile, band, choose_block_size(math.prod(q.shape[:-2]), q.device.type == "cpu"))

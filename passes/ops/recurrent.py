@@ -132,7 +132,7 @@ def _differentiate(
 
 def _fill_missing(operands: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return ``gradients`` in contiguous memory, with an empty tensor in place of each ``None``. ``operands``: the
-    operands of the layer, whose first is a tensor."""
+    operands of the layer; the empty tensors get the dtype and device of the first."""
     assert operands[0] is not None
     empty = operands[0].new_empty(0)
     return tuple(empty.clone() if g is None else g.contiguous() for g in gradients)

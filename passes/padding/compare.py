@@ -1,4 +1,4 @@
-"""Compare the graphs of a model for two sizes of the batch: which operators have numbers that follow from the size?"""
+"""Compare the graphs of one model for two sizes of the batch, to find operators whose arguments depend on the size."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def match_nodes(main: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | Non
 
 
 def align_graphs(main: Captured, other: Captured) -> tuple[Captured, dict[fx.Node, fx.Node]] | None:
-    """Return the captured model ``main`` in a form in which its graph has the operators of the graph of ``other``, and
-    a dict from each of its nodes to the corresponding node of ``other``.
+    """Return two values: the captured model ``main``, changed so that its graph has the same operators as the graph of
+    ``other``, and a dict from each of its nodes to the corresponding node of ``other``.
 
-    ``main``, ``other``: one model captured for two batch sizes, the larger one first. Where ``other`` reads the first
-    part of a tensor that ``main`` reads as a whole, such as a table with as many rows as ``main`` has positions, the
-    result has a slice that selects everything. Return ``None`` if the graphs differ in more.
+    ``main``, ``other``: one model captured for two batch sizes, the larger one first. The only change is that the
+    result gets slices that select a whole dim, where ``other`` has a slice for the first part of it. An example is a
+    table with as many rows as ``main`` has positions. Return ``None`` if the graphs differ in anything else.
     """
     pairs = pair_nodes(main, other)
     if pairs is not None:
@@ -79,9 +79,9 @@ def align_graphs(main: Captured, other: Captured) -> tuple[Captured, dict[fx.Nod
 
 
 def _insert_whole_slices(main: Captured, other: Captured) -> Captured | None:
-    """Return a copy of ``main`` with a slice that selects the whole of a dim wherever only ``other`` has a slice that
-    selects the first part of one; ``None`` if the operators of the graphs differ in another way.
-    """
+    """Return a copy of ``main``, a model captured for the larger of two batch sizes, with additional slices that select
+    a whole dim: one wherever ``other``, the same model for the smaller size, has a slice of the first elements and
+    ``main`` has none. Return ``None`` if the operators of the graphs differ in another way."""
     graph, left = fx.Graph(), list(main.graph.nodes)
     made: dict[fx.Node, fx.Node] = {}  # node of main -> its copy
     paired: dict[fx.Node, fx.Node] = {}  # node of other -> node of the copy
@@ -126,14 +126,16 @@ def _take_next(operands: Iterator[fx.Node], _: fx.Node) -> fx.Node:
 
 
 def _list_operands(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes among the arguments of ``node`` in order, each as often as it occurs."""
+    """Return the nodes among the arguments of ``node``, in order; a node that occurs several times is listed several
+    times."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _find_prefix_dim(node: fx.Node) -> int | None:
-    """Return the dim of which ``node``, if it is a slice, selects the first elements; ``None`` for other nodes."""
+    """Return the index of the sliced dim if ``node`` is a slice that begins at index 0 with step 1; ``None`` for other
+    nodes."""
     if node.op != "call_function" or get_operator_name(node) not in ("slice", "slice_copy") or node.kwargs:
         return None
     _, dim, start, *rest = node.args if len(node.args) > 3 else (None, None, None)
@@ -164,9 +166,11 @@ def has_own_number(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _limit_band(node: fx.Node, other: fx.Node) -> list[Any]:
-    """Return the arguments of the attention ``node`` that are no graph nodes, in which numbers of positions before and
-    after a query that exclude no key are -1 (no limit). ``other``: the same attention for another batch size. The
-    shorter of the two sequences decides: a window as long as it is no limit there, and captured as none.
+    """Return the arguments of the attention ``node``, with ``None`` in place of graph nodes, in a form that can be
+    compared with the same attention for another batch size, ``other``.
+
+    The numbers of positions that a query sees before and after its own become -1 (no limit) if they exclude no key in
+    the shorter of the two sequences. A capture of that sequence has no limit there.
     """
     positions = min(each.args[0].meta["val"].shape[-2] for each in (node, other))  # type: ignore[union-attr]
 

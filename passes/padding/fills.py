@@ -1,4 +1,4 @@
-"""The number in the padded places of a result, from those of its operands."""
+"""Compute the number in the padded elements of an operator's result from the numbers in those of its operands."""
 
 from __future__ import annotations
 

@@ -40,10 +40,11 @@ Fills = Mapping[str, float | None]  # path of an input -> the number in its new 
 
 
 class KeyHiding(NamedTuple):
-    """How a value of a model input hides keys from the queries of an attention, as a mask of padded positions does.
-    ``number``: an element of the input with this number hides the key at its position. ``unseen``: at which hidden
-    positions a query sees no key at all: if ``all`` positions of its sample are hidden; if the ``first`` ones are, as
-    under a causal mask; or if those in a ``gap`` between visible ones are, too.
+    """How an element of a model input hides a key from the queries of an attention, as a mask of padded positions does.
+
+    ``number``: an element with this number hides the key at its position. ``unseen``: which keys must be hidden so that
+    some query sees no key at all. ``"all"``: all keys of its sample. ``"first"``: the first keys of the sample suffice,
+    as under a causal mask. ``"gap"``: the keys between visible ones may suffice, too, as under a sliding window.
     """
 
     number: float
@@ -58,8 +59,8 @@ class AxisPadding:
     ``fills``: path of an input, such as ``input_ids`` -> the number in its new elements (``None``: a copy of the last
     element). ``outputs``: path of an output -> (the dim that grows with the batch, by how many elements its size
     exceeds that of the batch). ``fault``: the reason why no padding leaves the results unchanged; empty if one does.
-    ``hiding``: path of an input that hides keys of an attention in which a query that sees no key would read padded
-    ones -> how it hides them.
+    ``hiding``: for attentions in which a query that sees no key would give weight to padded keys: path of an input that
+    hides keys there -> how it hides them.
     """
 
     fills: dict[str, float | None] = field(default_factory=dict)
@@ -99,7 +100,8 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
 
 
 def _write_bands(captured: Captured) -> Captured:
-    """Return a copy of ``captured`` in which attentions without a mask have the operator of those with a window."""
+    """Return a copy of ``captured`` in which each torch attention without a mask is replaced by this project's operator
+    for attention within a range of positions, so that its graph can be compared with one that has a sliding window."""
     copied = copy_captured(captured)
     for node in list(copied.graph.nodes):
         plain = node.target is aten.scaled_dot_product_attention.default
@@ -149,8 +151,9 @@ def _propagate_through_graph(
 def _find_hiding(
     main: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis, values: Mapping[fx.Node, Values]
 ) -> dict[str, KeyHiding]:
-    """Return a dict from the path of each input of ``main`` that hides keys of certain attentions to how it hides them.
-    In these attentions, a query from which all keys are hidden gives weight to padded keys.
+    """Return which inputs of the model ``main`` can hide padded keys in an attention with finite scores, as a dict:
+    path of an input -> the number that hides a key, and which hidden keys leave a query without any. If all keys of a
+    query are hidden by finite scores, it gives weight to padded keys.
 
     An input hides keys by a number if padded keys are hidden from all queries once its new elements have this number.
     ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: a padding of the inputs
@@ -186,10 +189,9 @@ def _list_hiding_numbers(source: fx.Node) -> set[float]:
 
 
 def _explain_hiding(main: Captured, hiding: Mapping[str, KeyHiding]) -> str:
-    """Return, as text, why a batch does not show whether an input of ``main`` hides all keys from a query: several
-    numbers hide keys, as in ``places < 0``. Return an empty text if each input in ``hiding`` has a single such number.
-    ``hiding``: path of an input -> how it hides keys of an attention.
-    """
+    """Return, as text, why padding cannot be checked for a batch: an input of ``main`` hides keys by several numbers,
+    as in ``places < 0``, so that a batch does not show whether a query sees no key. Return an empty text if each input
+    in ``hiding`` hides keys by a single number. ``hiding``: path of an input -> how it hides keys of an attention."""
     for node in main.graph.nodes:
         path = next((i.path for i in main.inputs if i.value == main.placeholders.get(node.name)), None)
         if path in hiding and any(not each.single for each in _find_compared_numbers(node)):

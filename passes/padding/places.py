@@ -1,4 +1,7 @@
-"""Indices of real places, by which a model reads one place of each sample, such as the last token before padding."""
+"""Follow indices of elements of the original batch, by which a model reads one element of each sample.
+
+An example is the index of the last token before padding. Such a read never meets a padded element.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +54,9 @@ def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVa
 
 
 def fix_read_dims(node: fx.Node, operands: Sequence[PaddedValue]) -> Sequence[PaddedValue]:
-    """Return ``operands``, which say for each operand of ``node`` what is known of it if the batch is padded, with one
-    change: if ``node`` reads elements of its first operand at indices that are known to belong to the original batch,
-    the dims that are read in this way count as fixed, because no padded element is read.
-    """
+    """Return ``operands`` (for each operand of ``node``, what is known of it if the batch is padded) with one change: a
+    dim of the first operand that ``node`` reads at indices which are known to belong to the original batch counts as
+    fixed, because no padded element is read."""
     name, read = get_operator_name(node), operands_of(node)
     if name not in (*_INDEXED, *_GATHERED) or not any(o.real_places for o in operands):
         return operands

@@ -1,9 +1,10 @@
-"""Follow padded values through the operators of a graph.
+"""Follow padded tensors through the operators of a graph, to show that elements of the original batch do not change.
 
-The factor rules say how the dims of operands and results belong together. Along a factor that grows with the batch an
-operator works element by element, so that real places depend on real places alone, or it adds elements up; then the
-padded ones have to be zero. Operators that move elements along a dim (slices, pads, running sums, attention) have
-functions of their own here. A value that does not follow gets a fault, and so does what is computed from it.
+The factor rules (which name the loop dimensions of an operator) say how the dims of operands and results belong
+together. Along a loop dimension that grows with the batch, an operator may work element by element, so that elements of
+the original batch depend on such elements alone, or it may add elements up; padded ones must then be zero. Operators
+that move elements along a dim (slices, pads, running sums, attention) have functions of their own here. A tensor for
+which neither can be shown gets a fault, a text with the reason, and so does everything that is computed from it.
 """
 
 from __future__ import annotations

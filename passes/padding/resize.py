@@ -1,8 +1,9 @@
-"""The graph of a model for one more size of the batch, from its graphs for two sizes.
+"""Derive the graph of a model for one more size of the batch from its graphs for two other sizes.
 
-Capturing a model takes most of the time of a small plan. A model of which two graphs differ in sizes alone, each of
-which grows evenly with the batch, has the same graph with the sizes in between. The same holds for the forward and
-backward of a block: :class:`JointShapes` finds them for sizes between two that were differentiated.
+Capturing a model takes most of the time of a small plan. If two graphs of a model differ in sizes alone, and each size
+is a linear function of the batch size, the graph for a batch size between the two is the same with sizes between
+theirs. This also holds for the forward and backward of a block: :class:`JointShapes` interpolates the joint graph of a
+block between two blocks that were differentiated.
 """
 
 from __future__ import annotations

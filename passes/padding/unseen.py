@@ -1,7 +1,7 @@
-"""Find attention in which padding matters to a query that sees no key.
+"""Find attention in which padding changes the result of a query from which a mask hides all keys.
 
 A softmax over finite scores, such as those of a mask with -3e38, gives equal weight to all keys if a mask hides all of
-them from a query. Then the query also reads padded keys. With an infinite score it does not.
+them from a query, so that the query also reads padded keys. With scores of minus infinity it does not.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class UnmaskedScores:
     padded keys the same weight as the others.
 
     ``node``: the node that computes the scores or the mask. ``key``: the index of the dim of keys. ``queries``: the
-    indices of other dims that grow with the batch. ``causal``: whether keys after a query are known to be hidden from
-    it.
+    indices of the other dims that grow with the batch, such as that of queries. ``causal``: whether keys after a query
+    are known to be hidden from it.
     """
 
     node: fx.Node
@@ -123,9 +123,9 @@ def find_varying_dims(nodes: Sequence[fx.Node], values: Values) -> dict[fx.Node,
 def classify_unseen(
     scores: Sequence[UnmaskedScores], varying: Mapping[fx.Node, frozenset[int]], values: Values
 ) -> Unseen:
-    """Return at which hidden positions a query sees no key at all: ``"all"`` if all positions of its sample must be
-    hidden; ``"first"`` if it is enough that the first ones are, as under a causal mask; ``"gap"`` if it may also be
-    enough that those between visible ones are, as under a causal sliding window and other masks of queries and keys.
+    """Return which keys of an attention must be hidden so that some query sees no key at all. ``"all"``: all keys of
+    its sample. ``"first"``: the first keys suffice, as under a causal mask. ``"gap"``: the keys between visible ones
+    may suffice, too, as under a causal sliding window and other masks of queries and keys.
 
     ``scores``: the attention scores whose keys an input hides. ``varying``: each node that computes masks -> the dims
     along which its elements may differ. ``values``: for each node of the graph, what is known of its results if the
@@ -139,9 +139,8 @@ def classify_unseen(
 
 
 def _list_masks(node: fx.Node, values: Values) -> list[fx.Node]:
-    """Return the operands of ``node`` that do not consist of the distances between keys and queries. ``values``: for
-    each node of the graph, what is known of its results if the batch is padded.
-    """
+    """Return the operands of ``node`` without tensors that only have the distance of each key from each query.
+    ``values``: for each node of the graph, what is known of its results if the batch is padded."""
     return [o for o in node.all_input_nodes if values[o][0].distance is None]
 
 

@@ -1,7 +1,8 @@
-"""What is known of a tensor of the graph if one size of the batch is padded.
+"""Describe a tensor of the graph under padding: which of its dims grow with the batch, and which numbers it has.
 
-Batches grow along one axis: samples, or positions. A dim of a tensor consists of parts, outermost first, as ``b`` and
-``s`` of a reshaped ``(b s)``. A part that grows with the batch has real places, which come first, and padded ones.
+Batches are padded along one axis: samples, or positions. A dim of a tensor consists of parts, outermost first, such as
+``b`` and ``s`` of a dim ``(b s)`` that a reshape has merged. In a part that grows with the batch, the elements of the
+original batch come first, and padded ones follow.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class PaddedValue:
 
     ``dims``: for each dim, the parts that make it up, outermost first. ``fault``: why elements of the original batch
     may differ from those without padding; empty if they do not. ``uniform``: the number that all elements have.
-    ``lowest``: a number that no element is below. ``counts``: the dim along which each element is its own index (as
-    in an ``arange``). ``causal``: (dim of queries, dim of keys, the number of every element whose key index exceeds
-    its query index). ``distance``: (dim of queries, dim of keys, sign): each element is the key index minus the
-    query index, times the sign (1 or -1). The last five are ``None`` if not known. ``real_places``: each element that
-    belongs to the original batch is the index of one of its places.
+    ``lowest``: a number that no element is below. ``counts``: the dim along which each element is its own index (as in
+    an ``arange``). ``causal``: (dim of queries, dim of keys, the number of every element whose key index exceeds its
+    query index). ``distance``: (dim of queries, dim of keys, sign): each element is the key index minus the query
+    index, times the sign (1 or -1). The last five are ``None`` if not known. ``real_places``: whether each element that
+    belongs to the original batch is an index of an element of the original batch, never of a padded one.
     """
 
     dims: tuple[Parts, ...]

@@ -238,7 +238,10 @@ def find_attention_band(node: fx.Node) -> Band | None:
 def find_exchanged_band(node: fx.Node) -> Band | None:
     """Return the range of key positions, relative to its own position, at which a query of the attention ``node`` may
     see keys, so that ranks have to exchange them: that of all keys or, if it is wider, that of the keys of a prefix.
-    ``None`` in the cases of :func:`find_attention_band`."""
+
+    Return ``None`` if ``node`` is not an attention, has a mask or dropout, is not four-dimensional, or broadcasts its
+    keys.
+    """
     if node.target in _BANDS and get_node_argument(node, "prefix", None) is not None:
         return get_prefix_band(get_node_argument(node, "reach", ()))
     return find_attention_band(node)

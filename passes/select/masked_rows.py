@@ -595,9 +595,9 @@ class SelectedRows:
         return self._record_order(found, mask)
 
     def _record_order(self, mask: fx.Node, other: fx.Node) -> fx.Node:
-        """Return ``mask``, the mask of some rows, unchanged. It was computed from the mask ``other`` of the same rows.
-        If the rows are recorded, for ``other``, to be in another order than in the original model, record this for
-        ``mask``, too."""
+        """Return ``mask`` unchanged, after recording that its rows are in another order than in the original model, if
+        this is recorded for the mask ``other``. ``mask``: a mask of rows that was computed from ``other``, a mask of
+        the same rows."""
         if other in self.unordered:
             self.unordered.add(mask)
         return mask

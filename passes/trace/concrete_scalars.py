@@ -1,14 +1,15 @@
-"""Answer questions for numbers, and allow module conversions, in a forward that is being traced.
+"""Let a forward that is being traced read tensors as Python numbers, and call conversions of modules.
 
-A trace has no numbers, so ``bool((mask == causal).all())`` would end it. Torch's own encoders compute this on a mask
-that forward makes. Inside :func:`trace_concrete_scalars` such a question is answered: the operators that lead to the
-number are run again on the model's constants and buffers, including in-place writes. If the number depends on inputs,
-parameters or random draws, the question is not answered and torch.export refuses it.
+Traced tensors have no values, so ``bool((mask == causal).all())`` would end a trace. Torch's own encoders compute this
+on a mask that forward makes. Inside :func:`trace_concrete_scalars`, the number is computed: the operators that lead to
+it are run again on the model's constants and buffers, including in-place writes. If the number depends on inputs,
+parameters or random draws, it is not computed, and torch.export raises an error.
 
 Inside :func:`trace_module_conversions` a conversion of a module, such as ``self.router =
 self.router.to(torch.float32)``, has no effect if the module has that dtype already. Torch cannot replace the parameters
 of a module during a trace, even by equal ones. A conversion to another dtype would change the model's weights at the
-first call, and is refused."""
+first call, and is refused.
+"""
 
 from __future__ import annotations
 

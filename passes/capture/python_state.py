@@ -318,9 +318,8 @@ def _cell_has_data(cell: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether ``value``, that of a Python variable, may be state that forward changes, such as a number, a list,
-    a random generator or an object of a user's class. Classes, functions, modules and tensors are not.
-    """
+    """Return whether ``value``, the value of a Python variable, may be state that forward changes, such as a number, a
+    list, a random generator or an object of a user's class. Classes, functions, modules and tensors do not count."""
     if isinstance(value, type | types.ModuleType | nn.Module | Tensor | enum.Enum) or _is_function(value):
         return False
     told = isinstance(value, (*_PLAIN, *_CONTAINERS, itertools.count)) or _get_generator_state(value) is not None

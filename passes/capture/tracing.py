@@ -238,8 +238,8 @@ class Tracer:
         def made(
             fake_copy: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
         ) -> tuple[Captured, ParameterlessCopy]:
-            """Return two values: the captured graph of ``program``, and ``fake_copy``. ``program``: what torch.export
-            made of ``fake_copy``, a copy of the model.
+            """Return two values: the captured graph of ``program``, and ``fake_copy``. ``program``: the result of
+            torch.export for ``fake_copy``, a copy of the model.
 
             A loop of forward over the experts that some row (token) chose was traced as a loop over all experts, and a
             branch on whether an expert has rows as if it had. If there are any, the field ``turns`` of the captured

@@ -72,8 +72,8 @@ def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numb
 
 
 def _describe_unsupported_kind(tensor: Tensor, numbers: bool) -> tuple[str, str]:
-    """Return two texts for an error message, what kind of tensor ``tensor`` is and what to do, if it is nested, a
-    DTensor, sparse, quantized or a subclass that holds other tensors. Return two empty texts for an ordinary tensor.
+    """Return two texts for an error message if ``tensor`` is nested, a DTensor, sparse, quantized or a subclass that
+    holds other tensors: its kind, and advice for the user. Return two empty texts for an ordinary tensor.
 
     ``numbers``: also return texts for a tensor on the meta device or a fake tensor, which have no values.
     """
@@ -436,7 +436,7 @@ def take_hooks_into_forward(model: nn.Module) -> None:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 def strip_wrapper_names(name: str) -> str:
-    """Return ``name``, that of a parameter, buffer or module, without the parts that wrapper modules add, such as
+    """Return ``name``, the name of a parameter, buffer or module, without the parts that wrapper modules add, such as
     ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 

@@ -265,7 +265,7 @@ class ExpertColumnBuilder:
         return ExpertColumn(self.build(aten.eq.Tensor, apart, every))
 
     def append_operator(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
-        """Append one operator that computes for all experts of a loop what ``node`` computes for the first, and return
+        """Append one operator that does for all experts of a loop what ``node`` does for the first expert, and return
         its result, with the experts as last dim.
 
         Raises :class:`NotMergeable` unless the operator is elementwise, a ``reshape``, ``expand``, ``squeeze`` or

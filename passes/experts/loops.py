@@ -284,12 +284,12 @@ class _LoopMerger:
 
     def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
         """Replace the ``masked_fill`` operators of all experts, each of which keeps the rows (tokens) of one expert and
-        sets all other rows to a number. Return one tensor that stands for the results of all of them: each row is the
-        one that the row's own expert keeps. Raises :class:`NotMergeable` if the masks are not those of the rows that
-        did not choose the expert, or do not lie along the rows of ``value``.
+        sets all other rows to a number. Return one value in place of their results: each row is taken from the result
+        of the row's own expert. Raises :class:`NotMergeable` unless each mask is true for the rows that did not choose
+        its expert, and lies along the rows of ``value``.
 
-        ``node``: the operator of the first expert. ``value``, ``mask``: what stands for its first two operands, for all
-        experts at once.
+        ``node``: the operator of the first expert. ``value``, ``mask``: its first two operands, each merged over all
+        experts.
         """
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):

@@ -81,9 +81,9 @@ def replace_mask(graph: fx.Graph, node: fx.Node, mask: Band | DocumentMask, ids:
     replacing it by an operator that computes the same without a mask. Return whether this was possible; if not,
     ``node`` is unchanged.
 
-    ``mask``: what the mask means: a query sees the keys in a range of positions around its own (a :class:`Band`), or
-    only those of them that are in its document (a :class:`DocumentMask`). ``ids``: a cache: key of a document mask
-    -> node ``[batch, positions]`` of document ids; a new one is added.
+    ``mask``: the mask's meaning: a query sees the keys in a range of positions around its own (a :class:`Band`), or the
+    keys of its own document in such a range (a :class:`DocumentMask`). ``ids``: a cache: key of a document mask -> node
+    ``[batch, positions]`` of document ids; a new one is added.
     """
     if isinstance(mask, DocumentMask):
         return _replace_mask_by_documents(graph, node, mask, ids)
@@ -176,13 +176,13 @@ def is_plain_attention(node: fx.Node) -> bool:
 
 
 def classify_mask(value: Value | None, queries: int, keys: int) -> Band | DocumentMask | None:
-    """Return by what rule an attention mask ``[..., queries, keys]`` shows keys to queries. A :class:`Band` means a
-    range of positions around the query's own; without limits, no key is hidden. A :class:`DocumentMask` means such a
-    range within the query's document. Return ``None`` for any other mask.
+    """Return which keys a query sees under an attention mask ``[..., queries, keys]``: a :class:`Band` if they are a
+    range of positions around its own (without limits: all keys), a :class:`DocumentMask` if they are the keys of its
+    own document in such a range. Return ``None`` for any other mask.
 
-    ``value``: what is known of the mask's elements: a tensor, conditions that must all hold where a key is shown, or a
-    choice between two numbers by such conditions; ``None`` if nothing is known. ``queries``, ``keys``: the numbers of
-    queries and of keys.
+    ``value``: a description of the mask's elements: a tensor, conditions that must all hold where a key is shown, or
+    one number where such conditions hold and another elsewhere; ``None`` if nothing is known. ``queries``, ``keys``:
+    the numbers of queries and of keys.
     """
     if value is None:
         return None

@@ -246,10 +246,13 @@ def _evaluate_product(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _find_slopes(node: fx.Node, operand: Any, value: Any) -> ElementSource | None:
-    """Return an :class:`ElementSource` that describes ``operand``, an operand of the product ``node``, by elements of a
-    tensor of the graph. It has as many dims as the result of ``node``. Return ``None`` unless ``operand`` is a
-    floating-point tensor that is constant or has such a description. ``value``: the known description of ``operand``: a
-    constant tensor, an :class:`ElementSource`, or another one."""
+    """Return a description of ``operand``, an operand of the product ``node``, by elements of a tensor of the graph (an
+    :class:`ElementSource`), such as a vector with one slope for each head. It has as many dims as the result of
+    ``node``.
+
+    ``value``: the known description of ``operand``: a constant tensor, an :class:`ElementSource`, or another one.
+    Return ``None`` unless ``operand`` is a floating-point node and ``value`` is one of the first two.
+    """
     if not isinstance(operand, fx.Node) or not get_node_tensor(operand).is_floating_point():
         return None
     found = (

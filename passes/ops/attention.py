@@ -75,9 +75,9 @@ class Tile(NamedTuple):
 
     ``rows`` and ``keys``: (start, stop) in the local tensors. ``kind``: which keys of the tile are visible. "all": its
     queries see all of its keys. "diagonal": it is square, and its query ``i`` (from 0) sees its keys 0 to ``i``.
-    "band": a query sees those of its keys whose distance from it is within ``limits``. ``offset``: the position of the
-    first query minus that of the first key. ``limits``: the positions around its own that a query sees in a tile of the
-    kind "band"; ``None``: those that the attention has for all its tiles.
+    "band": a query sees the keys of the tile whose distance from it is within ``limits``. ``offset``: the position of
+    the first query minus that of the first key. ``limits``: the positions around its own that a query sees in a tile of
+    the kind "band"; ``None``: those that the attention has for all its tiles.
     """
 
     rows: tuple[int, int]
@@ -288,7 +288,7 @@ def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Ban
 
     ``rows``, ``keys``: (start, stop) indices. ``kind``: which keys of the tile are visible. "all": its queries see all
     of its keys. "diagonal": it is square, and its query ``i`` (from 0) sees its keys 0 to ``i``. "band": a query sees
-    those of its keys whose distance from it is within limits, those of ``band``. ``num_queries``, ``num_keys``: the
+    the keys of the tile whose distance from it is within the limits of ``band``. ``num_queries``, ``num_keys``: the
     numbers of queries and keys. ``band``: how many positions before and after its own a query sees.
     """
     before, after = band

@@ -300,11 +300,11 @@ class JointShapes:
 
     def find(self, nodes: str, key: Any, trace: Callable[[], JointGraph], parse: Callable[[], Block]) -> JointGraph:
         """Return the joint graph of forward and backward of a block (a piece of the model, such as a layer). It is
-        interpolated between the graphs of two known blocks if the block's sizes lie between the sizes of these two;
-        otherwise it is ``trace()``, which is stored as known.
+        interpolated between two graphs in the cache if the block's sizes lie between the sizes of these two; otherwise
+        it is the result of ``trace()``, which is added to the cache.
 
-        ``nodes``: the block's graph as JSON text. ``key``: what else decides the joint graph, such as the inputs that
-        need a gradient; only blocks with equal keys are compared. ``parse``: returns the block.
+        ``nodes``: the block's graph as JSON text. ``key``: further properties on which the joint graph depends, such as
+        the inputs that need a gradient; only blocks with equal keys are compared. ``parse``: returns the block.
         """
         form, numbers = split_numbers(nodes)
         known = self._known.setdefault((form, key), [])

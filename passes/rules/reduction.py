@@ -197,9 +197,9 @@ def shard_amax(node: fx.Node) -> OpFactors:
 
 
 def _lower_sharded_amax(local: LocalBuilder) -> fx.Node:
-    """Append an ``amax`` or ``amin`` over a sharded dim to the graph of one rank: that of the rank's own shard, then
-    an all-reduce. Return the node of the result. ``local``: the operator to replace, its layouts, and the graph of
-    one rank."""
+    """Append an ``amax`` or ``amin`` over a sharded dim to the graph of one rank: the maximum or minimum of the rank's
+    own shard, followed by an all-reduce. Return the node of the result. ``local``: the operator to replace, its
+    layouts, and the graph of one rank."""
     found, axis, size = local.copy(), local.axis, local.num_ranks
     if local.node.target == aten.amax.default:
         return local.call(collective.all_reduce_max.default, found, axis, size)

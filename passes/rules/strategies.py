@@ -287,13 +287,13 @@ def refine_sections(first: Sections, second: Sections) -> Sections:
 
 
 def _choose_sections(factors: OpFactors, factor: str, preferred: Iterable[Sections], num_ranks: int) -> list[Sections]:
-    """Return the useful ways to cut ``factor``, a named loop dimension of an operator, into sections: parts that are
-    each divided over all ranks. Each way is a tuple of sizes, ``()`` for one part.
+    """Return useful ways to cut ``factor``, a named loop dimension of an operator, into sections: parts that are each
+    divided over all ranks. A way is a tuple with the sizes of the sections; ``()`` stands for one section.
 
-    The first way has only the borders at which the operator itself cuts or joins the dim. Each further way adds the
-    borders of one of ``preferred``, the sections that neighbouring operators prefer, and the last way those of all of
-    them. Ways with a section that is not divisible by ``num_ranks``, or with more than ``MAX_SECTIONS`` sections, are
-    left out. If the operator cannot run on sections, the only way is ``()``. ``factors``: the operator's sharding rule.
+    The first way cuts only where the operator itself cuts or joins the dim. Further ways also cut at the borders of one
+    element of ``preferred``, the sections that neighbouring operators prefer; the last one cuts at all of these
+    borders. A way is left out if a section is not divisible by ``num_ranks`` or there are more than ``MAX_SECTIONS``
+    sections. If the operator cannot run on sections, the only way is ``()``. ``factors``: the operator's sharding rule.
     """
     spans = factors.spans
     if not preferred and spans is None:

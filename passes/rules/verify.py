@@ -121,9 +121,9 @@ def _take_own_chunks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
 
 
 def _pad_with_zeros(ranks: Ranks, options: dict[str, Any]) -> Ranks:
-    """Return, for each simulated rank, a tensor as long as those of all ranks joined. It has the rank's own tensor at
-    the place that this has in the joined tensor, and zeros elsewhere. ``ranks``: the tensors of the ranks, in order.
-    ``options``: the arguments of the collective by name; ``dim`` is the dim along which they would be joined."""
+    """Return, for each simulated rank, a tensor of the size of all ranks' tensors joined along a dim: the rank's own
+    tensor at its place, and zeros elsewhere. ``ranks``: the tensors of the ranks, in order. ``options``: the arguments
+    of the collective by name; ``dim`` is the dim along which the tensors are joined."""
     zeros = [[torch.zeros_like(x)] * len(ranks) for x in ranks]
     return [torch.cat([*zeros[r][:r], x, *zeros[r][r + 1 :]], options["dim"]) for r, x in enumerate(ranks)]
 

@@ -146,8 +146,8 @@ def _make_totals_block(
     """Return three values: a new block (a graph) that computes the operands of ``totals`` from the inputs of the model;
     the names of the states (parameters, buffers, constants) that it reads; and the names of the inputs that it reads.
 
-    ``totals``: nodes of collectives that sum over the batch. The new block computes what they sum, not the sums.
-    ``model``: the model as blocks and their calls. ``call``: the call whose graph contains the nodes ``totals``.
+    ``totals``: nodes of collectives that sum over the batch. The new block computes the operands of these sums, not the
+    sums. ``model``: the model as blocks and their calls. ``call``: the call whose graph contains the nodes ``totals``.
     ``name``: the name of the new block. ``producers``: name of a tensor that passes between calls -> (index of the call
     that computes it, index among the outputs of this call).
     """

@@ -201,9 +201,9 @@ def find_cast_dtype(func: Any, args: Any, kwargs: Any, region: Asked, line: Call
 
 
 def _format_autocast_refusal(func: Any, region: Asked, line: Callable[[], str], reason: str) -> str:
-    """Return the message of the error that is raised if a plan would not compute what the operator ``func`` computes in
-    an autocast region. ``region``: (device type, dtype) of the region. ``line``: returns the line of the model's
-    forward that is running, as text. ``reason``: the reason."""
+    """Return the message of the error that is raised if a plan cannot compute the operator ``func`` as it runs in an
+    autocast region. ``region``: (device type, dtype) of the region. ``line``: returns the line of the model's forward
+    that is running, as text. ``reason``: the reason."""
     return (
         f"{func.name()}{line()} in a region of torch.autocast({region[0]!r}, {region[1]}) cannot be kept exact "
         f"({reason}): "
@@ -252,9 +252,10 @@ def _run_in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _observe_operand_cast(func: Any, arguments: list[Any], tree: pytree.TreeSpec, region: Asked) -> Any:
-    """Return the dtype to which the operands of the operator ``func`` must be cast by hand so that it computes without
-    autocast what it computes with autocast: ``None`` for no cast, the dtype of the autocast region, or float32, tried
-    in this order. Return the constant ``_DECOMPOSE`` if none of them does.
+    """Return the dtype to which autocast casts the operands of the operator ``func``, found by experiment: with
+    operands cast to it by hand and autocast off, the operator runs the same operators on the same dtypes as with
+    autocast on. Tried in this order: ``None`` (no cast), the dtype of the autocast region, float32. Return the constant
+    ``_DECOMPOSE`` if none of them does so.
 
     Args:
         func: the operator.

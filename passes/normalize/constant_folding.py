@@ -418,9 +418,9 @@ _TRUE, _FALSE = torch.tensor(True), torch.tensor(False)
 
 
 def _simplify_choice(choice: ConditionalValue) -> Value:
-    """Return the tuple of the conditions of ``choice``, a tensor that has one value where they hold and another
-    elsewhere, if these values are true and false. If the tensor has one value everywhere, return this value. Otherwise
-    return ``choice`` unchanged."""
+    """Return ``choice``, which has one number where conditions hold and another elsewhere, in the simplest form: the
+    number itself if both are equal; the tuple of the conditions if the numbers are true and false; otherwise ``choice``
+    unchanged."""
     if not choice.is_bound and bool(choice.shown == choice.hidden):
         return choice.shown
     return choice.terms if choice.shown.dtype is torch.bool and choice.shown and not choice.hidden else choice
@@ -558,9 +558,9 @@ def widen_number_type(x: Tensor) -> Tensor:
 
 
 def _list_conditions(value: Any) -> tuple[Condition, ...]:
-    """Return a tuple of conditions that all hold exactly where the boolean mask ``value`` is true. ``value``: a tensor,
-    a tuple of conditions that must all hold, or a choice between two values by conditions. Raise
-    :class:`UnknownValueError` if there are no such conditions."""
+    """Return a tuple of conditions that all hold exactly where the boolean mask ``value`` is true. ``value``: a boolean
+    tensor, a tuple of conditions that must all hold, or a :class:`ConditionalValue` (one number where conditions hold,
+    another elsewhere). Raise :class:`UnknownValueError` if there are no such conditions."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, Tensor):
@@ -589,8 +589,9 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
 
 def evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
     """Return the value of ``node``, a ``where`` of operands with the values ``condition``, ``a`` and ``b``. It is a
-    tensor if all three are constant and the result is not too large. Otherwise it is a choice between two numbers, if
-    the three are masks or numbers that give one. Raise :class:`UnknownValueError` in any other case."""
+    constant tensor if all three are constant and the result is not too large. Otherwise it is a
+    :class:`ConditionalValue` (one number where conditions hold, another elsewhere) or a tuple of conditions that must
+    all hold. Raise :class:`UnknownValueError` if the result has none of these forms."""
     if any(isinstance(x, GatheredValue) for x in (condition, a, b)):
         raise UnknownValueError
     dtype, rank = get_node_tensor(node).dtype, get_node_tensor(node).dim()
@@ -613,15 +614,16 @@ def evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
 
 
 def _as_number(value: Any) -> ConditionalValue:
-    """Return ``value``, a constant of a single element, as a choice that has this number everywhere."""
+    """Return ``value``, a number or a constant tensor of a single element, as a :class:`ConditionalValue` without
+    conditions, which has this number everywhere."""
     number = torch.as_tensor(value).reshape(())
     return ConditionalValue((), number, number)
 
 
 def _evaluate_not(node: fx.Node, x: Any) -> Value:
-    """Return the value of ``node``, the logical negation of an operand with the value ``x``. It is a tensor if ``x`` is
-    a tensor; the opposite condition if ``x`` is a single condition; or a choice that is false where all conditions of
-    ``x`` hold and true elsewhere."""
+    """Return the value of ``node``, the logical negation of an operand with the value ``x``: a tensor if ``x`` is a
+    tensor; the opposite condition if ``x`` is a single condition; otherwise a :class:`ConditionalValue` that is false
+    where all conditions of ``x`` hold and true elsewhere."""
     if isinstance(x, Tensor):
         return _evaluate_pointwise(node, x)
     if isinstance(x, ConditionalValue):

@@ -186,10 +186,13 @@ Condition = Comparison | DataComparison | SumComparison | Tensor
 
 @dataclass(frozen=True)
 class ConditionalValue:
-    """A tensor that is known by conditions: its elements are ``shown`` where all conditions in ``terms`` hold, and
-    ``hidden`` elsewhere. ``shown`` and ``hidden`` are 0-dimensional tensors. A condition is a boolean tensor or a
-    comparison. ``is_bound``: whether the tensor may have several values where the conditions do not hold, as a sum of
-    two attention masks has; ``hidden`` is then an upper bound on them."""
+    """A description of a tensor, such as an attention mask, that has the number ``shown`` where all conditions in
+    ``terms`` hold, and the number ``hidden`` elsewhere. Both numbers are 0-dimensional tensors. A condition is a
+    boolean tensor or a comparison.
+
+    ``is_bound``: whether the tensor may have several numbers where the conditions do not hold, as a sum of two
+    attention masks has; ``hidden`` is then an upper bound on them.
+    """
 
     terms: tuple[Condition, ...]
     shown: Tensor

@@ -158,11 +158,10 @@ class ScoreEvaluator(MaskEvaluator):
     bias (:class:`BiasedMask`)."""
 
     def compute_value(self, node: fx.Node) -> Any:
-        """Return what is known of the elements of ``node`` without the model's data, found from what is known of its
-        operands; ``None`` if nothing is known. The result has one of the forms of :meth:`MaskEvaluator.find_value`,
-        such as a tensor or a tuple of conditions, or it is an :class:`ElementSource`, a :class:`VectorSum`, a
-        :class:`HeadBias` or a :class:`BiasedMask`.
-        """
+        """Return a description of the elements of ``node``, derived from descriptions of its operands; ``None`` if
+        there is none. Data are not needed. The description is a constant tensor, a tuple of conditions or another form
+        of :meth:`MaskEvaluator.find_value`, or an :class:`ElementSource`, a :class:`VectorSum`, a :class:`HeadBias` or
+        a :class:`BiasedMask`."""
         operands = [self.values[n] for n in node.all_input_nodes]
         value: Any = None
         rule = _SCORE_RULES.get(node.target)

@@ -310,9 +310,10 @@ def _find_fill_value(
 def _add_coordinates(
     node: fx.Node, value: PaddedValue, rule: OpFactors, operands: Sequence[PaddedValue]
 ) -> PaddedValue:
-    """Return ``value`` with added knowledge about elements that follow from their indices. ``value``: what is known of
-    the result of the operator ``node`` if the batch is padded: which dims grow, and which numbers elements have. For
-    example, each element of an ``arange`` is its own index, and a comparison of two such tensors makes a causal mask.
+    """Return ``value``, completed by what is known of elements that are functions of their indices. ``value``: a
+    description of the result of the operator ``node`` if the batch is padded: which dims grow, and which numbers
+    elements have. For example, each element of an ``arange`` is its own index, and a comparison of two such tensors
+    makes a causal mask.
 
     ``rule``: the operator's sharding rule, which says which dims of operands and results run over the same loop.
     ``operands``: what is known of each operand.

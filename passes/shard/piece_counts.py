@@ -1,4 +1,5 @@
-"""In how many pieces collectives run next to matrix products. Plans store this, and are read without PyTorch."""
+"""Numbers of pieces into which collectives next to matrix products are cut. Plans store them, and code that only reads
+a plan must not import PyTorch."""
 
 from __future__ import annotations
 

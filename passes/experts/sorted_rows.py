@@ -410,8 +410,8 @@ def _skip_casts(node: fx.Node) -> fx.Node:
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    """Return whether ``a`` and ``b``, arguments of operators, are one value, even if two nodes compute it by the same
-    operators."""
+    """Return whether ``a`` and ``b``, arguments of operators, have the same value: they are equal, or are nodes that
+    compute it by the same operators from the same nodes."""
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         computed = a.op == b.op == "call_function" and a.target == b.target and a.kwargs == b.kwargs
         return a is b or (computed and _is_same_value(a.args, b.args))

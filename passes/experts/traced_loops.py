@@ -82,7 +82,8 @@ class TracedLoops:
         """Return the tensor that forward gets as loop index in the iteration for the expert ``number``, and record it.
 
         Args:
-            listed: whether the tensor has a dim of size 1 instead of no dim.
+            listed: whether the tensor has the shape ``[1]``, as in a loop over the rows of ``nonzero()``; otherwise it
+                has no dims.
         """
         made = torch.tensor([number] if listed else number)
         self.iterations[id(made)] = made, number

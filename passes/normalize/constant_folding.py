@@ -378,8 +378,9 @@ def _combine_choices(
     elsewhere, in this form, with the conditions of all masks. Raise :class:`UnknownValueError` if it has no such form.
 
     Wherever not all conditions hold, the operator must give a single number, or numbers that hide a score (-6e4 or
-    less). A mask with a single condition may be negated: its two numbers are exchanged. ``compute``: returns the
-    operator's result for one number of each mask. ``rank``: the number of dims of the result.
+    less). A mask with a single condition may also be used in the equivalent form with the negated condition and
+    exchanged numbers. ``compute``: returns the operator's result for one number of each mask. ``rank``: the number of
+    dims of the result.
     """
     bound = any(m.is_bound for m in masks)
     for given in itertools.product(*(_list_readings(m) for m in masks)):

@@ -103,8 +103,9 @@ def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int
 def _apply_straight_through(
     run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
 ) -> Any:
-    """Return the values ``(level - zero_point) * scale`` of the quantised levels ``places``, clamped to the allowed
-    levels, with a straight-through gradient: that for ``x`` is 1 where nothing was clamped and 0 elsewhere.
+    """Return ``(level - zero_point) * scale`` for each of the quantised levels ``places``, clamped to the allowed
+    levels, with a straight-through gradient: the gradient for ``x`` passes unchanged where nothing was clamped and is
+    zero elsewhere.
 
     ``places``: the levels of the elements of ``x``, rounded but not yet clamped. ``low``, ``high``: the smallest and
     largest allowed level. ``fixed``: ``x`` without a gradient. ``run(operator, *arguments)`` executes an operator on

@@ -43,9 +43,9 @@ def distribute_experts(
     merged: str | None = None,
     expert_axes: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
-    """Return two values: a copy of ``block`` (the graph of a piece of the model on one rank) in which each rank of a
-    mesh axis has only some of the experts, and a dict from the name of each parameter of the experts to the layout that
-    shards it by expert.
+    """Return two values. The first is a copy of ``block`` (the graph of a piece of the model on one rank) in which each
+    rank of a mesh axis has only some of the experts. The second is a dict from the name of each parameter of the
+    experts to the layout that shards it by expert.
 
     Before each part that computes by expert, rows (tokens) are sent to the ranks of their experts. After it, they are
     sent back. Raise :class:`UnsupportedError` if the number of experts is not divisible by ``size``, or if an operator

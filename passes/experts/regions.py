@@ -134,9 +134,12 @@ class _RegionFinder:
 
     def find_region(self) -> ExpertRegion | None:
         """Return the part of the graph that computes by expert around the matrix products of this object. Return
-        ``None`` if the experts cannot be distributed over ranks there: if an operator between the products combines
-        rows (tokens), if an operator outside reads the experts' parameters, or if values that enter or leave the part
-        have rows or experts in other dims than values that are sent between ranks.
+        ``None`` if the experts cannot be distributed over ranks there, which has one of three reasons:
+
+        * an operator between the products combines rows (tokens);
+        * an operator outside reads the experts' parameters;
+        * values that enter or leave the part have rows or experts in other dims than values that are sent between
+          ranks.
         """
         seeds = self._find_seed_nodes()
         if not seeds:

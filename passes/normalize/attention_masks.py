@@ -95,9 +95,9 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
     whether that was done. ``band``: how many positions before and after its own a query sees.
 
     If all keys are visible or all keys up to the query, only arguments of ``node`` change. For a sliding window,
-    ``node`` is replaced by the operator ``partition::band_attention``. In that case, ``node`` stays unchanged if its
-    operands are not ``[batch, heads, positions, width]`` of equal batch sizes, if their numbers of heads differ without
-    ``enable_gqa``, or if its result is an output of the model.
+    ``node`` is replaced by the operator ``partition::band_attention``. This needs operands ``[batch, heads, positions,
+    width]`` of equal batch sizes and, without ``enable_gqa``, equal numbers of heads, and a result that is not an
+    output of the model; otherwise ``node`` stays unchanged.
     """
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)

@@ -127,8 +127,9 @@ class MaskEvaluator(ConstantEvaluator):
     integers that depend on data, such as the document of each position: a :class:`GatheredValue` says of which element
     of which tensor each integer is a copy, without its number.
 
-    If no rule follows an integer tensor, such as a running sum over data, its :class:`GatheredValue` refers to the
-    tensor's own elements, or to those of another tensor that is equal except that the last two dims are exchanged.
+    For an integer tensor that no rule follows, such as a running sum over data, the :class:`GatheredValue` refers to
+    the tensor's own elements. It refers to an earlier tensor if that is equal except that the last two dims are
+    exchanged.
     """
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:
@@ -169,7 +170,7 @@ class MaskEvaluator(ConstantEvaluator):
 
     def _find_exchanged(self, node: fx.Node) -> GatheredValue | None:
         """Return a :class:`GatheredValue` (a description of an integer tensor by elements of another tensor) for
-        ``node``, if a node that was described before has the same elements with the last two dims exchanged, as
+        ``node``. The other tensor is an earlier node that has the same elements with the last two dims exchanged, as
         ``position // chunk`` for keys and for queries. Return ``None`` if there is no such node."""
         sizes = _align_sizes(list_node_sizes(node))
         for other in self._described.get((node.target, sizes[:-2] + sizes[:-3:-1]), ()):
@@ -653,11 +654,13 @@ def _evaluate_index_put(node: fx.Node, x: Any, indices: list[Any], value: Any, a
 
 
 def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
-    """Return a function ``rule(node, value, *args)`` that computes the value of a node which only rearranges dims,
-    such as a transpose. ``value``: the value of its operand; ``args``: its further arguments. The function applies
-    ``operation(tensor, *args)`` to ``value`` if it is a tensor, to both sides of the comparisons of a mask, or to
-    the index tensors of a :class:`GatheredValue`, which describes the operand as elements of a tensor that depends on
-    data."""
+    """Return a function ``rule(node, value, *args)`` that computes the value of a node which only rearranges dims, such
+    as a transpose. ``value``: the value of its operand. ``args``: its further arguments.
+
+    The function applies ``operation(tensor, *args)`` to ``value`` if it is a constant tensor, or to both sides of each
+    comparison if it is a mask made of conditions. If ``value`` describes the operand by elements of a tensor that
+    depends on data, ``operation`` is applied to the index tensors.
+    """
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
         return map_value_parts(value, lambda t: operation(t, *args))
@@ -667,9 +670,12 @@ def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Val
 
 def map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
     """Return the value of a node that rearranges the dims of an operand with the value ``value``. ``move``: the
-    function that rearranges the dims of one tensor. It is applied to ``value`` if it is a tensor, to both sides of
-    each comparison if ``value`` is a mask made of conditions, and to the index tensors if ``value`` is known as
-    elements, at known indices, of a tensor that depends on data."""
+    function that rearranges the dims of one tensor.
+
+    If ``value`` is a constant tensor, ``move`` is applied to it. If it is a mask made of conditions, ``move`` is
+    applied to both sides of each comparison. If it describes the operand by elements of a tensor that depends on data,
+    ``move`` is applied to the index tensors.
+    """
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, ConditionalValue):

@@ -770,10 +770,10 @@ def _scale_mask(value: Any, factor: float) -> Any:
 
 
 def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator) -> fx.Node | None:
-    """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, append the mask or bias to
-    ``found.masks``, as a tensor or a description of its elements, and return the node of the scores before it. Return
-    ``None`` if ``node`` is another operator or nothing is known of the mask. ``evaluator``: computes descriptions of
-    the elements of masks."""
+    """If ``node`` adds a mask or bias to attention scores, or hides scores by a mask, return the node of the scores
+    before it. The mask or bias is then appended to ``found.masks``, as a tensor or a description of its elements.
+    Return ``None`` if ``node`` is another operator or nothing is known of the mask. ``evaluator``: computes
+    descriptions of the elements of masks."""
     args = node.args
     if node.target is aten.add.Tensor and not node.kwargs:
         for scores, mask in (args, args[::-1]):

@@ -425,9 +425,9 @@ def find_sampling_function(target: Any, args: Sequence[Any], kwargs: Mapping[str
     """Return the function that draws the numbers of a call of torch's random operator ``target``; its argument is a
     :class:`Sampler`, which has the operator's arguments and draws numbers.
 
-    Return ``None`` if the operator draws none or has no such function, if the call has a generator, or if it draws
-    integers from a range that is not known or has more than 2**40 integers and no power of two of them. ``args``,
-    ``kwargs``: the arguments of the call.
+    Return ``None`` if the operator draws no numbers or has no such function, or if the call has a generator. Also
+    return ``None`` for integers from an unknown range, or from one of more than 2**40 integers whose number is no power
+    of two. ``args``, ``kwargs``: the arguments of the call.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None

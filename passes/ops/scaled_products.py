@@ -75,8 +75,8 @@ def multiply_scaled(left: Tensor, right: Tensor, scaling: str, bias: Tensor | No
 
 
 def multiply_grouped_rows(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows (tokens) of each expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``, with
-    both operands rounded to 8 bits with a scale for each row along the summed dim, and return the products ``[t, n]``.
+    """Multiply the rows (tokens) of each expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``, and
+    return the products ``[t, n]``. Both operands are rounded to 8 bits, with a scale for each row along the summed dim.
 
     ``rows`` ``[t, k]`` are sorted by expert; ``weight`` ``[e, k, n]``; ``ends`` ``[e]``, int32: the end of each
     expert's rows. Rows of the result behind the last end are undefined.

@@ -164,7 +164,8 @@ def _list_distances(q: Tensor, k: Tensor, offset: int, dtype: torch.dtype) -> Te
 
 def _multiply_by_key_heads(x: Tensor, y: Tensor) -> Tensor:
     """Return the matrix product ``[..., heads, m, p]`` of ``x`` ``[..., heads, m, n]`` and ``y`` ``[..., kv heads, n,
-    p]``, where each head of ``y`` serves as many consecutive heads of ``x`` as there are heads per kv head."""
+    p]``. ``heads`` is a multiple of ``kv heads``: each head of ``y`` is multiplied with ``heads / kv heads``
+    consecutive heads of ``x``."""
     heads, groups = x.shape[-3], y.shape[-3]
     if heads == groups:
         return x @ y
@@ -175,7 +176,8 @@ def _multiply_by_key_heads(x: Tensor, y: Tensor) -> Tensor:
 
 def _sum_over_queries(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
     """Return the matrix products of the transpose of ``x`` ``[..., heads, m, n]`` with ``y`` ``[..., heads, m, p]``,
-    summed over the heads that share a head of ``like`` ``[..., kv heads, n, p]``, in the shape of ``like``."""
+    summed over the query heads that share a head of the keys or values ``like`` ``[..., kv heads, n, p]``. The result
+    has the shape of ``like``."""
     heads, groups = x.shape[-3], like.shape[-3]
     if heads != groups:
         x, y = (a.unflatten(-3, (groups, heads // groups)).flatten(-3, -2) for a in (x, y))

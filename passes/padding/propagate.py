@@ -603,8 +603,9 @@ def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
     """Return what is known of the result of the ``gather`` node ``node`` if the batch is padded (never ``None``): which
     dims grow with the batch, and which numbers padded elements have. ``operands``: what is known of source and index.
 
-    The result has a fault (a reason why elements of the original batch may change) if the dim along which it reads
-    grows, unless each element reads its own position, or if source and index grow differently along another dim.
+    The result has a fault (a reason why elements of the original batch may change) in two cases: the dim along which it
+    reads grows, and elements may read another position than their own; or source and index grow differently along
+    another dim.
     """
     x, index = operands
     dim, rank = normalize_dim(get_node_argument(node, "dim"), len(x.dims)), len(x.dims)
@@ -630,11 +631,10 @@ def _propagate_gather(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 
 
 def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``where`` node ``node`` if the batch is padded, provided that its
-    condition is known to be true everywhere or false everywhere: what is known of the operand that it selects.
-    Otherwise return ``None``; the caller then follows the operator's sharding rule. ``operands``: what is known of each
-    operand.
-    """
+    """Return a description, if the batch is padded, of the result of the ``where`` node ``node``, whose condition is
+    known to be true everywhere or false everywhere: the description of the operand that it selects. Return ``None`` for
+    any other condition; the caller then follows the operator's sharding rule. ``operands``: a description of each
+    operand: which dims grow with the batch, and which numbers padded elements have."""
     if len(node.args) < 3 or operands[0].uniform is None or operands[0].fault:
         return None
     branch = node.args[1 if operands[0].uniform else 2]

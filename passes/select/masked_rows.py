@@ -672,10 +672,9 @@ def _list_row_sizes(condition: fx.Node) -> list[int]:
 
 
 def _reads_in_order(node: fx.Node) -> bool:
-    """Return whether ``node`` is an operator, such as a split into pieces, whose result depends on the order of the
-    rows that it reads, and a size of its operands or results depends on the data, as after a selection of rows by a
-    mask.
-    """
+    """Return whether the result of ``node`` depends on the order of rows whose number depends on the data, as after a
+    selection of rows by a mask. This is so for an operator such as a split into pieces, if a size of its operands or
+    results depends on the data."""
     given = [node, *node.all_input_nodes] if node.target in _ORDER_DEPENDENT else []
     return any(_has_dynamic_size(n.meta.get("val")) for n in given)
 

@@ -241,10 +241,9 @@ def is_product(node: fx.Node) -> bool:
 
 # --- which module calls are units -------------------------------------------------------------------------------------
 def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall]) -> None:
-    """Choose the module calls inside of ``call`` that each become a call of their own in the folded model (a sequence
-    of calls of graphs that equal layers share), such as one for each layer, and append them to ``atoms``. A submodule
-    that contains the repeated layers is not chosen, but searched in turn.
-    """
+    """Choose the module calls inside of ``call`` that each become a call of the folded model, such as one for each
+    layer, and append them to ``atoms``. The folded model is a sequence of calls of graphs that equal layers share. A
+    submodule that contains the repeated layers is not chosen, but searched in turn."""
     parts = call.parts
     for part in parts:
         part.key = hash(compute_signature(part.nodes).key)
@@ -263,9 +262,9 @@ def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall]) -> None:
 
 
 def _is_unit_container(call: _ModuleCall) -> bool:
-    """Return whether the module of ``call``, which occurs once in the model, is only a container of the layers, so
-    that each of its submodules becomes a call of the folded model, instead of the module as a whole. This is so if
-    the module, or a submodule, holds a list of modules that run one after the other."""
+    """Return whether the module of ``call``, which occurs once in the model, is only a container of the layers. Each of
+    its submodules then becomes a call of the folded model, instead of the module as a whole. This is so if the module,
+    or a submodule, holds a list of modules that run one after the other."""
     parts = call.parts
     if not parts:
         return False

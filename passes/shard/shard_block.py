@@ -77,9 +77,8 @@ class BlockSharding:
 
     @property
     def key(self) -> Hashable:
-        """Return a hashable key of these layouts, which say how all tensors of a block (a piece of the model, such as a
-        layer) are sharded. It is equal for equal layouts.
-        """
+        """Return a hashable key of these layouts of all tensors of a block (a piece of the model, such as a layer).
+        Keys are equal for equal layouts."""
         return *(tuple(of.items()) for of in (self.strategies, self.inputs, self.states)), self.outputs
 
 

@@ -70,8 +70,8 @@ def split_batch(
 
 def has_sample_collectives(model: FoldedModel) -> bool:
     """Return whether ``model``, the model of one microbatch, still has collectives between samples of different parts
-    of the global batch (one for each pair of data-parallel rank and microbatch), so that its result depends on the
-    number of microbatches."""
+    of the global batch, so that its result depends on the number of microbatches. The global batch has one part for
+    each pair of data-parallel rank and microbatch."""
     nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
     return any(collective_name(node.target) and {"dp", DATA}.intersection(map(str, node.args)) for node in nodes)
 
@@ -226,8 +226,8 @@ class _CallInliner:
 
 
 def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
-    """Return a copy of ``block`` (the graph of a piece of the model) that reads the values of the nodes ``totals``,
-    which are sums over the batch, as additional inputs, after its other inputs, instead of computing them."""
+    """Return a copy of ``block`` (the graph of a piece of the model) that gets the values of the nodes ``totals``,
+    which are sums over the batch, as additional inputs, instead of computing them. They come after the other inputs."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in block.placeholders:
@@ -321,9 +321,9 @@ def _list_readers(model: FoldedModel, block: Block, output: fx.Node) -> list[tup
 
 
 def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace ``node``, an operator of ``graph`` that takes the rows of one part of the global batch (one for each pair
-    of data-parallel rank and microbatch), by an index look-up, in place, because the start of the shard depends on
-    which microbatch runs."""
+    """Replace ``node``, an operator of ``graph`` that takes the rows of one part of the global batch, by an index
+    look-up, in place, because the first row depends on which microbatch runs. The global batch has one part for each
+    pair of data-parallel rank and microbatch."""
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):

@@ -176,9 +176,13 @@ class _PlaceholderRestorer:
 
 
 def _parse_layer_call(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
-    """Return the four arguments of ``call``, a ``partition::layer`` node that stands for a call of a layer: the nodes
-    of its operands, those of its results (empty if the call was not traced), the number of the group of equal calls,
-    and the number of the module if its parameters were removed (-1 if they were not)."""
+    """Return the four arguments of ``call``, a ``partition::layer`` node that stands for a call of a layer:
+
+    * the nodes of the operands of the call;
+    * the nodes of its results; empty if the call was not traced;
+    * the number of the group of equal calls;
+    * the number of the module if its parameters were removed during the trace, otherwise -1.
+    """
     operands, results, number, member = cast(Any, call.args)
     return list(operands), list(results), int(number), int(member)
 

@@ -141,10 +141,9 @@ class Journal(TorchFunctionMode):
         return build_value_key(value, self._build_tensor_key)
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
-        """Return a key of ``tensor``, an argument of a torch function: ("tensor", its position in the order in which
-        this record of a module's call sees tensors for the first time), or ("other", its ``id``) if it is neither an
-        operand of the recorded call nor made by it.
-        """
+        """Return a key of ``tensor``, an argument of a torch function. For an operand or a result of the recorded
+        module call, the key is ("tensor", position of the tensor in the order in which this record sees tensors for the
+        first time). For any other tensor, it is ("other", ``id`` of the tensor)."""
         place = self._places.get(id(tensor))
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 
@@ -378,9 +377,9 @@ class LayerRepeats:
     ) -> tuple[Any, list[Tensor] | None]:
         """Run one of the first two of several equal module calls; comparing them shows what the other calls compute.
         Return its output and a list of its result tensors that are in the graph (empty if the call was not traced). The
-        list is ``None`` if this is the first call and all calls must be traced, because it has an effect or a result,
-        such as a write to an argument or a view of one, that one operator cannot represent. Raise
-        :class:`NotEquivalent` if the second call differs from the first.
+        list is ``None`` if this is the first call and all calls must be traced, because one operator cannot represent
+        the call: it writes to an argument, for example, or returns a view of one. Raise :class:`NotEquivalent` if the
+        second call differs from the first.
 
         Args:
             memo: what is known of these equal calls; it is updated.

@@ -432,9 +432,9 @@ def _is_full_arange(node: Any, num: int) -> bool:
 
 
 def _find_factor_dim(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
-    """Return the index of the dim of a value that holds the loop dimension ``name`` of an operator (as in an einsum),
-    and no other one. Return ``None`` if no dim holds it, and -1 if it shares a dim with another loop dimension or is in
-    several dims.
+    """Return the index of the dim of a value that runs over the loop dimension ``name`` of an operator (as in an
+    einsum) and over no other one. Return ``None`` if no dim runs over it, and -1 if its dim runs over another loop
+    dimension, too, or if several dims run over it.
 
     Args:
         dims: for each dim of the value, the names of its loop dimensions.

@@ -703,8 +703,8 @@ def _ignore_memory_savers(notes: list[str]) -> Iterator[None]:
 
 
 def _get_caller_class_name(function: Any) -> str:
-    """Return the class name of the module whose call ``function``, the function passed to activation checkpointing,
-    stands for; an empty text if that is not known."""
+    """Return the class name of the module that is called by ``function``, the function passed to activation
+    checkpointing; an empty text if it is not known."""
     if isinstance(function, functools.partial):
         return _get_caller_class_name(function.func) or next(
             (_get_caller_class_name(a) for a in function.args if isinstance(a, nn.Module)), ""

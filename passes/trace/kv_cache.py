@@ -50,9 +50,9 @@ def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
 
 
 def do_caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any], run: Callable[[], Any]) -> bool:
-    """Return whether ``model`` computes something else if its forward fills caches of keys and values for generation
-    than if it does not. Forward is run both ways on fake tensors, and the results are compared by the operations that
-    they come from.
+    """Return whether the results of ``model`` depend on whether its forward fills caches of keys and values for
+    generation. Forward is run with and without caches on fake tensors, and the results are compared by the operations
+    that compute them.
 
     Args:
         model: the model.

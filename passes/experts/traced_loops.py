@@ -66,16 +66,13 @@ class TracedLoops:
         return self.num_loops > 0 or (self.branches is not None and self.branches.num_branches > 0)
 
     def with_branches(self) -> TracedLoops:
-        """Return an empty record, with :class:`TracedBranches`, for another trace in which forward may also branch on
-        whether an expert has rows (tokens).
-        """
+        """Return an empty record of loops over experts for another trace, in which forward may also branch on whether
+        an expert has rows (tokens); a :class:`TracedBranches` in the result records these branches."""
         return TracedLoops(self.leaves_out, branches=TracedBranches(self.leaves_out))
 
     def without_parity(self, parity: int | None) -> TracedLoops:
-        """Return an empty record for another trace without the iterations of even (``parity`` 0) or odd (1) experts.
-
-        ``None`` stands for a trace with all iterations.
-        """
+        """Return an empty record of loops over experts for another trace, which skips the iterations of experts with
+        even (``parity`` 0) or odd (1) numbers. ``None`` stands for a trace with all iterations."""
         return TracedLoops(parity, branches=self.branches and TracedBranches(parity))
 
     def get_loop_index(self, number: int, *, listed: bool = False) -> Tensor:

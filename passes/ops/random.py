@@ -426,8 +426,8 @@ def find_sampling_function(target: Any, args: Sequence[Any], kwargs: Mapping[str
     :class:`Sampler`, which has the operator's arguments and draws numbers.
 
     Return ``None`` if the operator draws no numbers or has no such function, or if the call has a generator. Also
-    return ``None`` for integers from an unknown range, or from one of more than 2**40 integers whose number is no power
-    of two. ``args``, ``kwargs``: the arguments of the call.
+    return ``None`` if the operator draws integers from an unknown range, or from a range whose size exceeds 2**40 and
+    is no power of two. ``args``, ``kwargs``: the arguments of the call.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None

@@ -160,9 +160,8 @@ def _widen_reduced_dtype(value: Any) -> Any:
 
 
 class _Drawing(TorchDispatchMode):
-    """A torch mode in which operators that draw random numbers do so as plans do: each call uses a random stream of its
-    own. ``streams``: provides the streams, numbered in the order of calls.
-    """
+    """A torch mode in which each call of an operator that draws random numbers uses a random stream of its own, as in
+    the programs of plans. ``streams``: provides the streams, numbered in the order of calls."""
 
     def __init__(self, streams: _ByPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

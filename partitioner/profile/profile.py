@@ -190,8 +190,9 @@ def _list_profile_steps(
             measured.issued_s += pool.call(time_issuing, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
 
     def sharing(measured: Measurements) -> None:
-        """Time equal work on as many ranks as there are cores, then on all ranks. Append for each repetition of this
-        measurement, the median seconds of the ranks that took part to ``measured.few_s`` and ``measured.all_s``."""
+        """Time equal work on as many ranks as there are cores, then on all ranks. For each repetition of this
+        measurement, append the median seconds of the ranks that took part to ``measured.few_s`` and ``measured.all_s``.
+        """
         rows = pool.call(on_ranks.time_sharing, (active, count), effort.repeats, effort.sharing_s, timeout=_TIMEOUT_S)
         for few, every in zip(*(_column_medians(rows, place) for place in (0, 1)), strict=True):
             measured.few_s.append(few)

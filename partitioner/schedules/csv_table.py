@@ -60,7 +60,7 @@ class _ScheduleCell(NamedTuple):
 
 class ScheduleTable(Data):
     """A user-defined pipeline schedule for one fixed number of ranks and microbatches, written as a table. ``name``:
-    what reports call it. ``rows``: for each pipeline rank its actions in order, such as ``3F0`` for the forward of
+    its name in reports. ``rows``: for each pipeline rank its actions in order, such as ``3F0`` for the forward of
     microbatch 0 through virtual stage 3.
 
     The table is validated when it is first used, not when it is constructed. :class:`ScheduleError` is then raised if

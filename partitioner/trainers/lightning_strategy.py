@@ -1,9 +1,10 @@
 """``PartitionedStrategy``: a strategy of Lightning whose ranks run the steps of a LightningModule by a plan.
 
-The loop, hooks, callbacks, loggers and schedules are those of ``lightning.pytorch.Trainer``. What is replaced: forward
-and backward of ``training_step``, and ``validation_step`` during ``fit``, are programs of an
-:class:`partitioner.Engine`; the optimizer steps this rank's parts of the parameters; gradients are clipped by their
-norm over all ranks; and a checkpoint has the engine's state, which any plan of the module can go on from.
+The loop, hooks, callbacks, loggers and schedules are those of ``lightning.pytorch.Trainer``. Four parts are replaced.
+Forward and backward of ``training_step``, and ``validation_step`` during ``fit``, are programs of an
+:class:`partitioner.Engine`. The optimizer updates this rank's parts of the parameters. Gradients are clipped by their
+norm over all ranks. A checkpoint contains the engine's state, from which training can continue under any plan of the
+module.
 """
 
 from __future__ import annotations
@@ -615,8 +616,8 @@ class _OwnRows:
 
 
 class _Held:
-    """Holds a state of Lightning, such as that of its loops, so that the engine can write it to a checkpoint and read
-    it back."""
+    """Wraps a state of Lightning, such as that of its loops, as an object with ``state_dict`` and ``load_state_dict``,
+    so that the engine can write it to a checkpoint and read it back."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state

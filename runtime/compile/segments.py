@@ -289,9 +289,8 @@ def choose_backend(requested: bool | str, device: torch.device) -> str | None:
 
 
 def _find_missing_compiler(device: torch.device) -> str:
-    """Return what ``torch.compile`` needs for ``device`` and this machine lacks, such as "a C++ compiler"; empty if
-    nothing.
-    """
+    """Return the name of the compiler that ``torch.compile`` needs for ``device`` and that is not installed, such as "a
+    C++ compiler"; an empty text if nothing is missing."""
     if device.type == "cuda":
         return "" if importlib.util.find_spec("triton") else "triton"
     named = os.environ.get("CXX"), *_COMPILERS  # Inductor reads the same variable; importing it takes seconds

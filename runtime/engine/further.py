@@ -46,10 +46,9 @@ class EngineState:
 
 
 class LatestRun(NamedTuple):
-    """What an engine has run last. ``executor``: the object that ran the program (a further one of the plan, such as an
-    evaluation). ``padding``: how the batches of this program are padded; ``None``: not at all. ``real``: the shape of
-    the batch before it was padded; ``None``: it was not padded.
-    """
+    """The last run of a program on an engine. ``executor``: the object that ran the program (the training step, or a
+    further one of the plan, such as an evaluation). ``padding``: how the batches of this program are padded; ``None``:
+    not at all. ``real``: the shape of the batch before it was padded; ``None``: it was not padded."""
 
     executor: Executor
     padding: BatchPadding | None = None

@@ -1,4 +1,4 @@
-"""Megatron-LM command lines, and configurations of Megatron-Bridge and Megatron-Core, in and out."""
+"""Read and write Megatron-LM command lines, and configurations of Megatron-Bridge and Megatron-Core."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class _ScheduleTableReader:
         self.rows = [list(self.parse_row(number, row)) for number, row in enumerate(table.rows, 1)]
 
     def create_schedule_error(self, message: str) -> ScheduleError:
-        """Return an error with ``message`` that names the schedule. The caller raises it."""
+        """Return an error whose text is the name of the schedule followed by ``message``, for the caller to raise."""
         return ScheduleError(f"the schedule {self.name!r}, {message}")
 
     def parse_row(self, number: int, row: Sequence[str]) -> Iterator[_ScheduleCell]:

@@ -271,7 +271,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _check_last_batches(self, trainer: Any, module: Any) -> None:
         """Raise :class:`TrainerError` if the last batch of a data loader of ``trainer`` has fewer samples than the
-        others, and the plan cannot pad it without a change of the results."""
+        others, and the plan cannot pad it without a change of the results. ``module``: the LightningModule, which says
+        whether ``fit`` also reads validation data."""
         assert self.plan is not None
         checks = [("train", trainer.fit_loop._data_source, self.plan.padding)]
         if _validates(trainer, module):
@@ -536,9 +537,11 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
 class EqualLoader:
     """A data loader that yields the same global batches on all ranks: its random generators start in the state of the
-    first rank's generators. ``loader``: the data loader to read from. ``strategy``: the Lightning strategy that knows
-    the plan. If it is certain which samples of a training batch this rank computes, it reads only these. ``reads_own``:
-    whether this holds for the iteration that was started last.
+    first rank's generators. ``loader``: the data loader to read from. ``strategy``: the Lightning strategy, which knows
+    the plan.
+
+    If it is certain which samples of a training batch this rank computes, the data loader reads only these samples.
+    ``reads_own``: whether it does so in the iteration that was started last.
     """
 
     def __init__(self, loader: Any, strategy: PartitionedStrategy) -> None:

@@ -1,4 +1,5 @@
-"""Executors of a plan's further programs on the state of one engine: no parameter is copied.
+"""Run the further programs of a plan, such as an evaluation, on the tensors of one engine, without copies of
+parameters.
 
 An executor has instructions, and tensors of its own only for a run. Parameters and buffers are the engine's. Programs
 that train add to the engine's gradients; programs that evaluate have none. Constants belong to each program.

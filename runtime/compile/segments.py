@@ -1,7 +1,7 @@
 """Compile the operators between two collectives of a block to one function.
 
-If all shapes are known, Inductor compiles them directly (``inductor.py``). ``torch.compile`` does it otherwise, and
-with another backend.
+If all shapes are known, Inductor compiles them directly (``inductor.py``). If some shapes change from call to call, or
+if the user names another backend than Inductor, ``torch.compile`` compiles them.
 
 The collectives remain lines of the rank's own function (``codegen.py``), which starts them and waits for them. Matrix
 products whose results are only gradients of states remain, too, because they are added up in place. A function that

@@ -62,15 +62,15 @@ def partition(
         global_batch: samples per step, if the inputs are only a sample of the batch.
         loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.
         objective: what a step is: training (``train``) or inference (``infer``).
-        programs: name to a further program on the same weights, for ``engine.run(name, batch)``.
+        programs: further programs on the same weights, such as an evaluation, by name, for ``engine.run(name, batch)``.
         shapes: the shapes that batches have, if they differ; a batch is padded to the next larger shape.
-        constraints: what is given is fixed; the search chooses the rest.
+        constraints: choices that the user fixes, such as ``Constraints(tp=8)``; the search makes all others.
         profile: another framework, such as ``"megatron-core"``, to predict: the plan has estimates and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: that of the parameters. ``tf32``: fp32, with
             matrix products in TF32 on GPUs. ``fp8``: bf16, with products of weights in fp8 (``fp8_scaling``).
         documents: typical lengths of packed documents, for the cost model; (): those of inputs that have values.
         optimizer: the optimizer whose states need memory: ``adamw``, ``adam``, ``sgd_momentum``, ``sgd`` or ``none``.
-        progress: called during the search with its progress.
+        progress: called again and again during the search, with a ``SearchProgress`` (counts of candidates, best time).
         estimate_only: return the estimates without a program and without baselines; faster, for many plans.
         time_limit_s: seconds after which the search ends with its best plan so far; ``None``: no limit.
 

@@ -114,17 +114,15 @@ class MeshCandidate:
     @property
     def shares_out(self) -> bool:
         """Return whether ranks of ``dp`` may have different numbers of microbatches. They may not if they exchange
-        tokens for experts, because then all must take part in each exchange, or if the schedule is a table, which is
-        written for one number of microbatches.
-        """
+        tokens for experts, because all must then take part in each exchange, or if the schedule is a user-defined
+        table, which is valid for one number of microbatches only."""
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
         return inside and isinstance(self.schedule, str)
 
     def replicas_run_independently(self, updates: Collection[str]) -> bool:
         """Return whether the ranks of ``dp`` wait for each other only at the end of a step, so that faster ranks may
         compute more microbatches than slower ones. Under ZeRO-2 and ZeRO-3 they wait for each other in each microbatch.
-        ``updates``: the buffers that the model's forward changes; with any, all ranks wait for each other.
-        """
+        ``updates``: the buffers that the model's forward changes; if there are any, all ranks wait for each other."""
         return not updates and self.dp > 1 and self.zero < 2 and self.shares_out
 
     def num_microbatches(self, global_batch: int) -> int:

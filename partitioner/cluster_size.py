@@ -502,12 +502,13 @@ class Fit:
     """Result of :func:`check_fit`. It says whether a job (training of a model with given batch and constraints) fits on
     a cluster. ``str()`` of it has a line for each answer.
 
-    Attributes: plan: the job's best plan, as :func:`partitioner.partition` returns it; ``None``: the job does not fit.
+    Attributes:
+        plan: the job's best plan, as :func:`partitioner.partition` returns it; ``None``: the job does not fit.
         reason: why it does not fit, and the changes with which it does that need the least effort; empty if it fits.
-        length: tokens of a sample; 0 if the inputs are not sequences of tokens. microbatch: the largest microbatch that
-        fits; ``None``: not even one sample for each device does. sequence: the longest sequence that fits; ``None``:
-        none does, or there are no sequences. run: time, money and energy of the training run; ``None``: no ``tokens``
-        were given, or the job does not fit.
+        length: tokens of a sample; 0 if the inputs are not sequences of tokens.
+        microbatch: the largest microbatch that fits; ``None``: not even one sample for each device does.
+        sequence: the longest sequence that fits; ``None``: none does, or there are no sequences.
+        run: time, money and energy of the training run; ``None``: no ``tokens`` were given, or the job does not fit.
     """
 
     plan: Plan | None = field(repr=False)

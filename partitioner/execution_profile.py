@@ -191,9 +191,9 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         overlap_tensor: bool | None = False,
         fp8_scaling: Literal["tensor", "row", "block"] = "tensor",
     ) -> ExecutionProfile:
-        """Return the profile of the runtime of this project if it executes instructions in the mode ``execution`` on
-        devices of torch's type ``device``, such as ``cuda``. A profile of another framework says itself what is
-        compiled and recorded, and is returned as it is.
+        """Return this profile, adapted to how the runtime of this project is used: execution mode ``execution`` on
+        devices of torch's type ``device``, such as ``cuda``. A profile of another framework is returned unchanged,
+        because its own fields say what is compiled and recorded.
 
         ``execution``: ``eager``; ``compiled``: a compiler merges operators; ``graph``: on GPUs operators are merged,
         and steps are replayed as CUDA graphs, so that the host launches only the operators of experts one by one; on

@@ -188,8 +188,8 @@ def _list_name_stems(name: str) -> list[str]:
 
 def explain_validation_error(error: ValidationError, known: Sequence[str], noun: str = "constraint") -> str:
     """Return the first error in ``error``, the exception of a failed pydantic validation, as one sentence: the option,
-    what is expected, and what was given. ``known``: the valid option names. ``noun``: what the sentence calls an
-    option."""
+    the expected values, and the given value. ``known``: the valid option names. ``noun``: the word for an option in the
+    sentence, such as ``constraint``."""
     first = error.errors()[0]
     name, got = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":

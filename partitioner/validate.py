@@ -1,4 +1,4 @@
-"""Check a request before anything is traced or solved."""
+"""Check the arguments of ``partition`` before anything is traced or solved."""
 
 from __future__ import annotations
 

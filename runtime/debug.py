@@ -1,4 +1,5 @@
-"""Inspect a step in detail: the results of every operator, in a step that is slower."""
+"""Tools to inspect every operator of a step: find the origin of a NaN, record hashes of results, compare two runs. A
+step that is inspected runs more slowly."""
 
 from __future__ import annotations
 

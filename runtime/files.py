@@ -1,4 +1,5 @@
-"""Write files atomically: under a temporary name first, then renamed. Read JSON of others. Check names and folders."""
+"""Write files atomically: first under a temporary name, then renamed. Parse untrusted JSON. Check file names and access
+to folders."""
 
 from __future__ import annotations
 

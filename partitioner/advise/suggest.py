@@ -61,7 +61,7 @@ def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
     """Context manager around the planning of a job (a model to be planned on a cluster). If the ``with`` block raises
     :class:`InfeasibleError`, attach a function to the error that finds the conflicting constraints, and the changes
     with which the job has a plan and which need the least effort of the user. The function is called when the user
-    first asks for its results. This search takes about as long as the block took, at least 30 s.
+    first asks for its results. Its time limit is the time that the block took, or 30 s if that is more.
 
     ``asked``: the job as the user requested it.
     """

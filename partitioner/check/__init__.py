@@ -1,1 +1,1 @@
-"""Compare a model that was distributed by other means with the plain model."""
+"""Compare a model that was distributed by other means, such as FSDP or DTensor, with the same model on one process."""

@@ -1,4 +1,5 @@
-"""Find the likely cause of a difference from its numbers: each cause is a relation that the gradients fulfil or not.
+"""Find the likely cause of a wrong gradient in a distributed model. Each cause is a numerical relation between the
+wrong and the right gradients, such as a constant factor.
 
 Every test is a comparison in float64. A cause is only reported if its relation holds; otherwise the cause is unknown.
 """

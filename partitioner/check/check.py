@@ -288,9 +288,12 @@ def _find_foreign(plain: PlainResults, outcomes: Sequence[RankOutcome], placed: 
 
 def _is_whole(plain: PlainResults, placed: PlacedShards, elements: ForeignElements) -> bool:
     """Return whether the ranks together hold every element of a parameter of the plain model (the user's model on one
-    process). ``elements``: elements on ranks that the plain model does not have, beside elements of this parameter; if
-    the result is true, they are additions, such as padding, and replace nothing. ``plain``: results of the plain model.
-    ``placed``: the elements that each rank holds."""
+    process), although they also hold ``elements``, which the plain model does not have. Then ``elements`` are
+    additions, such as padding, and replace nothing.
+
+    The parameter is the one some of whose elements lie in the same tensor as ``elements``, on this rank or on another.
+    ``plain``: results of the plain model. ``placed``: the elements that each rank holds.
+    """
     beside = {other.beside for other in placed.foreign if other.name == elements.name} - {None}
     held = {h.name: name for name, holders in placed.holders.items() for h in holders}
     name = next(iter(beside), held.get(elements.name))

@@ -1,4 +1,4 @@
-"""What a user gives to ``check``: the plain model, how it is distributed, and one step of it."""
+"""The input of ``check``: the plain model, how it is distributed, and one step of it."""
 
 from __future__ import annotations
 

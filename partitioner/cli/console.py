@@ -46,9 +46,8 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, [*ours, *passed_on])
 
     def _reject_repeated_options(self, ctx: Any, words: list[str]) -> None:
-        """Raise an error of the command line if ``words``, a command with its arguments, give an option twice, of which
-        the first would be ignored. ``ctx``: the context of typer.
-        """
+        """Raise ``BadParameter`` if ``words``, a command with its arguments, contain an option twice. typer would
+        silently use the last value. ``ctx``: the context of typer."""
         command = self.get_command(ctx, words[0]) if words else None
         for option in getattr(command, "params", ()):
             if option.param_type_name != "option" or option.multiple or option.is_flag:
@@ -98,9 +97,8 @@ class Commands(TyperGroup):
 
 
 def _name_wrong_number(error: Exception, words: list[str]) -> None:
-    """Say in the message of ``error``, an error of the command line, what was given where a number is expected.
-    ``words``: the command with its arguments.
-    """
+    """Replace the message of ``error``, an error of the command line, by one that shows the wrong value and the
+    expected kind of number, if the error is a malformed number. ``words``: the command with its arguments."""
     kinds = {"valid integer": "a whole number, such as 4096", "valid number": "a number, such as 2.5"}
     expected = next((kind for text, kind in kinds.items() if text in getattr(error, "message", "")), None)
     names = getattr(getattr(error, "param", None), "opts", ())

@@ -175,8 +175,9 @@ class SampleOptions:
     ``seq``: tokens of a sample. ``batch``: samples of the global batch. ``task``: name of the task, which decides the
     class of the model. ``lora``: options of LoRA adapters as text. ``objective``: ``train`` or ``infer``. ``values``:
     whether tensors have values; otherwise they are on the meta device. ``devices``: number of devices, which decides
-    the default number of samples. ``plan``: an existing plan of the model, whose batch has the sizes that are not
-    given. ``tokens``: length of a sample of tokens if ``seq`` is not given; without effect on samples of other kinds.
+    the default number of samples. ``plan``: an existing plan of the model; if ``seq`` or ``batch`` is not given, the
+    size in this plan is used. ``tokens``: length of a sample of tokens if ``seq`` is not given; without effect on
+    samples of other kinds.
     """
 
     seq: int | None = None

@@ -85,8 +85,8 @@ def _find_wanted_fetch(routes: Routes, virtual: int, action: Action, train: bool
     """Return the transfer from another rank that an action (a forward or backward of one microbatch) of a pipeline rank
     must receive first; ``None`` if it needs none.
 
-    ``virtual``: the virtual stage of the action, counted over all ranks.
-    ``routes``: the values that are sent between virtual stages. ``train``: whether gradients are sent.
+    ``virtual``: the virtual stage of the action, counted over all ranks. ``routes``: the values that are sent between
+    virtual stages. ``train``: whether gradients are sent.
     """
     if action.kind == "F":
         if routes.arriving[virtual]:

@@ -1,1 +1,2 @@
-"""Texts and tables about plans: summary, explanation, difference, measured against predicted."""
+"""Texts and tables about plans: the summary, the explanation, the comparison of two plans, and of measured with
+predicted times."""

@@ -1,4 +1,4 @@
-"""Two plans side by side: what differs between them, in tables and in words."""
+"""Compare two plans: their differences as sentences and as tables."""
 
 from __future__ import annotations
 

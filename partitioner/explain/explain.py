@@ -1,4 +1,4 @@
-"""A plan as text for people: the summary in tables, and the explanation of why it is as it is."""
+"""A plan as text for people: its summary as tables, and the reasons for its choices."""
 
 from __future__ import annotations
 
@@ -191,10 +191,10 @@ def _describe_shape(padding: BatchPadding | None) -> str:
 
 
 def _describe_fit(plan: Plan) -> str:
-    """Return a text to append to a line on ``plan`` if it does not simply fit into the usable memory of its devices:
-    ``: does not fit, 604 MiB more than usable (101%), which the margin covers`` or ``: fits only with optimizer in
-    host memory``. It is empty if the plan fits without offload, or with an offload that the user requested.
-    """
+    """Return a text on the memory of ``plan``, to append to a line: ``: does not fit, 604 MiB more than usable (101%),
+    which the margin covers`` if its peak exceeds the usable memory of a device, or ``: fits only with optimizer in host
+    memory`` if the search had to offload data. Empty if the plan fits without offload, or with an offload that the user
+    requested."""
     if not plan.estimate.memory:
         return ""
     rank = fullest_rank(plan)

@@ -1,4 +1,4 @@
-"""What is proven of a plan, what is not, and what the proof does not cover."""
+"""Texts on the proof that a plan is optimal: what it proves, what it leaves open, and which plans it does not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The parts of a step time: their names, their shares, and by which of them two plans differ."""
+"""The parts of a step time (such as computation and pipeline bubble): their names, their fractions of the step, and the
+parts in which two plans differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of accelerate (YAML with FSDP, DeepSpeed, Megatron-LM or ``ParallelismConfig``), in and out."""
+"""Read and write configurations of accelerate (YAML with FSDP, DeepSpeed, Megatron-LM or ``ParallelismConfig``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of DeepSpeed (JSON), in and out."""
+"""Read and write configurations of DeepSpeed (JSON)."""
 
 from __future__ import annotations
 

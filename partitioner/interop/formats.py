@@ -1,4 +1,4 @@
-"""The formats of configurations: read a configuration of any of them, write a layout to any of them."""
+"""Read a configuration of any supported framework, or write a training layout as one. The table of formats is here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-LM command lines, and configurations of Megatron-Bridge and Megatron-Core, in and out."""
+"""Read and write Megatron-LM command lines, and configurations of Megatron-Bridge and Megatron-Core."""
 
 from __future__ import annotations
 
@@ -326,10 +326,9 @@ def _read_context(options: Options) -> str:
 
 
 def _read_recompute(options: Options) -> str:
-    """Return what backward recomputes according to ``options``, options of Megatron-LM: ``none``, ``scores`` (attention
-    scores), ``selective`` (what is quick to compute) or ``full``. Raise :class:`ContradictionError` if the options
-    exclude each other.
-    """
+    """Return which activations backward recomputes according to ``options``, options of Megatron-LM: ``none``,
+    ``scores`` (attention scores), ``selective`` (results of operators that are quick to compute) or ``full`` (whole
+    layers). Raise :class:`ContradictionError` if the options exclude each other."""
     kind = options.take_choice("recompute-granularity", {"full": "full", "selective": "selective"})
     method = options.take_choice("recompute-method", {"uniform": "uniform", "block": "block"})
     count = options.take_number("recompute-num-layers", options.take_number("activations-checkpoint-num-layers"))

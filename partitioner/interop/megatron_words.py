@@ -24,9 +24,8 @@ _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The words of a Megatron-LM command. ``doubts``: conditions and files of the script on which the words depend and
-    that are not known without running it -> what is assumed.
-    """
+    """A Megatron-LM command. ``words``: its words. ``doubts``: a condition or file of the shell script on which the
+    words depend, and whose value is unknown without running the script -> the assumption about it."""
 
     words: list[str]
     doubts: dict[str, str]
@@ -131,11 +130,12 @@ def _describe_stray(word: str, words: list[str]) -> LayoutError:
 
 
 def list_option_words(nested: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the words of the command line that a YAML file writes as a mapping, with keys such as
-    ``--micro-batch-size``, and the names of all other entries of the file. No words if there is no such key.
+    """Return two lists for ``nested``, the content of a YAML file: the command line that its options amount to, as
+    words, and the names of all other entries.
 
-    ``nested``: the content of the file. Its options are at the top, or in sections that have nothing else. A value of
-    ``true`` is a flag, and one of ``false`` or nothing leaves the option out.
+    Options are keys that start with ``--``, such as ``--micro-batch-size``. They are at the top of the file, or in
+    sections that contain nothing else. An option with the value ``true`` becomes a flag; one with ``false`` or no value
+    is left out.
     """
     words: list[str] = []
     others: list[str] = []

@@ -50,9 +50,9 @@ def list_known_names(format_name: str) -> frozenset[str]:
 
 @cache
 def _load_kinds() -> dict[str, frozenset[str]]:
-    """Return the words from which the kind of an unused option follows: kind -> words. Kinds are ``certain``
-    (harmless whatever else the name has), ``performance``, ``model`` and ``harmless``.
-    """
+    """Return the table by which options that no reader uses are classified: kind -> words that occur in names of
+    options of this kind. The kinds are ``certain`` and ``harmless`` (no effect on time or memory; ``certain`` is tested
+    first), ``performance``, and ``model`` (describes the model)."""
     text = resources.files("partitioner.interop").joinpath("data/option_kinds.yaml").read_text()
     found: dict[str, list[str]] = yaml.safe_load(text)
     return {kind: frozenset(words) for kind, words in found.items()}

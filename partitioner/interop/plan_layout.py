@@ -1,4 +1,4 @@
-"""A plan as a layout, and its export to the configuration of another framework."""
+"""Convert a plan to a training layout, and export it as the configuration of another framework."""
 
 from __future__ import annotations
 

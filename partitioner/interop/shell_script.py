@@ -1,4 +1,4 @@
-"""The commands that a shell script runs, with variables replaced by their values. Nothing is executed."""
+"""Find the commands that a shell script would run, with variables replaced by their values. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ _ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
 
 
 class Truth(NamedTuple):
-    """Whether a condition holds, and whether this is known without running the script."""
+    """The value of a shell condition. ``holds``: whether the condition is true. ``known``: whether ``holds`` is
+    certain; otherwise it is an assumption, because the script would have to be run to know the value."""
 
     holds: bool
     known: bool = True
@@ -71,14 +72,16 @@ _UNKNOWN = Truth(True, False)
 
 
 class ShellScript:
-    """What a shell script would run, as far as its text says it.
+    """The commands and variables of a shell script, found by interpreting its text without running it.
 
-    Variables, arrays, functions, arithmetic, ``if``, ``case``, ``&&`` and ``||`` are followed; the body of a loop runs
-    once. A variable that the script does not set is empty in a condition, and stays as it is in a command. A test that
-    a file or folder exists is taken as false, any other condition that cannot be evaluated as true.
+    Variables, arrays, functions, arithmetic, ``if``, ``case``, ``&&`` and ``||`` are interpreted; the body of a loop is
+    interpreted once. A variable that the script does not set counts as empty in a condition, and stays as written
+    (``$NAME``) in a command. A test for a file or folder counts as false. Any other condition that cannot be evaluated
+    counts as true.
 
-    ``commands``: the words of each command, in order. ``variables``: name -> value. ``doubts``: conditions and files on
-    which commands or variables depend, and of which the text does not say what they do -> what is assumed.
+    ``commands``: the words of each command, in order. ``variables``: name -> value. ``doubts``: a condition or sourced
+    file whose value or content is unknown and on which a command or variable depends -> the assumption about it, as
+    text for the user.
 
     Raise :class:`LayoutError` for a script that is too long, and for an unbalanced quote.
     """
@@ -95,8 +98,9 @@ class ShellScript:
         self._run(_parse_script(text), active=True, doubt="")
 
     def _run(self, nodes: tuple[Node, ...], *, active: bool, doubt: str) -> None:
-        """Follow ``nodes``, or only note which variables they would set if they are not ``active``. ``doubt``: the
-        condition around them if it is not known whether it holds, otherwise empty."""
+        """Interpret the statements ``nodes`` in order, and update commands and variables. ``active``: whether they run;
+        otherwise variables that they would set and that have no value become empty, and their commands are ignored.
+        ``doubt``: the text of an enclosing condition whose value is unknown; empty if there is none."""
         before, tested = _UNKNOWN, ""
         for node in nodes:
             self._num_steps += 1
@@ -143,8 +147,8 @@ class ShellScript:
             settled = settled or truth.holds
 
     def _fold(self, condition: tuple[Node, ...]) -> Truth:
-        """Return whether the statements of ``condition``, joined by ``&&`` and ``||``, hold. Commands among them are
-        followed."""
+        """Return whether ``condition`` is true: statements that ``&&`` and ``||`` join, such as those between ``if``
+        and ``then``. A command among them is added to the commands, and counts as a condition of unknown value."""
         result = Truth(True)
         for index, node in enumerate(condition):
             if isinstance(node, Statement) and _TEST.fullmatch(node.text):
@@ -166,7 +170,9 @@ class ShellScript:
             settled = settled or matches
 
     def _follow_statement(self, text: str, doubt: str) -> None:
-        """Make the assignments of a statement, or add its command to the list; a function that it calls is followed."""
+        """Interpret ``text``, a statement that runs: store the values that it assigns, interpret the body of a function
+        that it calls, or add it to the list of commands. ``doubt``: the text of an enclosing condition whose value is
+        unknown; empty if there is none."""
         if counted := _COUNTED.fullmatch(text):
             self._note(doubt)
             self.variables[counted[1]] = self._compute(counted[2]) or counted[2].strip()
@@ -199,7 +205,9 @@ class ShellScript:
                 self._note(doubt)
 
     def _skip_statement(self, text: str, doubt: str) -> None:
-        """Make the variables empty that a statement, which does not run, would set and that have no value."""
+        """Interpret ``text``, a statement that does not run, because it is in a branch that is not taken: each variable
+        that it would set and that has no value yet becomes empty. ``doubt``: the text of an enclosing condition whose
+        value is unknown; empty if there is none."""
         words = _split_words(text) or [":"]
         names = [found[1] for word in words if (found := _ASSIGNED.fullmatch(word))]
         if words[0] in _DECLARATION or len(names) == len(words):
@@ -209,7 +217,8 @@ class ShellScript:
             self._note(doubt)
 
     def _note(self, doubt: str) -> None:
-        """Note that a variable or a command depends on the condition ``doubt``, unless it is empty."""
+        """Record for the user that a variable or command depends on ``doubt``, the text of a condition whose value is
+        unknown, and which value is assumed for it. Do nothing if ``doubt`` is empty."""
         if not doubt:
             return
         unset = sorted({found[1] or found[4] for found in _VARIABLE.finditer(doubt)} - {*self.variables})
@@ -232,9 +241,9 @@ class ShellScript:
         self._arguments = before
 
     def _assign(self, found: re.Match[str], *, counted: bool) -> None:
-        """Store the value of an assignment. ``found``: its name, whether it appends, and its value. ``counted``: the
-        value is arithmetic. The words of an array keep their quotes.
-        """
+        """Store the value that an assignment gives a variable. ``found``: a match with the groups name, ``+`` if the
+        value is appended, and value. ``counted``: whether the value is an arithmetic expression. The words of an array
+        are stored with their quotes."""
         text = found[3].strip()
         if counted:
             value = self._compute(text) or text
@@ -246,9 +255,9 @@ class ShellScript:
         self.variables[found[1]] = f"{before} {value}".strip()[:_LONGEST]
 
     def split(self, text: str, *, whole: bool = False) -> list[str]:
-        """Return the words of ``text``, a command, with variables replaced by their values. A word that has several
-        options is divided, unless ``whole``.
-        """
+        """Return the words of the shell command ``text``, with variables replaced by their values and without quotes. A
+        word that contains several options (such as the value of a variable, ``--tp 2 --pp 4``) is split into these,
+        unless ``whole`` is true. Raise :class:`LayoutError` for an unbalanced quote."""
         text = self._fill_in(text)
         try:
             return [
@@ -264,9 +273,10 @@ class ShellScript:
             raise LayoutError(f"the command is malformed ({error}): {text[:80]!r}; expected balanced quotes") from None
 
     def _fill_in(self, text: str, *, empty: bool = False) -> str:
-        """Return ``text`` with variables and arithmetic replaced by their values. ``empty``: variables without a value
-        are empty; otherwise they stay as they are, as do all once the values are as long as a script may be.
-        """
+        """Return ``text`` with variables and arithmetic expressions replaced by their values. ``empty``: whether a
+        variable without a value is replaced by an empty text; otherwise it stays as written. Once the inserted values
+        have more than 200,000 characters in total, all further variables stay as written. Raise :class:`LayoutError` if
+        the texts that were filled in for the whole script become too long."""
         room = _LONGEST
 
         def replace(match: re.Match[str]) -> str:
@@ -293,7 +303,9 @@ class ShellScript:
         return _ARITHMETIC.sub(lambda found: self._compute(found[1]) or found[0], text)
 
     def _value_of(self, match: re.Match[str]) -> str | None:
-        """Return the value of the variable in ``match``; ``None`` if it has none."""
+        """Return the value of a variable, or of a positional parameter of the called function; ``None`` if it has none.
+        ``match``: a match of ``$NAME`` or ``${NAME}``; the operators ``:-``, ``:=`` and ``:+`` (default values) are
+        applied."""
         name, operator, other = match[1] or match[4], match[2] or "", match[3] or ""
         value = self.variables.get(name)
         if name.isdecimal() and self._arguments is not None:
@@ -308,9 +320,8 @@ class ShellScript:
         return other
 
     def _compute(self, text: str) -> str:
-        """Return the value of the arithmetic expression ``text`` of whole numbers and variables; an empty text if it
-        has something else.
-        """
+        """Return the value of the arithmetic expression ``text`` as text. It may contain whole numbers, variables,
+        parentheses and ``+ - * / %``; return an empty text for anything else."""
         text = _NAME.sub(lambda name: self.variables.get(name[1], name[0]), text).strip()
         if len(text) > _LONGEST_SUM or not re.fullmatch(r"[\d\s+*/%()-]+", text):
             return ""
@@ -321,7 +332,8 @@ class ShellScript:
             return ""
 
     def _evaluate(self, text: str) -> Truth:
-        """Return whether ``text``, a condition such as ``[ $TP -gt 1 ]``, holds."""
+        """Return the value of ``text``, a shell condition such as ``[ $TP -gt 1 ]`` or ``[[ $A == b && $C ]]``, and
+        whether it is certain."""
         text = text.strip()
         if text.startswith("!"):
             truth = self._evaluate(text[1:])
@@ -340,7 +352,8 @@ class ShellScript:
         return result
 
     def _evaluate_words(self, words: list[str]) -> Truth:
-        """Return whether the words of a condition without ``&&`` and ``||`` hold."""
+        """Return the value of a condition without ``&&`` and ``||``, and whether it is certain. ``words``: its words,
+        such as ``$TP``, ``-gt`` and ``1``."""
         if words[:1] == ["!"]:
             num_not = next((i for i, word in enumerate(words) if word != "!"), len(words))
             truth = self._evaluate_words(words[num_not:])
@@ -365,7 +378,8 @@ class ShellScript:
         return _UNKNOWN
 
     def _is_unset(self, text: str) -> bool:
-        """Return whether the value of ``text`` depends on a variable without a value."""
+        """Return whether the value of ``text``, a word of a condition, is unknown: it contains a variable without a
+        value, or the output of a command (``$(...)``)."""
         return any(self._value_of(found) is None for found in _VARIABLE.finditer(text)) or "$(" in text or "`" in text
 
 
@@ -376,7 +390,8 @@ def _join(left: Truth, right: Truth, operator: str) -> Truth:
 
 
 def _evaluate_sum(node: ast.expr) -> int:
-    """Return the value of an arithmetic expression. Raise ``ValueError`` if it is too large, or has something else."""
+    """Return the value of ``node``, the syntax tree of an expression of integers with ``+``, ``-``, ``*``, ``//`` and
+    ``%``. Raise ``ValueError`` for other operations, and if a value exceeds 10**18."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         value = node.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -395,7 +410,8 @@ def _evaluate_sum(node: ast.expr) -> int:
 
 @dataclass(frozen=True)
 class Statement:
-    """One command or assignment. ``operator``: what stands before it, such as ``&&``, a semicolon or an end of line."""
+    """A simple statement of a shell script: one command or assignment. ``operator``: the operator or separator before
+    it, such as ``&&``, ``;`` or a line break. ``text``: its text."""
 
     operator: str
     text: str
@@ -403,9 +419,9 @@ class Statement:
 
 @dataclass(frozen=True)
 class Condition:
-    """``if`` with its ``elif`` and ``else``. ``branches``: the statements of each condition, none for ``else``, and
-    those that run if it holds.
-    """
+    """An ``if`` statement of a shell script, with its ``elif`` and ``else``. ``operator``: the operator or separator
+    before it, such as ``&&``. ``branches``: pairs (statements of the condition, empty for ``else``; statements that run
+    if the condition is true)."""
 
     operator: str
     branches: tuple[tuple[tuple[Node, ...], tuple[Node, ...]], ...]
@@ -413,7 +429,9 @@ class Condition:
 
 @dataclass(frozen=True)
 class Choice:
-    """``case``. ``subject``: the text that is compared. ``branches``: patterns and statements of each branch."""
+    """A ``case`` statement of a shell script. ``operator``: the operator or separator before it, such as ``&&``.
+    ``subject``: the text that is compared with the patterns. ``branches``: pairs (patterns, statements that run if one
+    of the patterns matches)."""
 
     operator: str
     subject: str
@@ -422,7 +440,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Loop:
-    """``for``, ``while`` or ``until``, with the statements of its condition and of its body."""
+    """A ``for``, ``while``, ``until`` or ``select`` statement of a shell script. ``operator``: the operator or
+    separator before it, such as ``&&``. ``condition``: the statements of the loop's condition; empty for ``for``.
+    ``body``: the statements inside the loop."""
 
     operator: str
     condition: tuple[Node, ...]
@@ -431,7 +451,8 @@ class Loop:
 
 @dataclass(frozen=True)
 class Function:
-    """The definition of a function."""
+    """The definition of a function in a shell script. ``operator``: the operator or separator before it. ``body``: the
+    statements of the function."""
 
     operator: str
     name: str
@@ -442,9 +463,9 @@ Node = Statement | Condition | Choice | Loop | Function
 
 
 def _parse_script(text: str) -> tuple[Node, ...]:
-    """Return the statements of the shell script ``text``. What has no end, such as ``if`` without ``fi``, reaches to
-    the end of the script. Raise :class:`LayoutError` for a script that is too long or nested too deeply.
-    """
+    """Return the statements of the shell script ``text`` as a tree. A construct without an end, such as ``if`` without
+    ``fi``, extends to the end of the script. Raise :class:`LayoutError` for a script that is too long or nested too
+    deeply."""
     if len(text) > _LONGEST:
         raise LayoutError(
             f"the text has {len(text)} characters, which is too long; expected a command line or a shell script"
@@ -464,9 +485,9 @@ def _split_words(text: str) -> list[str]:
 
 
 def _drop_documents(text: str) -> str:
-    """Return ``text``, a shell script, with continued lines joined, and without texts that commands other than shells
-    read from the lines below them (``cat <<EOF``).
-    """
+    r"""Return the shell script ``text`` with continued lines (``\`` at the end) joined, and without the contents of
+    here-documents (``cat <<EOF``). The content is kept if the command that reads it is a shell or starts one, such as
+    ``bash`` or ``ssh``."""
     given = re.sub(r"\\\r?\n", " ", text).splitlines()
     last = {line.strip(): number for number, line in enumerate(given)}
     lines: list[str] = []
@@ -485,9 +506,9 @@ def _list_statements(text: str) -> list[Statement]:
 
 
 def _split(text: str, *, blanks: bool) -> list[tuple[str, str]]:
-    """Return ``text``, divided at the operators and ends of lines outside of quotes and parentheses: the operator
-    before each piece, and the piece. ``blanks``: divide at blanks instead.
-    """
+    """Split shell text outside of quotes and parentheses, at operators (``;``, ``&&``, ``||`` and so on) and ends of
+    lines or, with ``blanks``, at white space. Return pairs (the operator or line break before a piece, the piece).
+    Comments are dropped."""
     pieces: list[tuple[str, str]] = []
     closing: list[str] = []  # the characters that end what is open
     operator, piece = "\n", ""
@@ -514,7 +535,7 @@ def _split(text: str, *, blanks: bool) -> list[tuple[str, str]]:
 
 
 def _drop_parenthesis(statement: Statement) -> Statement:
-    """Return ``statement`` without the parenthesis at its end that closes a shell of its own."""
+    """Return ``statement`` without an unmatched ``)`` at its end, which closes a subshell."""
     text = statement.text
     if text.endswith(")") and text.count(")") > text.count("("):
         return Statement(statement.operator, text[:-1].strip() or ":")
@@ -523,14 +544,15 @@ def _drop_parenthesis(statement: Statement) -> Statement:
 
 @dataclass
 class _Parser:
-    """Builds the tree. ``left``: the statements that were not read so far."""
+    """Builds the tree of a shell script's statements. ``left``: the simple statements that have not been read yet, in
+    order."""
 
     left: deque[Statement] = field(default_factory=deque)
 
     def take_nodes(self, ends: Collection[str], depth: int) -> tuple[Node, ...]:
-        """Return the statements up to one that starts with a word of ``ends``, or that follows ``;;`` if ``ends`` has
-        it. The end itself is left. ``depth``: number of statements around these.
-        """
+        """Read and return statements until the next one starts with a word of ``ends`` (such as ``fi``) or, if ``ends``
+        contains ``;;``, follows ``;;``. The statement that ends them is not read. ``depth``: nesting depth of these
+        statements. Raise :class:`LayoutError` if it is too large."""
         if depth > _DEEPEST:
             raise LayoutError(
                 f"the script has conditions nested more than {_DEEPEST} deep; expected a script that starts a training "
@@ -564,14 +586,16 @@ class _Parser:
         return tuple(nodes)
 
     def _take_word(self) -> None:
-        """Remove the first word of the next statement, and the statement if nothing else is in it."""
+        """Remove the first word (such as ``if``) of the next unread statement. A statement that is then empty is
+        removed."""
         first = self.left.popleft()
         rest = first.text.partition(first.text.split(None, 1)[0])[2].strip()
         if rest:
             self.left.appendleft(Statement(first.operator, rest))
 
     def _skip_end(self, *words: str) -> None:
-        """Remove the next statement if it starts with one of ``words``, with what follows there, such as ``< file``."""
+        """Remove the next unread statement if it starts with one of ``words``, such as ``done``. All of its text is
+        removed, also a redirection such as ``done < file``."""
         if self.left and self.left[0].text.split(None, 1)[0] in words:
             self.left.popleft()
 

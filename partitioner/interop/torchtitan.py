@@ -1,4 +1,4 @@
-"""Configurations of torchtitan, in and out: TOML of versions up to 0.2, Python modules and flags of 0.3."""
+"""Read and write configurations of torchtitan: TOML of versions up to 0.2, Python modules and flags of version 0.3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Configurations of transformers, in and out: ``DistributedConfig``, ``TrainingArguments`` with FSDP or DeepSpeed."""
+"""Read and write configurations of transformers: ``DistributedConfig``, and ``TrainingArguments`` with FSDP or
+DeepSpeed."""
 
 from __future__ import annotations
 

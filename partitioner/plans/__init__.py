@@ -1,1 +1,1 @@
-"""What is done with a plan: files, outlines, launch scripts, verification, cost of a run."""
+"""Use of a finished plan: files, outlines, launch scripts, verification, cost of a run."""

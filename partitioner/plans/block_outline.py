@@ -1,4 +1,4 @@
-"""What one block type moves and how its weights are cut, read from its serialised graph."""
+"""Collectives and weight layouts of one block type (such as a decoder layer), read from its serialised graph."""
 
 from __future__ import annotations
 

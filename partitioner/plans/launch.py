@@ -1,9 +1,10 @@
-"""How a plan is started: a torchrun command for each host, or a batch script for Slurm.
+"""Start commands for a plan: a torchrun command for each host, or a batch script for Slurm.
 
-torchrun numbers processes host by host, and process ``i`` drives the ``i``-th of the plan's devices in the topology's
-order. Where nodes are alike any order of them will do: the ``c10d`` rendezvous sorts hosts by name, and starts ranks
-that have failed again, all together. Where the plan tells nodes apart (other devices, slow links, pods) each has to get
-the number that it has in the topology: the ``static`` rendezvous, which starts nobody again.
+torchrun numbers processes host by host. Process ``i`` drives the ``i``-th of the plan's devices, in the order of the
+topology. If all nodes are equal, hosts may be numbered in any order: the command uses the ``c10d`` rendezvous, which
+sorts hosts by name and can restart all ranks after a failure. If nodes differ (in devices, links or pods), each host
+needs the number that its node has in the topology: the command uses the ``static`` rendezvous, which cannot restart
+ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Use of the topology's levels by the mesh axes of a plan, as rows of cells for pictures and text.
+"""Tables of the links that each mesh axis of a plan communicates over, for pictures and reports.
 
 A cell describes the groups of one axis on one level of links.
 """

@@ -160,9 +160,8 @@ def _widen_reduced_dtype(value: Any) -> Any:
 
 
 class _Drawing(TorchDispatchMode):
-    """A torch mode in which operators that draw random numbers do so as plans do: each call uses a random stream of its
-    own. ``streams``: provides the streams, numbered in the order of calls.
-    """
+    """A torch mode in which each call of an operator that draws random numbers uses a random stream of its own, as in
+    the programs of plans. ``streams``: provides the streams, numbered in the order of calls."""
 
     def __init__(self, streams: _ByPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -479,8 +478,8 @@ def _get_parameter_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _copy_model_by_value(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model``. Tensors that its modules computed and store, such as a weight made of two parts, are
-    copied by value, because PyTorch refuses to copy them."""
+    """Return a deep copy of ``model``. Tensors that its modules have computed and stored, such as a weight made of two
+    parts, are replaced by copies without autograd graph, because PyTorch refuses to deep-copy tensors that have one."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         kept = [v for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
@@ -589,8 +588,7 @@ def _list_model_tensors(model: nn.Module) -> dict[str, Tensor]:
 @contextmanager
 def _label_model_failures(model: nn.Module) -> Iterator[None]:
     """Return a context in which the unmodified ``model`` runs. Exceptions that are raised in it are converted to
-    :class:`InputsError`, whose message says that the model fails without any plan.
-    """
+    :class:`InputsError`, whose message says that the model itself fails on the inputs, independently of any plan."""
     try:
         yield
     except PartitionError:

@@ -1,4 +1,4 @@
-"""What a whole training run takes under a plan: steps, days, device hours, money and energy."""
+"""Time, money and energy of a whole training run under a plan."""
 
 from __future__ import annotations
 

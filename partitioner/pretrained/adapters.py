@@ -205,7 +205,7 @@ def list_bypassed_adapters(model: nn.Module, inputs: Mapping[str, Any]) -> list[
 
 
 class _ReadTensors(TorchDispatchMode):
-    """Records the tensors that operators read. ``ids``: their identities."""
+    """A torch mode that records which parameters operators read. ``ids``: the ``id()`` of each of these parameters."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -255,9 +255,9 @@ def _find_linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _computes_linear(module: nn.Module) -> bool:
-    """Return whether ``module``, of a subclass of ``nn.Linear``, computes a plain linear layer, on small random weights
-    in place of its own. Others, such as routers, use their weight in another way.
-    """
+    """Return whether the forward of ``module`` is that of a plain linear layer, ``x W^T + b``. This is tested on a
+    small copy with random weights. Subclasses of ``nn.Linear`` that use their weight in another way, such as routers,
+    fail the test."""
     if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
         return False  # the latter's weight is read by nn.MultiheadAttention, which never calls it
     small = copy.copy(module)

@@ -173,8 +173,8 @@ def build_inputs(
     ``batch`` samples, and key/value caches for ``length`` tokens.
 
     ``shapes``: shapes of the cached keys and values. ``prompt``: number of tokens of each sample. With ``prefill``, the
-    inputs are for the program that reads all positions at once; otherwise for the program that reads one token. With an
-    encoder, these are the tokens of the encoder, and both programs read one token of the decoder.
+    inputs are for the program that reads the whole prompt at once; otherwise for the program that reads one token. In a
+    model with an encoder, the encoder reads the prompt, and the decoder reads one token in both programs.
     """
 
     def integers(*shape: int) -> Tensor:

@@ -172,8 +172,9 @@ def load_pretrained(
 
 
 def _check_layer_drop(found: Configuration, name: str) -> None:
-    """Raise :class:`PretrainedError` if the configuration ``found`` of a model of the class ``name`` skips whole layers
-    at random in training (LayerDrop), which no plan can follow: it is one way through forward for all steps."""
+    """Raise :class:`PretrainedError` if the configuration ``found`` enables LayerDrop, which skips whole layers at
+    random in training. A plan cannot do this, because its programs run the same operators in every step. ``name``: the
+    model's class, for the message."""
     for part in list_parts(found.config):
         for field_name, value in part.to_dict().items():
             if field_name.endswith("layerdrop") and isinstance(value, float) and value > 0:

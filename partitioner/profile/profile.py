@@ -46,9 +46,9 @@ class ProfileEffort:
 
     ``kernel_s``: seconds to spend on each kernel. ``collective_s``: seconds to spend on each size of each collective.
     ``sharing_s``: seconds of each repetition of the work that several processes run at the same time, to measure how
-    much they slow each other down on shared CPU cores. ``repeats``:
-    repetitions of each measurement that compares two times, such as that of a computation with and without a
-    collective. ``message_sizes``: sizes in bytes of the tensors that collectives and messages transfer.
+    much they slow each other down on shared CPU cores. ``repeats``: repetitions of each measurement that compares two
+    times, such as that of a computation with and without a collective. ``message_sizes``: sizes in bytes of the tensors
+    that collectives and messages transfer.
     """
 
     kernel_s: float
@@ -146,9 +146,9 @@ def _list_profile_steps(
         adds the median over these ranks to the ``Measurements`` that it is given."""
 
         def step(measured: Measurements) -> None:
-            """Time the kernels ``cases`` on the first ``num_active`` ranks at the same time, both arguments of the
-            enclosing function. Append one sample for each kernel, with the median seconds over these ranks, to
-            ``measured.kernels``."""
+            """Time the kernels ``cases`` on the first ``num_active`` ranks at the same time. Append one sample for each
+            kernel, with the median seconds over these ranks, to ``measured.kernels``. ``cases`` and ``num_active`` are
+            arguments of the enclosing function."""
             samples = pool.call(on_ranks.time_kernels, cases, kind, num_active, effort.kernel_s, timeout=_TIMEOUT_S)
             measured.kernels += _take_median_samples(samples[:num_active])
 
@@ -159,9 +159,9 @@ def _list_profile_steps(
         ranks, and adds the times to the ``Measurements`` that it is given."""
 
         def step(measured: Measurements) -> None:
-            """Time the collective ``op`` over ``over`` ranks, both arguments of the enclosing function, once for each
-            of the message sizes in bytes that the profile's effort prescribes. Append one sample for each size (name,
-            number of ranks, bytes, seconds of the slowest rank) to ``measured.collectives``."""
+            """Time the collective ``op`` over ``over`` ranks, once for each of the message sizes in bytes that the
+            profile's effort prescribes. Append one sample for each size (name, number of ranks, bytes, seconds of the
+            slowest rank) to ``measured.collectives``. ``op`` and ``over`` are arguments of the enclosing function."""
             found: list[list[CollectiveSample]] = pool.call(
                 transfers.time_collectives,
                 op,
@@ -190,8 +190,9 @@ def _list_profile_steps(
             measured.issued_s += pool.call(time_issuing, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
 
     def sharing(measured: Measurements) -> None:
-        """Time equal work on as many ranks as there are cores, then on all ranks. Append for each repetition of this
-        measurement, the median seconds of the ranks that took part to ``measured.few_s`` and ``measured.all_s``."""
+        """Time equal work on as many ranks as there are cores, then on all ranks. For each repetition of this
+        measurement, append the median seconds of the ranks that took part to ``measured.few_s`` and ``measured.all_s``.
+        """
         rows = pool.call(on_ranks.time_sharing, (active, count), effort.repeats, effort.sharing_s, timeout=_TIMEOUT_S)
         for few, every in zip(*(_column_medians(rows, place) for place in (0, 1)), strict=True):
             measured.few_s.append(few)

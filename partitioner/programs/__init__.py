@@ -1,2 +1,2 @@
-"""Further programs of a plan over the layout of its main program, the training step: evaluation, generation, and other
-batch shapes."""
+"""Further programs of a plan (evaluation, generation, training steps for other batch shapes). They use the parameters
+as the plan's main program, the training step, shards them."""

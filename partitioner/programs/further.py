@@ -1,9 +1,10 @@
-"""Put a plan together: its main program (the training step for the largest batch shape), and further ones over the
-layout of the state that the main one has.
+"""Plan the main program (the training step for the largest batch shape) and the further programs of a plan, such as an
+evaluation, and combine them to one plan.
 
-The main program decides the layout. :class:`PinnedLayout` makes the solver keep it, ``ProgramSpec.layout_of`` makes the
-emitter keep its ZeRO pieces and buckets, and ``prove_same_layout`` refuses a program that has another layout. A further
-program has its own microbatches and strategies of operators.
+The main program decides the layout of the state (parameters, buffers and optimizer states). :class:`PinnedLayout` makes
+the solver keep this layout for a further program. ``ProgramSpec.layout_of`` makes the emitter keep the ZeRO pieces and
+gradient buckets. ``prove_same_layout`` refuses a program with another layout. A further program has its own
+microbatches, and its own choice of how operators are sharded.
 """
 
 from __future__ import annotations

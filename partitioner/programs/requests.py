@@ -1,4 +1,4 @@
-"""What a user asks of further programs: :class:`Evaluate`, :class:`Generate` and :class:`Shapes`."""
+"""The user's requests for further programs of a plan: :class:`Evaluate`, :class:`Generate` and :class:`Shapes`."""
 
 from __future__ import annotations
 

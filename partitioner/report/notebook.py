@@ -1,4 +1,4 @@
-"""What a notebook displays for a plan."""
+"""The HTML that a notebook displays for a plan."""
 
 from __future__ import annotations
 

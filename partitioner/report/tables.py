@@ -1,4 +1,5 @@
-"""The tables of a report that can be sorted: candidates of the search, and answers to "why not"."""
+"""The sortable tables of a report: the candidates of the search, and the answers why the plan does not have other
+constraints."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class _ScheduleCell(NamedTuple):
 
 class ScheduleTable(Data):
     """A user-defined pipeline schedule for one fixed number of ranks and microbatches, written as a table. ``name``:
-    what reports call it. ``rows``: for each pipeline rank its actions in order, such as ``3F0`` for the forward of
+    its name in reports. ``rows``: for each pipeline rank its actions in order, such as ``3F0`` for the forward of
     microbatch 0 through virtual stage 3.
 
     The table is validated when it is first used, not when it is constructed. :class:`ScheduleError` is then raised if
@@ -166,7 +166,7 @@ class _ScheduleTableReader:
         self.rows = [list(self.parse_row(number, row)) for number, row in enumerate(table.rows, 1)]
 
     def create_schedule_error(self, message: str) -> ScheduleError:
-        """Return an error with ``message`` that names the schedule. The caller raises it."""
+        """Return an error whose text is the name of the schedule followed by ``message``, for the caller to raise."""
         return ScheduleError(f"the schedule {self.name!r}, {message}")
 
     def parse_row(self, number: int, row: Sequence[str]) -> Iterator[_ScheduleCell]:

@@ -241,10 +241,10 @@ def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Wait
 
 
 def _add_gathers(table: Timetable, found: Waits) -> dict[int, int]:
-    """Append to ``found`` the gathers of parameters, which run one after the other on the links of each rank from the
-    start of the step, in the order of its virtual stages. Return the index of each: virtual stage -> index of its
-    gathers. ``table``: the actions (forwards and backwards of one microbatch) of each rank.
-    """
+    """Append the gathers of parameters to ``found``, the lists of what each action of a step waits for. The gathers of
+    a rank run one after the other on its links from the start of the step, in the order of its virtual stages. Return
+    the index of each in these lists: virtual stage -> index. ``table``: the actions (forwards and backwards of one
+    microbatch) of each rank."""
     places: dict[int, int] = {}
     for rank, stages in enumerate(table.held):
         for k in sorted(stages):
@@ -254,9 +254,9 @@ def _add_gathers(table: Timetable, found: Waits) -> dict[int, int]:
 
 
 def _add_reductions(table: Timetable, found: Waits) -> None:
-    """Append to ``found`` the reductions of gradients, which run one after the other on the links of each rank. The
-    reductions of a virtual stage begin no earlier than its last backward. ``table``: the actions (forwards and
-    backwards of one microbatch) of each rank."""
+    """Append the reductions of gradients to ``found``, the lists of what each action of a step waits for. The
+    reductions of a rank run one after the other on its links, and those of a virtual stage begin no earlier than its
+    last backward. ``table``: the actions (forwards and backwards of one microbatch) of each rank."""
     final: dict[int, int] = {}  # virtual stage -> its last backward
     for place in range(2 * len(table.orders), len(found.before)):
         stage, kind = divmod(found.what[place], ENTRIES)
@@ -268,9 +268,10 @@ def _add_reductions(table: Timetable, found: Waits) -> None:
 
 
 def _add_collective(table: Timetable, found: Waits, rank: int, what: int, needed: int) -> None:
-    """Append to ``found`` a collective on the links of ``rank``, after the previous one. ``what``: index of its seconds
-    in the list of durations (see :func:`seconds_of`). ``needed``: index of the entry that it also waits for. ``table``:
-    the actions (forwards and backwards of one microbatch) of each rank."""
+    """Append a collective on the links of ``rank`` to ``found``, the lists of what each action of a step waits for. It
+    runs after the previous collective of the rank. ``what``: index of its seconds in the list of durations (see
+    :func:`seconds_of`). ``needed``: index of the entry of ``found`` that it also waits for. ``table``: the actions
+    (forwards and backwards of one microbatch) of each rank."""
     lane = len(table.orders) + rank
     found.before.append(found.last[lane])
     found.needed.append(needed)
@@ -281,10 +282,10 @@ def _add_collective(table: Timetable, found: Waits, rank: int, what: int, needed
 
 
 def _add_pause(table: Timetable, found: Waits, rank: int, before: int, needed: int, message: int | None = None) -> None:
-    """Append to ``found`` an entry that takes no time and waits for two entries, the indices ``before`` and ``needed``,
-    and for the message with the index ``message`` from the second. ``rank``: the rank that it is on. ``table``: the
-    actions (forwards and backwards of one microbatch) of each rank.
-    """
+    """Append an entry that takes no time to ``found``, the lists of what each action of a step waits for. It waits for
+    the entries with the indices ``before`` and ``needed``, and for the message with the index ``message`` from the
+    latter (``None``: no message). ``rank``: the rank that it is on. ``table``: the actions (forwards and backwards of
+    one microbatch) of each rank."""
     found.before.append(before)
     found.needed.append(needed)
     found.what.append(len(table.ranks) * ENTRIES)
@@ -330,12 +331,12 @@ def _compute_action_ends(
 
 
 class _Fronts(NamedTuple):
-    """Actions of a step in another order: in groups ("fronts") whose actions do not wait for each other, so that their
-    end times can be computed at once.
+    """The actions (forwards and backwards) of a step, reordered into groups ("fronts") within which no action waits for
+    another, so that NumPy can compute the end times of a whole front at once.
 
-    ``starts``: index of the first action of each front, and the number of all actions at the end. The first front has
-    the entries that stand for the start of the step. The other fields are those of :class:`Waits`, in the new order and
-    with the new indices.
+    ``starts``: index of the first entry of each front, followed by the number of all entries. The first front consists
+    of the entries that stand for the start of the step. The other fields are those of :class:`Waits` (what each entry
+    waits for), with entries in the new order and indices that refer to it.
     """
 
     starts: list[int]
@@ -348,8 +349,12 @@ class _Fronts(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _find_fronts(same: SameObject[Timetable], train: bool, ends: bool) -> _Fronts:
-    """Return the actions of a timetable in fronts: an action is in the front after the later one of the two that it
-    waits for. The arguments are those of :func:`_compute_waits`."""
+    """Return the actions (forwards and backwards) of a timetable, grouped into fronts within which no action waits for
+    another. Every action waits for two entries; it is placed in the front that follows the later of their fronts.
+
+    ``same``: a wrapper of the timetable that compares by identity. ``train``: if false, backwards do not wait for other
+    virtual stages. ``ends``: include the collectives at the ends of the step.
+    """
     waits = _compute_waits(same, train, ends)
     first = len(waits.last)
     depth = [0] * first

@@ -62,9 +62,8 @@ class SteadyState:
 def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
     """Find how the list of actions (forwards and backwards of one microbatch) ``shorter`` grows to ``longer``, which
     has ``unit`` more microbatches, by repeating some of its sections more often. Return these sections in order, each
-    with its numbers of repetitions. An item of a list is (what is done, index of the microbatch or ``None``). Return
-    ``None`` if ``longer`` does not arise from ``shorter`` in this way.
-    """
+    with its numbers of repetitions. Return ``None`` if ``longer`` does not arise from ``shorter`` in this way. An item
+    of a list is a pair (key of the action without its microbatch, index of the microbatch or ``None``)."""
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
         return None
@@ -86,10 +85,9 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
 
 def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
     """Yield the items of a longer list of actions (forwards and backwards of one microbatch), which has ``steps`` times
-    a fixed number of microbatches more than the list ``items``. An item is (what is done, index of the microbatch or
-    ``None``). ``parts``: the sections of ``items``, with the number of repetitions that this fixed number of
-    microbatches adds to each.
-    """
+    a fixed number of microbatches more than the list ``items``. An item is a pair (key of the action without its
+    microbatch, index of the microbatch or ``None``). ``parts``: the sections of ``items``, with the number of
+    repetitions that this fixed number of microbatches adds to each."""
     for part in parts:
         body = items[part.start : part.start + part.length]
         for again in range(part.times + part.more * steps):
@@ -209,8 +207,8 @@ def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> i
 def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
     """Divide a list of actions (forwards and backwards of one microbatch) into repeated sections and single items, and
     return them in order. At each index the section that reaches furthest is chosen. Its repetitions are equal except
-    that microbatch indices rise by 1 or by ``unit`` each time. An element of ``items`` is (what is done, index of the
-    microbatch or ``None``)."""
+    that microbatch indices rise by 1 or by ``unit`` each time. ``items``: pairs (key of the action without its
+    microbatch, index of the microbatch or ``None``)."""
     numbers: dict[Hashable, int] = {}
     kinds = np.array([numbers.setdefault(key, len(numbers)) for key, _ in items], np.int64)
     times = np.array([_NONE if m is None else m for _, m in items], np.int64)
@@ -249,20 +247,18 @@ def _count_consecutive_true(alike: NDArray[np.bool_]) -> Ints:
 
 
 def _get_growth_body(items: Sequence[Item], part: Growth) -> list[Item]:
-    """Return the items of the first repetition of ``part``, a repeated section of the list ``items``. An item is (what
-    is done, index of the microbatch or ``None``).
-    """
+    """Return the items of the first repetition of ``part``, a repeated section of the list ``items``. An item is a pair
+    (key of an action without its microbatch, index of the microbatch or ``None``)."""
     return list(items[part.start : part.start + part.length])
 
 
 def _find_first_microbatch(items: Sequence[Item]) -> int:
-    """Return the microbatch index of the first of ``items`` that has one, or 0. An item is (what is done, microbatch or
-    ``None``).
-    """
+    """Return the microbatch index of the first of ``items`` that has one, or 0. An item is a pair (key of an action
+    without its microbatch, index of the microbatch or ``None``)."""
     return next((m for _, m in items if m is not None), 0)
 
 
 def _shift_microbatches(items: Sequence[Item], microbatches: int) -> list[Item]:
-    """Return ``items`` with ``microbatches`` added to the microbatch index of each; an item is (what is done,
-    microbatch or ``None``), and ``None`` stays."""
+    """Return ``items`` with ``microbatches`` added to the microbatch index of each. An item is a pair (key of an action
+    without its microbatch, index of the microbatch or ``None``); ``None`` stays."""
     return [(key, None if m is None else m + microbatches) for key, m in items]

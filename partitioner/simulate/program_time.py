@@ -157,9 +157,9 @@ def plan_timeline(plan: Plan) -> Timeline:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Two numbers of seconds of a pipeline stage: those in which it runs its blocks (such as layers) ``forward`` and
-    ``backward`` in one step, over all microbatches, with the collectives inside blocks. ``backward`` includes
-    recomputation; it is 0 for inference."""
+    """The time that a pipeline stage computes in one step, over all microbatches, including collectives inside blocks
+    (such as layers). ``forward``: seconds of forwards. ``backward``: seconds of backwards, including recomputation; 0
+    for inference."""
 
     forward: float
     backward: float

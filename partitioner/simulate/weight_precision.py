@@ -1,4 +1,4 @@
-"""The number format that most of a program's weights have."""
+"""Find the number format that most of a program's weights have."""
 
 from __future__ import annotations
 

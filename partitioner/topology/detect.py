@@ -157,8 +157,9 @@ def detect_topology() -> Topology:
     CUDA, of its CPU.
 
     The environment variables ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are read as torchrun sets them, and all nodes are
-    assumed to equal this one. Links come from ``nvidia-smi``. Without it, they are those of the catalogue's machine
-    with such devices. The network between nodes cannot be detected and always comes from that machine.
+    assumed to equal this one. Links inside a node come from ``nvidia-smi``. If it is missing, they are those of a
+    machine with such devices in the built-in catalogue of hardware. The network between nodes cannot be detected and
+    always comes from that machine.
 
     Raise :class:`TopologyError` if the catalogue does not know a device, if there are more ranks than devices, or if
     the launcher's variables are not numbers.
@@ -198,8 +199,8 @@ def build_machine_topology(
     kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wires: Wiring | None = None
 ) -> Topology:
     """Return a topology of ``nodes`` equal machines. ``kinds``: the device type of each device of one machine, a name
-    in the catalogue. ``memories``: bytes of each of these devices. ``wires``: the links between them; ``None`` to take
-    these from the catalogue."""
+    in the built-in catalogue of hardware. ``memories``: bytes of each of these devices. ``wires``: the links between
+    them; ``None``: the links of a machine with such devices in the catalogue."""
     main = Counter(kinds).most_common(1)[0][0]
     fields = _build_machine_fields(main, nodes, len(kinds))
     (group,) = fields["nodes"]
@@ -281,9 +282,9 @@ def _has_nvlink_switches(wires: Wiring) -> bool:
 
 
 def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the pattern whose direct links are ``matrix``, and a mapping from this name to the pattern's
-    fields; the mapping is empty if the catalogue has the pattern. ``matrix``: bytes/s of each pair of devices in a
-    node, 0 without a direct link."""
+    """Return the name of a pattern with the direct links ``matrix``, and a dict with the pattern's fields under this
+    name. If the built-in catalogue of hardware has such a pattern, return the catalogue's name, and an empty dict.
+    ``matrix``: bytes/s of each pair of devices in a node, shape ``[devices, devices]``, 0 without a direct link."""
     for name, entry in catalogue("patterns").items():
         places = [k for link in entry["links"] if link["pairs"] != "all" for pair in link["pairs"] for k in pair]
         if places and max(places) < len(matrix):

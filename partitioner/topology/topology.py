@@ -127,8 +127,8 @@ class Topology(TopologyPart):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
-        """Return this topology; raise :class:`TopologyError` if its parts contradict each other, or if no path of links
-        connects some two devices."""
+        """Return this topology; raise :class:`TopologyError` if its parts contradict each other, or if there are two
+        devices that no path of links connects."""
         check_parts(self)
         apart = self._find_disconnected_devices()
         if apart:

@@ -1,4 +1,5 @@
-"""Trainers of other libraries that train by a plan. Each is imported when it is first used, with the library."""
+"""Trainers of other libraries that train by a plan. Each trainer is imported, together with its library, when it is
+first used."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The ``training_step`` and ``validation_step`` of a LightningModule as one model to plan: its loss, and what it logs.
+"""The ``training_step`` and ``validation_step`` of a LightningModule as one model to plan: its loss, and the values
+that it logs.
 
 A step is code around the model: it calls submodules, computes a loss, and calls ``self.log``. :class:`StepModel` is a
-module with the parameters of the LightningModule, whose forward runs the step on a view of it. The view records what is
-logged, and raises :class:`TrainerError` for what a plan, which is the same for all batches, cannot know: the index of
-the batch, the step, the trainer.
+module with the parameters of the LightningModule. Its forward runs the step on a view of the LightningModule, which
+records the logged values. A plan is the same for all batches, so a step may depend only on the batch and the weights:
+reading the index of the batch, the step counter or the trainer raises :class:`TrainerError`.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class StepModel(nn.Module):
 
     It has the parameters, buffers and submodules of ``module``, under the same names. Its forward takes ``batch`` and
     returns a dict: ``loss``, a scalar; ``logged``, a dict name -> scalar of the values that the step logs;
-    ``returned``, a dict name -> scalar of what the step returns besides the loss. ``records``: an object to which each
-    forward writes what is no tensor: the further arguments of ``self.log``, and the names of returned values.
+    ``returned``, a dict name -> scalar of the other values that the step returns. ``records``: an object in which each
+    forward stores data that are no tensors: the further arguments of ``self.log``, and the names of returned values.
     """
 
     def __init__(self, module: nn.Module, records: StepRecords) -> None:
@@ -120,7 +121,8 @@ for _name in """
 
 def _make_view(module: nn.Module) -> nn.Module:
     """Return an object that stands for the LightningModule ``module`` while its step is traced. It has the attributes
-    of ``module``, but what the step logs with ``self.log`` is recorded."""
+    of ``module``, but ``self.log`` records values instead of logging them, and attributes that differ from step to
+    step, such as ``trainer`` and ``global_step``, raise :class:`TrainerError`."""
     kind = type(module)
     refused: dict[str, Any] = {name: property(_refuse_attribute(name)) for name in _OF_ONE_BATCH if hasattr(kind, name)}
     refused |= {name: _refuse_attribute(f"{name}()") for name in _METHODS if hasattr(kind, name)}

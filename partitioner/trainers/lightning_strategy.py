@@ -1,9 +1,10 @@
 """``PartitionedStrategy``: a strategy of Lightning whose ranks run the steps of a LightningModule by a plan.
 
-The loop, hooks, callbacks, loggers and schedules are those of ``lightning.pytorch.Trainer``. What is replaced: forward
-and backward of ``training_step``, and ``validation_step`` during ``fit``, are programs of an
-:class:`partitioner.Engine`; the optimizer steps this rank's parts of the parameters; gradients are clipped by their
-norm over all ranks; and a checkpoint has the engine's state, which any plan of the module can go on from.
+The loop, hooks, callbacks, loggers and schedules are those of ``lightning.pytorch.Trainer``. Four parts are replaced.
+Forward and backward of ``training_step``, and ``validation_step`` during ``fit``, are programs of an
+:class:`partitioner.Engine`. The optimizer updates this rank's parts of the parameters. Gradients are clipped by their
+norm over all ranks. A checkpoint contains the engine's state, from which training can continue under any plan of the
+module.
 """
 
 from __future__ import annotations
@@ -270,7 +271,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _check_last_batches(self, trainer: Any, module: Any) -> None:
         """Raise :class:`TrainerError` if the last batch of a data loader of ``trainer`` has fewer samples than the
-        others, and the plan cannot pad it without a change of the results."""
+        others, and the plan cannot pad it without a change of the results. ``module``: the LightningModule, which says
+        whether ``fit`` also reads validation data."""
         assert self.plan is not None
         checks = [("train", trainer.fit_loop._data_source, self.plan.padding)]
         if _validates(trainer, module):
@@ -535,9 +537,11 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
 
 class EqualLoader:
     """A data loader that yields the same global batches on all ranks: its random generators start in the state of the
-    first rank's generators. ``loader``: the data loader to read from. ``strategy``: the Lightning strategy that knows
-    the plan. If it is certain which samples of a training batch this rank computes, it reads only these. ``reads_own``:
-    whether this holds for the iteration that was started last.
+    first rank's generators. ``loader``: the data loader to read from. ``strategy``: the Lightning strategy, which knows
+    the plan.
+
+    If it is certain which samples of a training batch this rank computes, the data loader reads only these samples.
+    ``reads_own``: whether it does so in the iteration that was started last.
     """
 
     def __init__(self, loader: Any, strategy: PartitionedStrategy) -> None:
@@ -615,8 +619,8 @@ class _OwnRows:
 
 
 class _Held:
-    """Holds a state of Lightning, such as that of its loops, so that the engine can write it to a checkpoint and read
-    it back."""
+    """Wraps a state of Lightning, such as that of its loops, as an object with ``state_dict`` and ``load_state_dict``,
+    so that the engine can write it to a checkpoint and read it back."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state

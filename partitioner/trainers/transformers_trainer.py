@@ -1,8 +1,8 @@
 """``PartitionedTrainer``: transformers' ``Trainer``, whose steps and evaluations run by a plan over all ranks.
 
-The loop, its callbacks, logs, schedules and metrics are those of ``Trainer``. What is replaced: the model is planned
-and run by an :class:`partitioner.Engine`, every rank reads the whole global batch, and a checkpoint has the engine's
-state, which any plan of the model can go on from.
+The loop, its callbacks, logs, schedules and metrics are those of ``Trainer``. Three parts are replaced. The model is
+planned and run by an :class:`partitioner.Engine`. Every rank reads the whole global batch. A checkpoint contains the
+engine's state, from which training can continue under any plan of the model.
 """
 
 from __future__ import annotations

@@ -178,8 +178,8 @@ class CheckpointContent:
     """Everything that one rank has to save to a checkpoint.
 
     Args:
-        rank: the program of this rank. ``changing``: rectangular parts of tensors that may change before the optimizer
-            steps.
+        rank: the program of this rank.
+        changing: rectangular parts of tensors that may change before the optimizer steps.
         unchanging: rectangular parts of tensors that change only when the optimizer steps.
         training: state that is equal on all ranks, such as step counters.
         random: this rank's states of random generators.

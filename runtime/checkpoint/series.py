@@ -48,9 +48,9 @@ _SAME_REQUEST_S = 2.0  # torchrun passes a signal on within its monitor interval
 class Interrupts:
     """Records whether this rank has received one of ``signals``, such as SIGTERM.
 
-    A signal that arrives more than :data:`_SAME_REQUEST_S` seconds after the first one has its usual effect. Earlier
-    ones are the same request, which reached the process on two ways: Slurm, for example, signals torchrun and its
-    workers, and torchrun passes the signal on. ``rank``, ``world_size``: number of this rank, and of all ranks. Raise
+    Further signals within :data:`_SAME_REQUEST_S` seconds of the first one are ignored, because the same request may
+    arrive twice: Slurm, for example, signals both torchrun and its workers, and torchrun passes the signal on to the
+    workers. A later signal has its usual effect. ``rank``: number of this rank. ``world_size``: number of ranks. Raise
     :class:`CheckpointError` if Python cannot install the handlers, for example outside of the main thread.
     """
 

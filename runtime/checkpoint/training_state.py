@@ -338,8 +338,8 @@ RESIDUAL = "residual."
 
 
 def hash_reduction(program: Program) -> str:
-    """Return a hash of what decides how ``program`` reduces gradients: its mesh, ZeRO, layouts, and the sets of
-    parameters that are reduced together; an empty string if it compresses no gradients.
+    """Return a hash of the properties of ``program`` that determine how it reduces gradients: its mesh, ZeRO, layouts,
+    and the sets of parameters that are reduced together; an empty string if it compresses no gradients.
 
     Stored rounding errors of compressed gradients can be restored under another plan only if the hashes are equal.
     """

@@ -6,8 +6,8 @@ a second trace by Dynamo, the guards that it checks at every call, and the wrapp
 On a CPU this has two steps. :func:`generate_code` lets Inductor generate Python functions and C++ kernels for each
 graph. :func:`build_functions` compiles the kernels of several graphs at once (``kernels.py``). The result is kept on
 disk, by a hash of the graph, in a folder inside that of ``TORCHINDUCTOR_CACHE_DIR``. Other processes and later runs
-load it without importing Inductor (``kept_code.py``). Inductor's own files are not read again: it does not notice
-damage. On a GPU, Inductor keeps its kernels itself.
+load it without importing Inductor (``kept_code.py``). The files that Inductor itself keeps there are not read again,
+because Inductor does not notice if they are damaged. On a GPU, Inductor keeps its kernels itself.
 
 Shapes and strides are fixed. The compiled function checks those of its arguments.
 """

@@ -1,9 +1,9 @@
-"""Keep what Inductor has generated for a CPU, so that another process can load it without Inductor.
+"""Store the code that Inductor generates for a CPU, so that another process can load it without importing Inductor.
 
-Inductor generates a Python module for a graph: some functions that call kernels in C++. The module imports Inductor,
-which takes seconds. What is kept instead are the functions' source and, in a file that several graphs share, the
-compiled kernels (``kernels.py``). The functions get the few names that they read from here. Code that reads other names
-is not kept.
+Inductor generates a Python module for a graph: functions that call C++ kernels. The module imports Inductor, which
+takes seconds. Instead of the module, the source of its functions and, in a file that several graphs share, the compiled
+kernels (``kernels.py``) are stored. When the functions are loaded, this module provides the few global names that they
+read. Code that reads other global names is not stored.
 """
 
 from __future__ import annotations

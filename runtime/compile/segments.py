@@ -1,7 +1,7 @@
 """Compile the operators between two collectives of a block to one function.
 
-If all shapes are known, Inductor compiles them directly (``inductor.py``). ``torch.compile`` does it otherwise, and
-with another backend.
+If all shapes are known, Inductor compiles them directly (``inductor.py``). If some shapes change from call to call, or
+if the user names another backend than Inductor, ``torch.compile`` compiles them.
 
 The collectives remain lines of the rank's own function (``codegen.py``), which starts them and waits for them. Matrix
 products whose results are only gradients of states remain, too, because they are added up in place. A function that
@@ -289,9 +289,8 @@ def choose_backend(requested: bool | str, device: torch.device) -> str | None:
 
 
 def _find_missing_compiler(device: torch.device) -> str:
-    """Return what ``torch.compile`` needs for ``device`` and this machine lacks, such as "a C++ compiler"; empty if
-    nothing.
-    """
+    """Return the name of the compiler that ``torch.compile`` needs for ``device`` and that is not installed, such as "a
+    C++ compiler"; an empty text if nothing is missing."""
     if device.type == "cuda":
         return "" if importlib.util.find_spec("triton") else "triton"
     named = os.environ.get("CXX"), *_COMPILERS  # Inductor reads the same variable; importing it takes seconds

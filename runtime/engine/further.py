@@ -1,4 +1,5 @@
-"""Executors of a plan's further programs on the state of one engine: no parameter is copied.
+"""Run the further programs of a plan, such as an evaluation, on the tensors of one engine, without copies of
+parameters.
 
 An executor has instructions, and tensors of its own only for a run. Parameters and buffers are the engine's. Programs
 that train add to the engine's gradients; programs that evaluate have none. Constants belong to each program.
@@ -46,10 +47,9 @@ class EngineState:
 
 
 class LatestRun(NamedTuple):
-    """What an engine has run last. ``executor``: the object that ran the program (a further one of the plan, such as an
-    evaluation). ``padding``: how the batches of this program are padded; ``None``: not at all. ``real``: the shape of
-    the batch before it was padded; ``None``: it was not padded.
-    """
+    """The last run of a program on an engine. ``executor``: the object that ran the program (the training step, or a
+    further one of the plan, such as an evaluation). ``padding``: how the batches of this program are padded; ``None``:
+    not at all. ``real``: the shape of the batch before it was padded; ``None``: it was not padded."""
 
     executor: Executor
     padding: BatchPadding | None = None

@@ -1,7 +1,8 @@
-"""Pad a batch to the shape of a program, and take what is padded out of the outputs.
+"""Pad a batch to the shape of a program, and remove the padding from the outputs.
 
-Which numbers new samples and positions have is data of the plan (:class:`BatchPadding`): the planner has shown
-(``passes/padding/find.py``) that they change neither the loss nor a gradient nor an output at real places.
+The plan contains the numbers with which new samples and positions are filled (:class:`BatchPadding`). The planner has
+shown (``passes/padding/find.py``) that padding with them changes neither the loss nor a gradient nor an output at
+samples and positions that the batch had before.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def choose_program(family: ProgramFamily, batch: Any) -> ChosenProgram:
 
 def explain_misfit(padding: BatchPadding, real: BatchShape, unseen: str = "") -> str:
     """Return, as text, why a batch of the shape ``real`` cannot be padded to the shape that ``padding`` describes; an
-    empty string if it can. ``unseen``: why no positions can be added to the batch (:func:`explain_unseen`), if so.
-    """
+    empty string if it can. ``unseen``: why adding positions would change the results, as :func:`explain_unseen` returns
+    it; empty if it would not."""
     if not real.fits(padding):
         return f"it is larger than {BatchShape.of(padding)}"
     if real.batch < padding.batch and padding.fewer:
@@ -109,11 +110,11 @@ _HIDDEN = {
 
 
 def explain_unseen(program: Program, padding: BatchPadding, batch: Any, real: BatchShape) -> str:
-    """Return, as text, why positions cannot be added to ``batch`` without changing the results: an input, such as a
-    mask of padding on the left, hides all positions from a query, which then reads all of them, also new ones. Return
-    an empty string if no query reads new positions.
+    """Return, as text for the user, why adding positions to ``batch`` would change the results; an empty string if it
+    would not. It would if an input, such as an attention mask for padding on the left, hides all positions from some
+    query: the query then attends to all positions with equal weight, also to added ones.
 
-    ``program``: the program of all ranks. ``padding``: says which number of which input hides positions. ``real``: the
+    ``program``: the program of all ranks. ``padding``: says by which number each input hides a position. ``real``: the
     shape of the batch.
     """
     entries = BatchEntries(program, batch)

@@ -587,9 +587,9 @@ def _make_scored_attention(
     ``band``: the positions around its own that a query sees. ``scale``, ``cap``: factor and cap of the scores.
     ``reach``: within how many positions before and after its own a query sees keys of the prefix; empty: no limits.
     ``data``: the operator's other arguments by name: ``zigzag``, ``algorithm``, ``trained`` (whether slopes have a
-    gradient), and ``ids`` (documents of positions), ``prefix`` (which keys are in a prefix) and ``slopes`` (how scores
-    depend on the distance). Of the last three, only whether each is ``None`` is read; ``None``: the attention does not
-    have this operand.
+    gradient), and the operands ``ids`` (document of each position), ``prefix`` (which keys are in a prefix) and
+    ``slopes`` (how scores depend on the distance). An operand that the attention does not have is ``None``; the values
+    of the others are not read here.
     """
     ids, prefix, slopes = (data[name] is not None for name in _MARKS)
     zigzag, algorithm, trained = data["zigzag"], data["algorithm"], data["trained"]

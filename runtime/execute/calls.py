@@ -1,4 +1,5 @@
-"""Run one call of a block on one rank, forward and backward, and keep what backward needs in between."""
+"""Run one call of a block (such as a layer) on one rank, forward and backward, and keep the tensors that backward
+needs."""
 
 from __future__ import annotations
 

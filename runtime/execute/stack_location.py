@@ -28,9 +28,10 @@ class RankLocation:
     """Where the main thread of a rank is in its program.
 
     ``call``, ``node``, ``path`` and ``source``: the part of the model that runs, the graph node, its module's path and
-    its source line. ``waits``: the ranks that it waits for. ``meeting``: the members of the collective that it is in.
-    Both are empty if it waits for no rank. ``line``: the innermost line of Python, if the rank is outside of its
-    program. ``script``: the innermost line of the user's script, as ``file:line``; empty if there is none.
+    its source line. ``waits``: the ranks that it waits for. ``meeting``: all ranks that take part in the collective
+    that it waits in. Both are empty if it waits for no rank. ``line``: the innermost line of Python, if the rank is
+    outside of its program. ``script``: the innermost line of the user's script, as ``file:line``; empty if there is
+    none.
     """
 
     call: str = ""

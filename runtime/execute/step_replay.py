@@ -75,9 +75,9 @@ class ReplayReport:
 
 
 class Step(Protocol):
-    """Protocol with what :class:`StepReplay` reads and sets of the executor whose steps it records: the program, the
-    actions of a step, the inputs, the loss and the results.
-    """
+    """The interface of the executor whose steps :class:`StepReplay` records. ``rank``: the program of the rank.
+    ``actions``: the functions that run the instructions of a step, as pairs (index of the instruction, function).
+    ``outputs``: the model's results, as name of a value -> microbatch -> tensor."""
 
     rank: RankProgram
     actions: list[tuple[int, Action]]

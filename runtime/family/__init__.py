@@ -1,1 +1,2 @@
-"""Several programs over one layout of the state: as data, in plan files, and how their batches are padded."""
+"""The programs of one plan, which share parameters and optimizer states: training steps for several batch shapes,
+evaluation and generation. Their data types, their compact form in plan files, and how their batches are padded."""

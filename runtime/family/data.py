@@ -1,4 +1,4 @@
-"""Further programs of a plan, as data: what each is for, and how a batch is padded to its shape.
+"""Data types of the further programs of a plan: the purpose of each program, and how a batch is padded to its shape.
 
 All programs of a plan have one layout of the state, that of its first program (``runtime/prove/layouts.py``).
 """

@@ -1,13 +1,19 @@
-"""Differences between two pieces of JSON data, such as the programs of a plan for two lengths: data that change nothing
-else are small.
+"""Compute the difference between two pieces of JSON data, such as the programs of a plan for two sequence lengths. The
+difference is small if the data are similar.
 
-A difference is ``{}`` for equal data, ``{"=": value}`` for another value, ``{"keys": {key: difference}, "gone":
-[key]}`` for dicts, and ``{"items": {index: difference}}`` for lists of one length. ``{"pieces": [...]}`` says where the
-entries of a list come from: ``[start, end]`` are entries of the base, ``{"of": index, ...}`` is one of them with the
-rest of this dict as its difference, and ``{"=": entry}`` is a new one. Pieces are in the order of the base: none is
-taken twice, so that data do not grow faster than the file that describes them. Of several forms the shortest is used.
+A difference is one of:
 
-Numbers and names that change everywhere, such as a length or the number at the end of a name, are replaced before
+* ``{}``: equal data;
+* ``{"=": value}``: another value;
+* ``{"keys": {key: difference}, "gone": [key]}``: a dict with changed and removed keys;
+* ``{"items": {index: difference}}``: a list of the same length with changed entries;
+* ``{"pieces": [...]}``: a list that is built from pieces. ``[start, end]`` copies entries of the base list,
+  ``{"of": index, ...}`` is one of its entries with the difference ``...`` applied, ``{"=": entry}`` is a new entry.
+
+Pieces are in the order of the base, and none is used twice, so that the data cannot become much larger than the file
+that describes them. If several forms are possible, the shortest one is used.
+
+Numbers and names that change everywhere, such as a length or the number at the end of a name, are replaced beforehand
 (:func:`replace_scalars`).
 """
 

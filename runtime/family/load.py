@@ -1,11 +1,10 @@
-"""Read all programs of a plan, in memory or in a plan's file.
+"""Read all programs of a plan, from memory or from a plan file.
 
-A file holds once what its programs have in common: a further program is there as its difference from an earlier one,
-which resembles it. ``base`` is the number of that program; 0 is the first. Programs for two lengths differ in the same
-numbers everywhere: ``numbers`` (old -> new) are replaced first, except under the keys ``constant``, such as the shapes
-of states. Then ``rest`` is applied, a difference as ``differences.py`` describes it. The graph of a block (such as a
-layer) may resemble that of another program, because it is sharded in the same way there: ``blocks`` has differences of
-such graphs, each with its own ``base`` and ``numbers``, and with the names that change (``names``).
+A plan file stores a further program as its difference from the earlier program that it resembles most. ``base``: number
+of that program; 0 is the first program. ``numbers`` (old -> new): numbers to replace everywhere first, such as a
+sequence length, except below the keys in ``constant``, such as the shapes of states. ``rest``: the remaining
+difference, in the form of ``differences.py``. ``blocks``: differences of single graphs of blocks (such as layers) from
+graphs of other earlier programs, each with its own ``base``, ``numbers`` and changed ``names``.
 """
 
 from __future__ import annotations

@@ -548,12 +548,12 @@ class _MemoryCounter:
 
 
 class _MicrobatchChange(NamedTuple):
-    """What an instruction changes that concerns only one microbatch. All numbers are bytes relative to those before the
-    instruction.
+    """The effect of an instruction on the bytes that a rank holds of one microbatch. All numbers are bytes relative to
+    those before the instruction.
 
     ``saved`` and ``gradients``: change of the fields of :class:`MemoryMoment` with these names. ``fullest``: the moment
-    of the instruction with the most bytes. ``total``: bytes at this moment, including working memory. ``then``: what
-    the rank holds of the microbatch afterwards.
+    of the instruction with the most bytes. ``total``: bytes at this moment, including working memory. ``then``: the
+    tensors of the microbatch that the rank holds after the instruction.
     """
 
     saved: int
@@ -565,10 +565,10 @@ class _MicrobatchChange(NamedTuple):
 
 @dataclass(eq=False)
 class _MicrobatchHoldings:
-    """What a rank holds of one microbatch: ``values``: name of a value -> number of its uses; ``gradients``: names of
-    the values whose gradients exist. ``changes``: instruction without its microbatch -> its effect on these holdings,
-    for the instructions that were followed from here.
-    """
+    """The tensors of one microbatch that a rank holds at some point of its program. ``values``: name of a value (a
+    tensor that passes between block calls, such as layers) -> number of its uses. ``gradients``: names of the values
+    whose gradients exist. ``changes``: instruction without its microbatch -> its effect on these tensors, for
+    instructions that were simulated from this point."""
 
     values: dict[str, int]
     gradients: tuple[str, ...]
@@ -626,9 +626,13 @@ class _PeakFinder(_MemoryCounter):
     def follow_microbatch(
         self, before: _MicrobatchHoldings, key: Hashable, i: Instruction, known: _MicrobatchChange | None
     ) -> _MicrobatchHoldings:
-        """Count the bytes that the instruction ``i`` on a microbatch allocates and releases, and record its change in
-        ``before``, what the rank holds of the microbatch, under ``key``. Return what it holds afterwards. ``known``:
-        the recorded change, if the instruction was followed before."""
+        """Simulate the instruction ``i`` on a microbatch: count the bytes that it allocates and releases. Return the
+        tensors of the microbatch that the rank holds afterwards.
+
+        ``before``: the tensors of the microbatch that the rank holds before; the effect of ``i`` is stored there under
+        ``key``. ``known``: the stored effect, if the same instruction was simulated for another microbatch; ``None``
+        otherwise.
+        """
         number = i.microbatch
         self.values.update({(name, number): uses for name, uses in before.values.items()})
         self.gradients.update((name, number) for name in before.gradients)

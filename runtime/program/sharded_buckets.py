@@ -1,4 +1,5 @@
-"""Collectives that reduce a gradient bucket: their order and axes, and the ZeRO pieces of the bucket's states.
+"""Collectives that reduce a gradient bucket: their order and mesh axes, and the pieces into which ZeRO cuts the
+bucket's parameters.
 
 In a hierarchical reduction, a bucket is for example reduce-scattered inside each node, its shards are all-reduced
 between nodes, and the sums are all-gathered inside each node. The links between nodes then carry the gradients of a

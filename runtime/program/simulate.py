@@ -726,11 +726,11 @@ class _Simulation:
 
     def meet_stages(self, lane: _SimulatedRank, i: Instruction) -> bool:
         """Run the instruction ``i`` of the simulated rank ``lane``, in which several pipeline stages sum gradients
-        (SYNC) or update buffers (UPDATE) together.
+        (SYNC) or update buffers (UPDATE) together. Return ``True`` if all these stages have arrived at it; otherwise
+        return ``False``, and ``lane`` must wait.
 
-        It starts on all of them when the last one has arrived. A stage whose ZeRO pieces of the gradients are summed
-        arrives when it has reduced them. Return ``True`` if all have arrived; otherwise return ``False``, and ``lane``
-        must wait.
+        A stage arrives at SYNC when its collectives in progress for the same gradients have ended. When the last stage
+        has arrived, the all-reduce between the stages runs.
         """
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})

@@ -1,4 +1,4 @@
-"""Compute the bytes that a state, its gradient and their ZeRO pieces take on one rank."""
+"""Compute the bytes that a state (parameter or buffer), its gradient and their ZeRO pieces take on one rank."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ class _StageInterpreter:
         collectives in the graphs that it runs.
 
         Raise :class:`Refusal` if one of its calls (executions of blocks, such as layers) has run before on the
-        microbatch, or if what it reads does not exist.
+        microbatch, or if a tensor that it reads does not exist.
         """
         assert i.calls is not None
         assert i.microbatch is not None

@@ -171,15 +171,16 @@ class _Channel:
 class TraceRunner:
     """Runs the communication events (collectives, sends, receives) of all ranks against each other, to find deadlocks.
 
-    Equivalent ranks are represented by one of them. ``suspects``: ranks to name first if two ranks disagree, because
-    their instruction lists were edited.
+    Equivalent ranks are represented by one of them. ``suspects``: ranks whose own instruction list replaces that of
+    their pipeline stage; errors name them first if two ranks disagree.
     """
 
     def __init__(self, program: Program, traces: Mapping[int, Trace], suspects: Collection[int] = ()) -> None:
         """Start before the first event of every rank.
 
-        ``traces``: the events of each rank, as pairs (instruction index, event). ``suspects``: ranks with edited lists,
-        which are named first in errors. ``program``: the program of all ranks.
+        ``traces``: the events of each rank, as pairs (instruction index, event). ``suspects``: ranks whose own
+        instruction list replaces that of their pipeline stage; errors name them first. ``program``: the program of all
+        ranks.
         """
         self.program = program
         self.classes = find_representatives(program, traces)

@@ -1,4 +1,5 @@
-"""Check which fields each operation requires, and which values they may have."""
+"""Check that each instruction has the fields that its operation requires, that these have valid values, and that it has
+no other fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The programs of a plan have one layout of the state, so that one engine runs them all on the same tensors."""
+"""Check that all programs of a plan have the same layout of the state, so that one engine can run them on the same
+tensors."""
 
 from __future__ import annotations
 

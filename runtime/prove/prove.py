@@ -118,8 +118,9 @@ def _check_lists_together(facts: ProgramFacts, rank_lists: Mapping[int, Instruct
     """Check the instructions of all ranks together. Return two numbers, summed over all ranks: of the collectives and
     of the transfers that the instructions start.
 
-    ``rank_lists``: rank -> instructions, for ranks with an edited list. Raise :class:`ProofError` at the first fault.
-    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    ``rank_lists``: rank -> instructions, for ranks whose own list replaces that of their pipeline stage. Raise
+    :class:`ProofError` at the first fault. ``facts``: the program of all ranks, with the gradients, collectives and
+    memory of its block calls (such as layers).
     """
     traces, lists = _trace_lists(facts, rank_lists)
     try:
@@ -163,7 +164,8 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
 
 
 def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
-    """Return rank -> instructions for the ranks whose instructions differ from their stage's list.
+    """Return rank -> instructions, for the ranks whose own list (as a user may pass it to :func:`prove`) differs from
+    the list of their pipeline stage.
 
     ``rank_programs``: rank -> its program. Raise :class:`ProofError` if a rank's program is derived from another
     program than ``program``, or is that of another rank.
@@ -197,9 +199,10 @@ def _trace_lists(
     """Return the communication events of every rank, as pairs (instruction index, event), and the instructions of every
     rank.
 
-    ``rank_lists``: rank -> instructions, for ranks with an edited list. Ranks whose whole pipeline runs the same lists
-    share one tuple of events. ``facts``: the program of all ranks, with the gradients, collectives and memory of its
-    block calls (such as layers)."""
+    ``rank_lists``: rank -> instructions, for ranks whose own list replaces that of their pipeline stage. Ranks whose
+    whole pipeline runs the same lists share one tuple of events. ``facts``: the program of all ranks, with the
+    gradients, collectives and memory of its block calls (such as layers).
+    """
     program, lists = facts.program, _select_rank_lists(facts.program, rank_lists)
     stride, num_stages = program.strides["pp"], len(program.stages)
     shares = _count_microbatches(program)
@@ -221,10 +224,11 @@ def _trace_lists(
 
 
 def _select_rank_lists(program: Program, rank_lists: Mapping[int, Instructions]) -> dict[int, Instructions]:
-    """Return a dict from each rank to its instructions: its edited list in ``rank_lists``, or its pipeline stage's list
-    without the microbatches that the rank does not have.
+    """Return a dict from each rank to its instructions: its list in ``rank_lists`` if it has one, otherwise its
+    pipeline stage's list without the microbatches that the rank does not have.
 
-    ``program``: the program of all ranks.
+    ``program``: the program of all ranks. ``rank_lists``: rank -> instructions, for ranks whose own list replaces that
+    of their pipeline stage.
     """
     shares = _count_microbatches(program)
     lists: dict[int, Instructions] = {}

@@ -1,4 +1,4 @@
-"""Check that values declared whole are equal on all ranks: values in forward, gradients in backward.
+"""Check that values and gradients which are declared whole (replicated) are equal on all ranks.
 
 If a collective is missing, or runs over another axis, a value or gradient differs between ranks, and the program
 computes different results on them. An additional collective counts a value several times.

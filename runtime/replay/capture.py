@@ -143,8 +143,8 @@ def _repeat_into(func: Any, args: Any, kwargs: Any, results: Sequence[Tensor], f
 class OperatorCapture:
     """Records PyTorch operators in Python, and repeats them one by one.
 
-    All intermediate results keep their memory between steps. Collectives are not recorded. The operators between two
-    collectives are recorded as one segment, with an object of this class each.
+    One object records all segments of a step, one after the other. Collectives are not recorded, so a segment ends
+    before each of them. All results of recorded operators keep their memory between steps.
     """
 
     kind = "recorded operators"

@@ -1,8 +1,8 @@
-"""The recording of one step: segments of device operators, and what the host does between them.
+"""The recording of one step: segments of device operators, and the functions that the host calls between them.
 
-A :class:`Tape` records a step while it runs. Device operators go to segments of a :class:`Capture`. What cannot be in a
-segment ends it and is noted as a function that the host calls again in each replay: collectives that the device does
-not run by itself (:class:`RecordedCommunicator`), and code that the executor names. In a replay the host calls the
+A :class:`Tape` records a step while it runs. Device operators go to segments of a :class:`Capture`. Work that cannot be
+in a segment ends it, and is stored as a function that the host calls again in each replay: collectives that the device
+does not run by itself (:class:`RecordedCommunicator`), and code that the executor names. In a replay the host calls the
 segments and functions in their order, and nothing else of the step's Python code runs.
 
 Tensors that a segment reads and that the host makes, such as results of collectives, keep the memory that they had in
@@ -63,8 +63,8 @@ class Tape:
 
     def run_on_host(self, first: Replay, again: Replay | None = None, kind: str = "host") -> None:
         """Call ``first`` now, outside of the recorded segments, and store that each replay calls ``again`` at this
-        point; ``None``: replays call ``first``. ``kind``: a word for what the function does, under which it is counted.
-        """
+        point; ``None``: replays call ``first``. ``kind``: a word for the function's purpose, such as ``all-reduce``;
+        functions are counted by kind."""
         self._end_segment()
         first()
         self.entries.append((self.place, again or first))
@@ -88,8 +88,8 @@ class Tape:
 
     def start_collective(self, kind: str, call: Callable[[], Pending]) -> Pending:
         """Start a collective by ``call``, and return it. While a step is recorded, also record it, so that replays
-        start it again. ``kind``: a word for the collective, under which it is counted.
-        """
+        start it again. ``kind``: name of the collective, such as ``all-reduce``; functions that the host calls in a
+        replay are counted by kind."""
         if not self.recording:
             with self.capture.pause_watch():
                 return call()

@@ -1,4 +1,5 @@
-"""Gradients of a rank's parameters: flat buffers into which backward adds, and which collectives reduce as a whole.
+"""Gradients of a rank's parameters. They lie in flat buffers: backward adds to parts of a buffer, and collectives
+reduce a buffer as a whole.
 
 Gradients of parameters in a type shorter than float32 are accumulated and reduced in float32. A :class:`Sink` is the
 part of a buffer that accumulates the gradient of one parameter. Under ZeRO (:class:`ScatteredBucket`), backward

@@ -69,10 +69,10 @@ class LossSum:
         self._sends: list[TransferHandle] = []
 
     def start(self) -> None:
-        """Post the receive of the loss, on a pipeline stage that does not compute it.
+        """Post the receive of the loss on a pipeline stage that does not compute it.
 
-        On a GPU, :meth:`forward_loss` does this later: there a receive is a kernel that blocks, and it would wait for
-        earlier kernels of this rank.
+        On a GPU nothing is posted here: a receive is a kernel that runs until the message arrives, so
+        :meth:`forward_loss` posts it when the loss is needed.
         """
         if self.source is not None and not self.late:
             self._post_receive()

@@ -1,10 +1,11 @@
-"""Copy the status files of ranks between hosts, and find the ranks at network addresses.
+"""Copy the status files of ranks (progress and failures) between hosts, and find the ranks at network addresses.
 
 The status files of each host are copied to the other hosts through the key-value store of the rendezvous. One rank of
 every host does this in a thread, because a rank that has lost the host of the store blocks until TCP gives up.
 
 :func:`find_named_ranks` finds the ranks at the other end of a connection, because errors of Gloo contain only an
-address and a port."""
+address and a port.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class KeyValueStore(Protocol):
 
 
 class Mirror:
-    """Copies status files, in which ranks write what they do and why they fail, between hosts: those of this host's
-    ranks from ``folder`` to all other hosts, and those of the other hosts to ``folder``.
+    """Copies the status files of ranks (progress and failures) between hosts: those of this host's ranks from
+    ``folder`` to all other hosts, and those of the other hosts' ranks to ``folder``.
 
     Args:
         store: a store client that nothing else uses, because a client that waits for a key is blocked.
@@ -62,8 +63,8 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def exchange(self, within_s: float = _INTERVAL_S) -> None:
-        """Send the status files of this host's ranks, in which they write what they do, to the other hosts, and receive
-        those of the other hosts' ranks; wait for at most ``within_s`` seconds.
+        """Send the status files (progress and failures) of this host's ranks to the other hosts, and receive those of
+        the other hosts' ranks; wait for at most ``within_s`` seconds.
 
         The first call starts a thread that repeats the exchange every second.
         """
@@ -76,16 +77,15 @@ class Mirror:
             self._done.wait_for(lambda: self._ended >= next_one, within_s)
 
     def close(self) -> None:
-        """Stop exchanging status files, in which ranks write what they do, with other hosts."""
+        """Stop exchanging the status files of ranks (progress and failures) with other hosts."""
         self._closed = True
         self._wanted.set()
         if self._thread is not None:
             self._thread.join(_INTERVAL_S)
 
     def _run_exchange_loop(self) -> None:
-        """Exchange status files, in which ranks write what they do, with other hosts every second, or at once if it is
-        requested, until the mirror is closed. This runs in a thread.
-        """
+        """Exchange the status files of ranks (progress and failures) with other hosts every second, or at once if it is
+        requested, until the mirror is closed. This runs in a thread."""
         while not self._closed:
             with self._done:
                 self._begun += 1
@@ -97,9 +97,8 @@ class Mirror:
             self._wanted.clear()
 
     def _exchange_files(self) -> None:
-        """Write the status files of this host's ranks, in which they write what they do, to the key-value store that
-        all hosts share. Copy those of the other hosts from the store to this host's folder. Errors are ignored.
-        """
+        """Write the status files (progress and failures) of this host's ranks to the key-value store that all hosts
+        share. Copy those of the other hosts from the store to this host's folder. Errors are ignored."""
         with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
             own_addresses = {
                 name: base64.b64encode(content).decode() for name, content in self._read_own_files().items()
@@ -110,9 +109,8 @@ class Mirror:
                     self._write_received_files(json.loads(self.store.get(_format_host_key(other))))
 
     def _read_own_files(self) -> dict[str, bytes]:
-        """Return the status files in which this host's ranks have written what they do and why training has ended, as
-        file name -> contents. Files that do not exist are left out.
-        """
+        """Return the status files of this host's ranks (progress, failures, and the cause why training has ended) as
+        file name -> contents. Files that do not exist are left out."""
         names = [f"rank-{rank}.{kind}" for rank in self.ranks for kind in _KINDS]
         found = {}
         for name in [*names, _CAUSE]:
@@ -121,9 +119,8 @@ class Mirror:
         return found
 
     def _write_received_files(self, files: dict[str, str]) -> None:
-        """Write the status files of another host, in which its ranks have written what they do, to this host's folder
-        of status files. ``files``: file name -> contents in base64.
-        """
+        """Write the status files (progress and failures) of another host's ranks to this host's folder of status files.
+        ``files``: file name -> contents in base64."""
         for name in sorted(files, key=lambda n: n.endswith(".times")):  # last: it says that a rank is there
             if name == _CAUSE and (self.folder / name).exists():
                 continue

@@ -83,9 +83,8 @@ def format_instruction_words(index: int | None, spot: InstructionSpot | None) ->
 
 
 class StatusBoard:
-    """Reads and writes the status files in ``folder``, in which ranks write what they do and why they fail. Each rank
-    writes its own files; any process may read all of them.
-    """
+    """Reads and writes the status files of ranks (progress and failures) in ``folder``. Each rank writes its own files;
+    any process may read all of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,8 +99,7 @@ class StatusBoard:
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
         """Write ``addresses``, the local network addresses of the connections of ``rank``, such as ``127.0.0.1:4000``,
-        to the file in which the rank tells other processes what it does.
-        """
+        to a status file of the rank, by which other processes find the rank at an address."""
         self._post_file(rank, "addresses", {"own": addresses})
 
     def _post_file(self, rank: int, kind: str, content: dict[str, Any]) -> None:

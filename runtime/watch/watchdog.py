@@ -128,8 +128,8 @@ class Watch:
             )
 
     def _begin_watching(self) -> Self:
-        """Create the files in which this rank writes what it does, start the thread that sends heartbeats, and return
-        this watch. All ranks call this."""
+        """Create the status files of this rank (progress and failures), start the thread that sends heartbeats, and
+        return this watch. All ranks call this."""
         if self.leave:
             if self._mirror is not None or self._is_first():
                 shutil.rmtree(self.folder, ignore_errors=True)  # files of an earlier run
@@ -168,7 +168,7 @@ class Watch:
         self.executor.recorder = None
 
     def _remove_own_files(self) -> None:
-        """Remove the files in which this rank has written what it does from the default folder; the last rank removes
+        """Remove the status files of this rank (progress and failures) from the default folder; the last rank removes
         the folder."""
         for path in self.folder.glob(f"rank-{self.rank}.*"):
             path.unlink(missing_ok=True)
@@ -322,8 +322,8 @@ def _kill_stalled(state: RankState, host: str, board: StatusBoard) -> None:
 
 
 def default_folder() -> Path:
-    """Return the folder for the files in which the ranks that torchrun has started write what they do; each restart by
-    torchrun has a folder of its own.
+    """Return the folder for the status files (progress and failures) of the ranks that torchrun has started; each
+    restart by torchrun has a folder of its own.
 
     It is inside the folder that the environment variable ``PARTITION_WATCH`` names if that is set, and otherwise a
     temporary folder on each host, which is created. Raise :class:`LaunchError` if other users can write to it.
@@ -346,7 +346,8 @@ def default_folder() -> Path:
 
 
 def newest_attempt(folder: Path) -> Path:
-    """Return the subfolder of ``folder`` in which ranks have written what they do since torchrun's last restart.
+    """Return the subfolder of ``folder`` with the status files (progress and failures) that ranks have written since
+    torchrun's last restart.
 
     Return ``folder`` itself if ranks wrote into it directly, or if it has no such subfolders.
     """
@@ -371,8 +372,8 @@ _watches = itertools.count()  # the same on all ranks: they enter each watch tog
 
 
 def _create_mirror(engine: Engine, folder: Path) -> Mirror | None:
-    """Return the object that copies the files in ``folder``, in which the ranks of this host write what they do, to
-    other hosts, and theirs to this host.
+    """Return the object that copies the status files (progress and failures) in ``folder`` of this host's ranks to
+    other hosts, and those of the other hosts' ranks to ``folder``.
 
     Only the rank with ``LOCAL_RANK`` 0 has one; return ``None`` on other ranks. ``engine``: the engine of this rank,
     which knows the ranks on this host.

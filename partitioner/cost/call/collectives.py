@@ -165,9 +165,9 @@ def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Secon
 
 
 def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
-    """Return those collectives of a block (such as a layer) whose number of pieces (to overlap with matrix products) is
-    entry ``place`` of its :class:`PieceCounts`: 0 all-gathers in forward, 1 reduce-scatters in forward, 2 all-gathers
-    in backward, 3 reduce-scatters in backward. ``asked``: the kernels and collectives of the block."""
+    """Return the collectives of one kind in a block (such as a layer) that can run in pieces at the same time as matrix
+    products. ``place``: the kind: 0 all-gathers in forward, 1 reduce-scatters in forward, 2 all-gathers in backward, 3
+    reduce-scatters in backward. ``asked``: the kernels and collectives of the block."""
     op, way = ("all_gather", "reduce_scatter")[place % 2], place // 2
     return [b for b in asked.beside if (asked.exchanges[b.place].op, asked.exchanges[b.place].way) == (op, way)]
 
@@ -197,8 +197,8 @@ def choose_pieces(
 
 
 def _list_possible_pieces(ranks: int) -> list[int]:
-    """Return the numbers of pieces into which a collective of ``ranks`` ranks may be cut to overlap with matrix
-    products: divisors and multiples of ``ranks``."""
+    """Return the numbers of pieces into which a collective over ``ranks`` ranks may be cut, so that one piece is
+    communicated while another is multiplied: divisors and multiples of ``ranks``."""
     return [n for n in range(2, ranks + 1) if ranks % n == 0] + [ranks * 2, ranks * _MOST_PARTS]
 
 

@@ -39,11 +39,11 @@ _LEARNED = ("batch_norm", "instance_norm", "group_norm")  # they reduce over row
 
 @dataclass(frozen=True)
 class RegionTraffic:
-    """Memory traffic of a region (operators that a compiler merges to one kernel) in bytes, for one execution of the
-    block, such as a layer.
+    """Memory traffic of a region (set of operators that a compiler merges to one kernel) in bytes, for one execution of
+    the block, such as a layer.
 
     ``forward``, ``backward``: bytes that are read and written. ``over_rows``: the number of weights whose gradients are
-    sums over rows, each in a kernel of its own.
+    sums over rows; each of these sums is a kernel of its own in backward.
     """
 
     forward: float

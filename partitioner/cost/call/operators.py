@@ -33,9 +33,9 @@ Shape = tuple[int, ...]
 class Operand(NamedTuple):
     """A tensor that an operator reads or writes.
 
-    ``state``: it is a weight, whose size does not depend on the batch. ``learned``: it is computed from weights alone,
-    so its gradient is not sent to another pipeline stage. ``repeats``: how many times a view such as ``expand`` repeats
-    each element that is in memory.
+    ``shape``, ``dtype``: those of the tensor. ``state``: it is a weight, whose size does not depend on the batch.
+    ``learned``: it is computed from weights alone, so its gradient is not sent to another pipeline stage. ``repeats``:
+    how many times a view such as ``expand`` repeats each element that is in memory.
     """
 
     shape: Shape

@@ -195,9 +195,8 @@ def kept_by(
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
     """Yield the values that must be kept so that backward can compute the nodes ``nodes`` a second time, as pairs (node
-    that computed it, index of the result). ``without``: all nodes whose results are not kept. An operand that one of
-    these computes is computed a second time, too, so the operands of that node are needed instead.
-    """
+    that computed it, index of the result). ``without``: all nodes that backward computes a second time, whose results
+    are not kept. If such a node computes an operand, the operands of that node are needed instead."""
     seen, stack = set(nodes), [*nodes]
     while stack:
         for value in map(value_of, stack.pop().all_input_nodes):
@@ -295,7 +294,8 @@ def _measure_copies(equation: str | None, layouts: tuple[tuple[Any, ...], ...]) 
 
 
 class _RecordedProducts(TorchDispatchMode):
-    """A torch mode that records the operands of the products of matrices in ``factors``."""
+    """A torch dispatch mode that appends the operands of every matrix product (``mm`` and ``bmm``) that runs under it
+    to the list ``factors``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -357,9 +357,8 @@ def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
 
 
 def _compute_scratch_bytes(node: fx.Node) -> int:
-    """Return the temporary bytes of the operator of ``node`` if it processes its operand piece by piece
-    (cross-entropy); 0 for others.
-    """
+    """Return the temporary bytes of the operator of ``node`` if it processes its operand piece by piece, as the
+    operator of cross-entropy does; 0 for other operators."""
     if operator_name(node) not in CROSS_ENTROPY:
         return 0
     logits: Tensor = operands_of(node)[0].meta["val"]

@@ -127,10 +127,10 @@ class GroupSpeeds:
 
         Let a pipeline process ``n`` microbatches in ``T`` seconds, and let ``u_k`` be the seconds of one microbatch on
         its stage ``k``. The stage waits for the forwards before it, then processes all microbatches: ``ahead (u_0 + ...
-        + u_(k-1)) + n u_k <= T``. The most work in this time has ``u_k = (T / n) (1 - ahead / n)^k``, with faster
-        groups first. No pipeline processes more than ``n`` microbatches if ``T`` is below ``n + 1`` times the seconds
-        of one on the fastest groups. All pipelines together do the most work if the fastest groups are all first
-        stages, the next all second stages, and so on.
+        + u_(k-1)) + n u_k <= T``. A pipeline does the most work in this time if ``u_k = (T / n) (1 - ahead / n)^k`` and
+        the fastest groups are its first stages. ``n`` is at most ``T`` divided by the seconds of one microbatch on the
+        fastest groups. All pipelines together do the most work if the fastest groups are all first stages, the next all
+        second stages, and so on.
         """
         stages = self.number // self.pipelines
         by_stage = np.diff(self.fastest_together(np.arange(stages + 1) * self.pipelines))

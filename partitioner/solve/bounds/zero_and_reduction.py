@@ -162,10 +162,10 @@ class Gathers:
         size, schedule and ZeRO stage.
 
         ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
-        through all stages. A backward can hide scatters for as long as it takes itself, so the shorter the step, the
-        less is hidden. The bound is computed for a stage with the mean work of all stages. The slowest stage takes at
-        least as long, because the seconds that stay exposed are a convex function of the work, and no stage waits for
-        the exposed seconds of an earlier one.
+        through all stages. A backward can hide scatters for as long as it takes itself, so a shorter step hides less.
+        The bound is computed for a stage with the mean work of all stages. The slowest stage takes at least as long,
+        because the exposed seconds are a convex function of the work, and no stage waits for the exposed seconds of an
+        earlier one.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
@@ -298,13 +298,12 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Return how many bytes of gradients a step reduces in which collectives, as two dicts. All ranks with equal
-    weights are treated as one mesh axis ``dp``.
+    """Return the bytes of gradients that each collective of a step reduces, and which reductions are the last of their
+    gradients, as two dicts. All ranks with equal weights are treated as one mesh axis ``dp``.
 
-    The first maps (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes of
-    gradients that this collective reduces. The second maps the mesh axes of a reduce-scatter to whether it is the last
-    reduction of its gradients. ``states``: costs of parameters, one entry for each parameter; equal parameters share
-    one object.
+    The first dict maps (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) to bytes. The
+    second maps the mesh axes of a reduce-scatter to whether it is the last reduction of its gradients. ``states``:
+    costs of parameters, one entry for each parameter; equal parameters share one object.
     """
     costs = list(states)
     often = Counter(map(id, costs))

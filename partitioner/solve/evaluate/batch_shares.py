@@ -81,10 +81,9 @@ class BatchSharing:
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Return whether ranks of ``dp`` should be allowed unequal numbers of microbatches on the placement ``machine``
-        (a topology with the mesh laid over it): their pipelines differ in speed, and neither a constraint nor the
-        candidate fixes the numbers.
-        """
+        """Return whether ranks of ``dp`` may have different numbers of microbatches on the placement ``machine`` (a
+        topology with the mesh laid over it), and may gain by it: neither a constraint nor the candidate fixes the
+        numbers, and pipelines differ in speed."""
         free = self.constraints.data_shares is None and self.independent
         return free and len(machine.distinct_pipelines) > 1
 
@@ -200,7 +199,7 @@ class BatchSharing:
 
         ``of_stages``: for each stage of the first kind of pipeline, then for each stage of the second kind, and so on,
         the cost of a call by name of the block (such as a layer). ``different``: the distinct dicts in ``of_stages``,
-        by their ``id``. ``counts``: the number of pipelines of each kind.
+        by their Python ``id``. ``counts``: the number of pipelines of each kind.
         """
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [

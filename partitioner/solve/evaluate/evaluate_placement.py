@@ -100,9 +100,8 @@ class ShareRecord:
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
         """Record how fast several divisions of the batch were on one placement (assignment of ranks to devices), so
-        that :meth:`is_poor` can recognise slow ones. ``steps``: a division of the batch (the number of microbatches of
-        each rank of ``dp``) -> seconds of a step with it, for each division that was tried.
-        """
+        that slow divisions can be recognised later. ``steps``: a division of the batch (the number of microbatches of
+        each rank of ``dp``) -> seconds of a step with it, for each division that was tried."""
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
@@ -209,8 +208,9 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Return whether the step time of the candidate has a quick lower bound: the schedule is simulated forward by
-        forward and backward by backward (not computed with a formula), and each rank has one stage."""
+        """Return whether there is a quick lower bound on the step time of the candidate besides that of a formula. It
+        exists for schedules with one stage on each rank whose step time has no formula, so that the schedule is
+        simulated."""
         return not is_formula(self.candidate.schedule) and is_plain(
             self.candidate.schedule, self.candidate.virtual_stages
         )
@@ -290,9 +290,8 @@ class PlacementEvaluator:
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
         """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
         mesh laid over it); infinite if no cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is
-        tight enough. A tighter bound than the simple one is computed only if the simple one is smaller than that and
-        the computation is quick.
-        """
+        tight enough. If a simple bound is below ``cutoff_s``, and a tighter one is quick to compute, the tighter one is
+        returned."""
         dressed = self.dressed(machine)
         return (
             self._batch_sharing.least(dressed)
@@ -301,11 +300,10 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a probable lower bound in seconds on the step on the placement ``machine`` (a topology with the mesh
-        laid over it). It is not proven, but at least as high as the proven bound that :meth:`least` returns. It assumes
-        that no division of the batch among the ranks of ``dp`` is much faster than the divisions that are tried first.
-        ``cutoff_s``: a bound of this many seconds is tight enough.
-        """
+        """Return a probable lower bound in seconds on the step of the plans on the placement ``machine`` (a topology
+        with the mesh laid over it). It is not proven, because it assumes that no division of the batch among the ranks
+        of ``dp`` is much faster than the divisions that are tried first. It is at least as high as the proven bound of
+        this placement. ``cutoff_s``: a bound of this many seconds is tight enough."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:

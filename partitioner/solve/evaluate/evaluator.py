@@ -44,14 +44,14 @@ class SolvedCandidate:
 
     ``num_microbatches``: number of microbatches of a rank; if ranks of ``dp`` have different numbers, the greatest.
     ``local``: the graphs of one rank. ``batch``: the layouts that split the batch into microbatches and data-parallel
-    parts. ``stages``: the cut into stages. ``estimate``: time and memory of a step.
-    ``context_model``: the model before its sequence is sharded over ``cp``; ``None`` if ``cp`` is 1. ``stage_of_call``:
-    the stage index of each call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices
-    of the block calls (such as layers) that are recomputed in full. ``selective``: indices of those that recompute
-    selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how gradients are reduced, such as
-    all at the end of the step. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have
-    equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the
-    cutoff of the search if that is smaller.
+    parts. ``stages``: the cut into stages. ``estimate``: time and memory of a step. ``context_model``: the model before
+    its sequence is sharded over ``cp``; ``None`` if ``cp`` is 1. ``stage_of_call``: the stage index of each call of
+    ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices of the block calls (such as
+    layers) that are recomputed in full. ``selective``: indices of those that recompute selectively. ``offload``: the
+    kinds of data kept in host memory. ``reducing``: how gradients are reduced: by one collective or hierarchically,
+    compressed or not. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have equally
+    many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the cutoff of the
+    search if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -196,10 +196,9 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Return whether :meth:`solve` tries all placements (assignments of ranks to devices) of ``candidate`` and all
-        divisions of the batch among the ranks of ``dp``. Its plan is then the best of all, and not only the best of
-        those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return whether this evaluator tries all placements (assignments of ranks to devices) of ``candidate`` and all
+        divisions of the batch among the ranks of ``dp`` when it solves the candidate. Its plan is then the best of all,
+        and not only the best of those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if not self.placements.complete(candidate.grid):
             return False
         independent = candidate.replicas_run_independently(self.job.model.updates)

@@ -1,11 +1,11 @@
-"""Make a wide problem smaller: nodes in equal surroundings get one choice together.
+"""Make a large assignment problem smaller: nodes in equal surroundings get one choice together.
 
-A loop that is unrolled in the graph of a model repeats its nodes and edges many times. They differ in costs alone,
-since the lengths of slices differ. Colour refinement (Weisfeiler and Leman, 1968) finds such nodes: two nodes have the
-same colour if they have the same choices, and their edges allow the same pairs and lead to the same colours. Nodes of
-one colour become one node, whose costs are the sums of theirs. An assignment of the smaller problem is one of the
-original problem, at the same cost. The optimum of the original problem may cost less, so a lower bound must come from
-elsewhere.
+A loop that is unrolled in the graph of a model repeats its nodes and edges many times. The repetitions differ in costs
+alone, because they process tensors of different lengths. Colour refinement (Weisfeiler and Leman, 1968) finds such
+nodes: two nodes have the same colour if they have the same choices, and their edges allow the same pairs of choices and
+lead to the same colours. Nodes of one colour become one node, whose costs are the sums of theirs. An assignment of the
+smaller problem is one of the original problem, at the same cost. The optimum of the original problem may cost less, so
+a lower bound must come from elsewhere.
 """
 
 from __future__ import annotations

@@ -94,10 +94,9 @@ class AssignmentProblem:
                 raise ValueError(f"edge ({i}, {j}) needs a table of shape {expected}, got {table.shape}")
 
     def objective(self, choice: Sequence[int]) -> float:
-        """Return the cost of an assignment; infinite if it contains a forbidden choice or pair, or exceeds a limit.
-        ``choice``: for each node, the index of its choice. In the assignment problem, each node gets one choice, at the
-        least total cost.
-        """
+        """Return the cost of the assignment ``choice`` (for each node, the index of its choice): the sum of the costs
+        of the nodes and of the pairs of nodes with an edge. The cost is infinite if the assignment contains a forbidden
+        choice or pair, or exceeds a limit."""
         if any(sum(u[choice[i]] for i, u in row.usage.items()) > row.limit for row in self.rows):
             return float("inf")
         if self.memory is not None and self.memory.peak(choice) > self.memory.limit:
@@ -126,8 +125,9 @@ class Assignment:
 
 
 def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[ResourceConstraint]:
-    """Return a memory limit as resource constraints: one for each maximal set of nodes that are in memory at the same
-    time and could exceed ``limit``. In the assignment problem, each node gets one choice, at the least total cost.
+    """Return a memory limit as resource constraints of an assignment problem (one choice per node, at the least total
+    cost). There is one constraint for each maximal set of nodes that are in memory at the same time and could exceed
+    ``limit``.
 
     ``intervals``: for each node the half-open interval of time steps in which it is in memory; an empty one uses
     nothing. ``usages``: for each node an array with the memory of each choice. ``limit``: the memory that nodes may use
@@ -279,9 +279,9 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
     optimal assignment has. Only connected components are treated for which dynamic programming would need tables of
     more than ``most_work`` entries.
 
-    Return a good choice for each node of these components (node index -> index among the node's original choices), a
-    lower bound on the cost of every assignment of the whole problem, and how much more than their part of it these
-    components cost with the good choices.
+    Return three values: a good choice for each node of these components (node index -> index among the node's original
+    choices); a lower bound on the cost of every assignment of the whole problem; and the gap of these components, which
+    is the cost of their good choices minus the lower bound on their cost.
     """
     near, bound, gap = dict[int, int](), reduction.constant, 0.0
     for nodes in _find_components(reduction):

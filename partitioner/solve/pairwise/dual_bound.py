@@ -1,9 +1,10 @@
 """Eliminate choices that no optimal assignment contains, by a lower bound and a known assignment close to it.
 
-A sequential dual ascent (TRW-S: Kolmogorov, "Convergent Tree-reweighted Message Passing", 2006, on monotonic chains)
-moves costs between nodes and tables. This does not change the cost of any assignment. The sum of all minima is then a
-lower bound. If a choice exceeds the minimum of its node by more than the gap between the lower bound and the known
-assignment, the choice is removed.
+An assignment takes one choice for each node; nodes and pairs of nodes have costs (pairs in tables). A sequential dual
+ascent (TRW-S: Kolmogorov, "Convergent Tree-reweighted Message Passing", 2006, on monotonic chains) moves costs between
+nodes and tables. This does not change the cost of any assignment. The sum of all minima is then a lower bound. If a
+choice exceeds the minimum of its node by more than the gap between the lower bound and the known assignment, the choice
+is removed.
 """
 
 from __future__ import annotations

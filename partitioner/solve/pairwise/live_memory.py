@@ -1,8 +1,9 @@
-"""Memory limits over time: nodes of a pairwise problem that are live at the same time use at most a limit together.
+"""Memory limits over time for pairwise assignment problems (one choice per node, at the least total cost): the nodes
+that are in memory at the same time use at most a limit together.
 
-Only maximal sets of live nodes matter, which are those just before a node stops being live. They are called *rows*. The
-members of a row are never listed, because a model of 30,000 operators would have millions. The memory of each row is
-computed as a cumulative sum of differences.
+Only maximal sets of such nodes matter, which are those just before a node's memory is freed. They are called *rows*.
+The members of a row are never listed, because a model of 30,000 operators would have millions. The memory of each row
+is computed as a cumulative sum of differences.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class MemoryConstraint:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The memory of one node of an assignment problem (one choice per node, at the least total cost) over the rows (a
-    row is a maximal set of nodes that are in memory together), constant within segments of consecutive rows.
+    """The memory of one node of an assignment problem (one choice per node, at the least total cost) over time. Time is
+    divided into rows: a row is a maximal set of nodes that are in memory together. The memory is constant within
+    segments of consecutive rows.
 
     ``usage[p, s]``: bytes of choice p in segment s, which consists of the rows ``breaks[s]`` up to, but without,
     ``breaks[s + 1]``.

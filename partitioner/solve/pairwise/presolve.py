@@ -1,11 +1,12 @@
-"""Reduce a pairwise assignment problem without losing its optimum.
+"""Reduce a pairwise assignment problem (one choice per node, at the least total cost) without losing its optimum.
 
-Every step keeps at least one optimal assignment. The steps can be undone on a solution of what is left. In the order in
-which they are tried on a node:
+Every step keeps at least one optimal assignment, and can be undone on a solution of the reduced problem. These are the
+steps, in the order in which they are tried on a node:
 
-- Normalise: move row and column minima of a table into the costs of its nodes; drop tables of zeros and impossible
-  choices.
-- Force: add the costs of a node with one choice to its neighbours, and subtract its usage from the limits.
+- Normalise: move row and column minima of a table of pair costs into the costs of its nodes; drop tables of zeros and
+  impossible choices.
+- Force: if a node has one choice left, add the costs of its pairs to its neighbours, and subtract its usage from the
+  resource limits.
 - Eliminate: minimise over a node with at most two neighbours (and no resource), which leaves a table of these two.
 - Follow: merge a node whose choice is decided by one neighbour's choice into that neighbour.
 - Dominate: drop a choice if another is never worse, whatever the neighbours choose (Goldstein's criterion).
@@ -36,9 +37,8 @@ _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
 class InfeasibleAssignmentError(PartitionError):
-    """Error that is raised if no assignment (one choice for each node) satisfies the constraints. ``nodes``: the
-    indices of nodes that have no choice left.
-    """
+    """Error that is raised if no assignment (one choice for each node) satisfies the constraints. ``message``: its
+    text. ``nodes``: the indices of nodes that have no choice left."""
 
     def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -48,7 +48,8 @@ class InfeasibleAssignmentError(PartitionError):
 @dataclass(frozen=True)
 class _Function:
     """The choice of a node that was eliminated from an assignment problem (one choice per node, at the least total
-    cost), as a function of its neighbours' choices. It serves to restore the choice when the others are known.
+    cost), as a function of its neighbours' choices. When these are known, it gives the choice of the node.
+
     ``node``: the eliminated node. ``neighbours``: the nodes with which it shared a cost table. ``labels``: for each
     neighbour, the choices that it had left at that time, as original indices in increasing order. ``choice``: an array
     of original indices of choices of ``node``; it has one dim per neighbour, indexed by the position of the neighbour's
@@ -145,10 +146,9 @@ class ReducedProblem:
         self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """Return a list with the choice of every node of the original assignment problem (one choice per node, at the
-        least total cost), as an index among its original choices. ``choice``: for each node i that was left to solve,
-        an index into ``costs[i]``, its remaining choices.
-        """
+        """Return the choice of every node of the original assignment problem (one choice per node, at the least total
+        cost), as an index among the node's original choices. ``choice``: for each node i that was left to solve, an
+        index into ``costs[i]``, the costs of its remaining choices."""
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}
         for step in reversed(self._undo):
             where = tuple(

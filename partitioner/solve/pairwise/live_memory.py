@@ -42,8 +42,8 @@ class MemoryConstraint:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The memory of one node of an assignment problem (one choice per node, at the least total cost) over time. Time is
-    divided into rows: a row is a maximal set of nodes that are in memory together. The memory is constant within
+    """The memory of one node of an assignment problem (one choice per node, at the least total cost) over time. Each
+    row stands for one time: it is a maximal set of nodes that are in memory together. The memory is constant within
     segments of consecutive rows.
 
     ``usage[p, s]``: bytes of choice p in segment s, which consists of the rows ``breaks[s]`` up to, but without,

@@ -162,11 +162,10 @@ class CandidatePlanner(Protocol):
         """
 
     def estimate_effort(self, candidate: MeshCandidate) -> float:
-        """Return the effort of evaluating ``candidate`` if it has several virtual stages on a rank, as a fraction of a
-        budget: the effort that the search may spend on such candidates without finding a better plan. When the sum of
-        the fractions reaches 1, the search skips the other such candidates. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
-        """
+        """Return the effort of evaluating ``candidate``, which has several virtual stages on a rank, as a fraction of a
+        budget. The budget limits how much the search spends on such candidates without finding a better plan: when the
+        sum of the fractions reaches 1, the search skips the other such candidates. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
 
 
 @dataclass

@@ -248,13 +248,13 @@ class BlockProfile:
     """Kernels, collectives, parameters and buffers of one call of a block (such as a layer).
 
     - ``kernels``: the table of GPU kernels. ``exchanges``: the collectives. ``states``: the parameters and buffers that
-      the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it runs backward).
-    - ``issued``: numbers of operators that the host launches in three parts: in forward, in backward for gradients of
-      inputs, and in backward for gradients of weights. ``issued_each``: such numbers for operators that the host
-      launches once per expert; they are not in ``issued``.
+      the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it has a backward).
+    - ``issued``: number of operators that the host launches in each of three parts: in forward, in backward for
+      gradients of inputs, and in backward for gradients of weights. ``issued_each``: for the same parts, the number of
+      further operators, which the host launches once per expert.
     - ``held``: number of experts in the graph. ``region``: the matrix products of experts. ``routing``: number of
       forward operators between the attention and the experts, which route tokens to experts.
-    - ``beside``: the collectives that can run in pieces, each beside the matrix product of another piece.
+    - ``beside``: the collectives that can run in pieces, each at the same time as the matrix product of another piece.
     """
 
     kernels: KernelTable

@@ -130,8 +130,8 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
     """Return an imaginary group of ``size`` ranks for lower bounds: no collective over any ``size`` devices of
     ``topology`` is faster than over this group.
 
-    ``everywhere``: the groups in question together contain all devices, like the groups of a mesh axis, and the bound
-    is needed only for the slowest of them. The bound is then higher, because some groups may have to span two nodes.
+    ``everywhere``: the bound is needed only for the slowest of several groups that together contain all devices, like
+    the groups of a mesh axis. It is then higher, because some of these groups may have to span two nodes.
     """
     if size == 1:
         return Group(1)

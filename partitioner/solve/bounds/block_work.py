@@ -137,10 +137,11 @@ class Works:
     ``blocks``: block name -> its graph for the whole batch. ``device``: the best device type. ``types``: all device
     types with their speed factors, or empty if there is only one. ``train``: whether calls have a backward. ``fp8``:
     whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
-    product's operand in fp8, so that no separate cast is needed. ``how``: what selective recomputation may run again in
-    the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take little time) or
-    ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: whether a compiler merges
-    operators. If so, an operator that it can merge counts only with the memory traffic that no merging avoids.
+    product's operand in fp8, so that no separate cast is needed. ``how``: the operators that selective recomputation
+    may run again in the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take
+    little time) or ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: whether a
+    compiler merges operators. If so, an operator that it can merge counts only with the memory traffic that no merging
+    avoids.
     """
 
     blocks: Mapping[str, Block]
@@ -186,7 +187,7 @@ def block_work(
     so that no separate cast is needed. ``fused_kernels``: whether a compiler merges operators. If so, an operator that
     it can merge counts only with the memory traffic that no merging avoids.
 
-    ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
+    ``how``: the operators that selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
     product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
     recomputation takes no time.
@@ -214,7 +215,7 @@ def _block_work(
     ``fused_kernels``: whether a compiler merges operators. If so, an operator that it can merge counts only with the
     memory traffic that no merging avoids.
 
-    ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
+    ``how``: the operators that selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
     product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
     recomputation takes no time.
@@ -300,9 +301,9 @@ def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
     keeps for the backward. They hold with and without selective recomputation: each field has the smaller value of the
     two cases.
 
-    ``how``: what selective recomputation runs again in the backward: ``"scores"`` (attention scores), ``"selective"``
-    (also other large results that take little time) or ``"alternate"`` (also every second matrix product); ``None``:
-    selective recomputation is excluded. ``train``: whether the call has a backward.
+    ``how``: the operators that selective recomputation runs again in the backward: ``"scores"`` (attention scores),
+    ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
+    product); ``None``: selective recomputation is excluded. ``train``: whether the call has a backward.
     """
     kept = kept_by(block, train, copies=False)
     if how is None or not train:

@@ -51,10 +51,9 @@ class BlockLowerBound:
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """Return a copy of these lower bounds in which ``change`` was applied to every dict of seconds: that of
-        ``seconds`` and those of ``of_kind``. ``change``: function from such a dict (name of a block, such as a layer ->
-        pair of forward and backward seconds) to the new dict.
-        """
+        """Return a copy of these lower bounds in which every dict of seconds was replaced by ``change(dict)``.
+        ``change``: function from a dict (name of a block, such as a layer -> pair of forward and backward seconds) to
+        the new dict."""
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
@@ -108,8 +107,8 @@ class Gathers:
         """Return (forward seconds, backward seconds) of a block (such as a decoder layer) together with its ZeRO-3
         collectives.
 
-        All arguments are pairs of forward and backward seconds: ``seconds`` of the block alone, ``gathers`` of the
-        gathers of weights and scatters of gradients, and ``copies`` of copying gathered weights.
+        All arguments are pairs (forward seconds, backward seconds). ``seconds``: of the block alone. ``gathers``: of
+        the collectives that gather weights and scatter gradients. ``copies``: of copying gathered weights.
         """
         return self._add_exposed_gathers(seconds[0] + copies[0], gathers[0]), self._add_exposed_gathers(
             seconds[1] + copies[1], gathers[1]
@@ -117,10 +116,9 @@ class Gathers:
 
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
         """Return the seconds of a block (such as a layer) together with the part of its ZeRO-3 collectives that
-        computation does not hide. ``seconds``: those of the block alone. ``gathers_s``: those of the collectives. If
+        computation does not hide. ``seconds``: time of the block alone. ``gathers_s``: seconds of the collectives. If
         ``seconds`` contains other communication, it counts as computation that can hide collectives, so the result is a
-        lower bound.
-        """
+        lower bound."""
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
@@ -141,9 +139,9 @@ class Gathers:
 
     def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
         """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
-        backward) of copies that ZeRO-3 makes under ``candidate``: of weights out of the buffers of gathers, and of
-        gradients into those of scatters. Kernel launches are not included.
-        """
+        backward) of copies that ZeRO-3 makes under ``candidate``: gathered weights are copied out of the buffers of
+        collectives, and gradients are copied into such buffers. Kernel launches are not included. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
@@ -259,10 +257,9 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 class LeastReduced:
     """Computes lower bounds in seconds on the gradient reduction of mesh candidates (combinations of mesh sizes,
-    schedule and ZeRO stage), and caches them. ``topology``: the cluster. ``constraints``: what the user fixed.
-    ``placements``: finds the placements (assignments of ranks to devices) of a mesh. ``device``: the best device type
-    of the topology.
-    """
+    schedule and ZeRO stage), and caches them. ``topology``: the cluster. ``constraints``: the choices that the user
+    fixed. ``placements``: finds the placements (assignments of ranks to devices) of a mesh. ``device``: the best device
+    type of the topology."""
 
     def __init__(
         self, topology: Topology, constraints: Constraints, placements: Placements, device: DeviceType

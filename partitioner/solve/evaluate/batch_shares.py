@@ -63,8 +63,8 @@ class BatchSharing:
     """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate`` (mesh sizes,
     microbatch size, schedule and ZeRO stage), so that ranks on faster devices can get more. ``local``: the graphs of
     one rank. ``costs``: the costs of their block calls (such as layers) by device. ``global_batch``: samples of a step.
-    ``constraints``: what the user fixed. ``train``: whether a step has a backward. ``independent``: whether ranks of
-    ``dp`` wait for each other only at the end of a step, so that their numbers of microbatches may differ.
+    ``constraints``: the choices that the user fixed. ``train``: whether a step has a backward. ``independent``: whether
+    ranks of ``dp`` wait for each other only at the end of a step, so that their numbers of microbatches may differ.
 
     The methods take a placement: a topology with the mesh laid over it and the settings of the candidate. Results are
     cached by the identity of the placement object.

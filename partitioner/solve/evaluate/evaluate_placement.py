@@ -208,8 +208,8 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Return whether there is a quick lower bound on the step time of the candidate besides that of a formula. It
-        exists for schedules with one stage on each rank whose step time has no formula, so that the schedule is
+        """Return whether a lower bound on the step time can be computed quickly for a given division of the batch among
+        the ranks of ``dp``. That is the case if each rank has one stage and the step time has no formula, so that it is
         simulated."""
         return not is_formula(self.candidate.schedule) and is_plain(
             self.candidate.schedule, self.candidate.virtual_stages

@@ -58,7 +58,8 @@ class Job:
       further programs that will have the layout of this one. ``companions``: the further programs that are sharded
       together with this one, because they cannot run in every layout of it.
 
-    ``topology``: the cluster. ``constraints``: what the user fixed. ``optimizer``: its name, such as ``"adam"``.
+    ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``optimizer``: its name, such as
+    ``"adam"``.
     """
 
     model: FoldedModel

@@ -1,5 +1,5 @@
-"""Cache local models (the sharded graphs that one rank runs for one microbatch) and what they cost, so that candidates
-of a search share them."""
+"""Cache local models (the sharded graphs that one rank runs for one microbatch) and their costs, so that candidates of
+a search share them."""
 
 from __future__ import annotations
 

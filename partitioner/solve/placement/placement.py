@@ -85,8 +85,8 @@ class BestPlacement(Generic[Result]):
     """The cheapest placement that was tried.
 
     ``machine``: the topology with the mesh laid over it, which contains the device of each rank. ``cost``: the cost
-    that the evaluator returned, seconds of a step in the search. ``result``: what the evaluator returned besides, such
-    as the plan.
+    that the evaluator returned, seconds of a step in the search. ``result``: the evaluator's second result, such as the
+    plan.
     """
 
     machine: PlacedMesh

@@ -432,8 +432,8 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
 
 
 def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
-    """Return those of the well-known layouts ``found`` whose name is in ``names``. Each is marked as excluded from the
-    search by the user's constraints, unless it is already marked with another reason."""
+    """Return the well-known layouts in ``found`` whose names are in ``names``, marked as excluded from the search by
+    the user's constraints. A layout that is already marked with another reason keeps it."""
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 

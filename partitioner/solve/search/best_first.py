@@ -128,9 +128,8 @@ class SearchProgress:
 class SearchResult:
     """The result of a search: the best candidate (mesh sizes, microbatch size, schedule and ZeRO stage), its plan
     (``best``), and the certificate, which says how near the plan is to the optimum. ``num_evaluated``: number of
-    candidates that were evaluated. ``rows``: candidate -> what became of it. ``interrupted``: whether the search ended
-    early, at its time limit or by ``KeyboardInterrupt``.
-    """
+    candidates that were evaluated. ``rows``: candidate -> its outcome (solved, pruned by a bound, or infeasible).
+    ``interrupted``: whether the search ended early, at its time limit or by ``KeyboardInterrupt``."""
 
     candidate: MeshCandidate
     best: EvaluatedCandidate
@@ -179,7 +178,7 @@ class BestFirstSearch:
     at least this many seconds are of no interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the
     best plan so far is returned with its gap. ``progress``: called before each evaluation, and from time to time
     between evaluations. ``bounds``, ``planner``: compute lower bounds and plans of candidates. ``outcomes``: candidate
-    -> what became of it. ``incumbent``: the candidate with the best plan so far.
+    -> its outcome (solved, pruned by a bound, or infeasible). ``incumbent``: the candidate with the best plan so far.
     """
 
     bounds: Bounds
@@ -266,11 +265,10 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str],
         before: Mapping[MeshCandidate, CandidateOutcome],
     ) -> None:
-        """Create an outcome, the record of what the search finds out about a candidate, for each of ``candidates``
-        (combinations of mesh sizes, microbatch size, schedule and ZeRO stage), with its quickest lower bound. Bounds
-        and errors of an earlier search are taken over. ``left_out``: candidates that are reported but not searched, and
-        the reasons. ``before``: candidate -> its outcome in the earlier search.
-        """
+        """Create an outcome for each of ``candidates`` (combinations of mesh sizes, microbatch size, schedule and ZeRO
+        stage), with its quickest lower bound. An outcome is the record of the search for a candidate. Bounds and errors
+        of an earlier search are taken over. ``left_out``: candidates that are reported but not searched, and the
+        reasons. ``before``: candidate -> its outcome in the earlier search."""
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
         self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}

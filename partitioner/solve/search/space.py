@@ -44,8 +44,8 @@ def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
 
 def why_none(space: SearchSpace) -> PlanError | ConstraintError:
     """Return the error to raise if the search space ``space`` (cluster, batch, constraints and sizes of the model) has
-    no candidate. The error message lists the values that the user fixed, and what sizes of the mesh have to satisfy.
-    """
+    no candidate. The error message lists the values that the user fixed, and the conditions that the sizes of the mesh
+    have to satisfy."""
     asked = space.constraints
     if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
         return ConstraintError(asked.too_few(space.world_size))
@@ -162,7 +162,8 @@ class SearchSpace:
       further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples, and 2
       ``cp`` all of these numbers of positions.
 
-    ``topology``: the cluster. ``constraints``: what the user fixed. ``train``: whether plans are for training.
+    ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``train``: whether plans are for
+    training.
     """
 
     topology: Topology

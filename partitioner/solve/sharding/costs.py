@@ -120,7 +120,7 @@ class TensorCosts:
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
         """Return the seconds of communication that computation does not hide, in an attention whose sequence is sharded
         over ranks. ``operator``: the attention. ``strategy``: layouts of its operands and results, and the algorithm
-        (``strategy.form``, such as ``"ring"``). ``seconds``: those of the computation, which overlaps with a ring's
+        (``strategy.form``, such as ``"ring"``). ``seconds``: time of the computation, which overlaps with a ring's
         messages. ``num_ranks``: size of the mesh axis over which the sequence is sharded."""
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_exchanged_band(operator.node) or Band()

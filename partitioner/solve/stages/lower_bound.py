@@ -84,7 +84,7 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
     ``cutoff_s``: steps that take at least this many seconds are of no use to the caller, so stages that alone take so
     long are skipped. ``quick``: skip all stages that take much longer than the total work divided by the number of
-    stages, even if every cut that fits has such a stage. Raises :class:`CapacityError` if memory cannot suffice, and
+    stages, even if no cut without such a stage fits. Raises :class:`CapacityError` if memory cannot suffice, and
     :class:`PlanError` if there are more stages than block calls (such as layers).
     """
     tables = StageTables(problem)

@@ -175,9 +175,9 @@ def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
 def choose_pieces(
     asked: BlockProfile, whole_s: Mapping[int, float], groups: Mapping[str, Group], device: DeviceType, forced: bool
 ) -> PieceCounts:
-    """Return in how many pieces the collectives of a block (such as a layer) run beside matrix products, so that the
-    block takes the least time on ``device``: one number for each kind of collective (all-gather or reduce-scatter, in
-    forward or backward); 0 where they are faster in one piece.
+    """Return the numbers of pieces of the collectives of a block (such as a layer) that run beside matrix products,
+    with which the block takes the least time on ``device``. There is one number for each kind of collective (all-gather
+    or reduce-scatter, in forward or backward); it is 0 if they are faster in one piece.
 
     ``asked``: the kernels and collectives of the block. ``whole_s``: index of a collective -> its seconds in one piece.
     ``groups``: mesh axis -> group of ranks. ``forced``: whether all collectives that can run in pieces do so, even if
@@ -205,9 +205,9 @@ def _list_possible_pieces(ranks: int) -> list[int]:
 def price_pieces(
     asked: BlockProfile, beside: ProductExchange, pieces: int, groups: Mapping[str, Group], device: DeviceType
 ) -> tuple[float, int]:
-    """Return two numbers for the collective ``beside`` if it runs in pieces next to matrix products: the seconds that
-    it adds to the time that the products would take in one piece without it, and the number of operators that the host
-    launches in addition.
+    """Return two numbers for the collective ``beside`` if it runs in pieces, each at the same time as the matrix
+    product of another piece. The first is the seconds that it adds to the time of the products in one piece. The second
+    is the number of operators that the host launches in addition.
 
     ``asked``: the kernels and collectives of the block (such as a layer). ``pieces``: the number of pieces. ``groups``:
     mesh axis -> group of ranks. ``device``: the device type of the rank.

@@ -328,10 +328,10 @@ def size_of(value: Value) -> int:
 
 
 def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
-    """Return two numbers of bytes: the largest memory that a forward of ``block`` (a piece of the model, such as a
-    layer) needs besides all tensors in ``saved`` (value -> bytes), and the part of it that is still allocated
-    afterwards, which belongs to outputs that are not saved. A value is a pair (node, index of its result).
-    """
+    """Return two numbers of bytes for a forward of ``block`` (a piece of the model, such as a layer): the largest
+    memory that it needs besides the tensors in ``saved``, and the part of this memory that is still allocated
+    afterwards, for outputs that are not saved. ``saved``: value -> bytes. A value is a pair (node, index of its
+    result)."""
     nodes = [n for n in block.graph.nodes if n.op == "call_function"]
     last: dict[Value, int] = {}
     for place, node in enumerate(nodes):

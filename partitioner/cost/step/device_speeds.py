@@ -178,9 +178,9 @@ def least_forward_share(forward: Matrix, both: Matrix, often: Sequence[int]) -> 
     """Return two values ``(share, less)``: the forward seconds of any set of block calls (such as layers), on any
     device types, are at least ``share`` times their forward plus backward seconds, minus ``less`` seconds.
 
-    The share is that of the main block, the one with the most work. Other blocks may have a smaller share, such as a
-    look-up of embeddings; ``less`` is by how much at most. ``forward``, ``both``: seconds of one call of each block on
-    each device type, shape ``[kinds, blocks]``. ``often``: for each block, the number of its calls.
+    ``share`` is the least share of the main block, the one with the most work. Other blocks, such as a look-up of
+    embeddings, may have a smaller share; ``less`` makes up for that. ``forward``, ``both``: seconds of one call of each
+    block on each device type, shape ``[kinds, blocks]``. ``often``: for each block, the number of its calls.
     """
     number = np.array(often, dtype=np.float64)
     main = int(np.argmax(number * both.max(axis=0)))

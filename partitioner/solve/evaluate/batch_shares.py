@@ -119,9 +119,9 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return the costs by which the cut into stages is chosen on the placement ``machine`` (a topology with the
-        mesh laid over it): for each pipeline stage, a dict from the name of each block (such as a layer) to the cost of
-        a call. ``shares``: the number of microbatches of each rank of ``dp``.
+        """Return, for each pipeline stage, block name -> cost of a call of the block (such as a layer), by which the
+        cut into stages is chosen. ``machine``: the placement, a topology with the mesh laid over it. ``shares``: the
+        number of microbatches of each rank of ``dp``.
 
         All pipelines get the same cut. If they differ in speed, costs are compared per microbatch of the pipeline that
         has the most. The costs of a pipeline with fewer microbatches are therefore scaled down in proportion. Each

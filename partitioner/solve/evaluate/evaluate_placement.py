@@ -107,10 +107,9 @@ class ShareRecord:
             self._ratios[kind].append(step / best)
 
     def is_poor(self, shares: Shares) -> bool:
-        """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) is not
-        worth evaluating again: it was tried on at least two placements (assignments of ranks to devices), and on each
-        it was over 3 % slower than the best division there.
-        """
+        """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) need not
+        be tried again. That is so if it was tried on at least two placements (assignments of ranks to devices), and was
+        over 3 % slower than the best division on each of them."""
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
@@ -253,11 +252,10 @@ class PlacementEvaluator:
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """Return three values for the placement ``machine`` (a topology with the mesh laid over it): the problem of
-        cutting block calls (such as layers) into pipeline stages on these devices, with the costs of the calls; a dict
-        from the name of each parameter and buffer to its cost; and the number of microbatches of each rank of ``dp``
-        (empty if all have equally many). ``shares``: the requested number of microbatches of each rank of ``dp``.
-        """
+        """Return the problem of cutting block calls (such as layers) into pipeline stages on the placement ``machine``
+        (a topology with the mesh laid over it). Return also name of a parameter or buffer -> its cost, and the number
+        of microbatches of each rank of ``dp`` (empty if all have equally many). ``shares``: the requested number of
+        microbatches of each rank of ``dp``."""
         job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
         costs_by_stage = self._batch_sharing.by_stage(machine, shares)
@@ -313,11 +311,10 @@ class PlacementEvaluator:
         return max(quick, first * left)
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on a step on the placement ``machine`` (a topology with the mesh laid over
-        it), for a schedule without a formula for its step time, if the ranks of ``dp`` have the numbers of microbatches
-        ``shares``; infinite if no cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is tight
-        enough.
-        """
+        """Return a lower bound in seconds on a step if the ranks of ``dp`` have the numbers of microbatches ``shares``;
+        infinite if no cut into stages fits in memory. It is used for schedules without a formula for their step time.
+        ``machine``: the placement, a topology with the mesh laid over it. ``cutoff_s``: a bound of this many seconds is
+        tight enough."""
         problem, held, _ = self._build_stage_problem(machine, shares)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)

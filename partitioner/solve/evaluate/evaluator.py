@@ -251,11 +251,10 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def list_best_rank_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return, for each device type, a dict from the name of each block (such as a layer) to the cost of a call of
-        ``candidate`` on a rank whose groups (of tensor parallelism and other axes) are the fastest that any placement
-        (assignment of ranks to devices) could have. ``costs``: the cache from which call costs are taken.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return lower bounds on the costs of calls on each device type: for each type, block name -> cost of a call of
+        the block (such as a layer). The communication groups of the rank are the fastest that any placement (assignment
+        of ranks to devices) could have. ``costs``: the cache from which call costs are taken. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not candidate.replicas_run_independently(self.job.model.updates))
         best = partial(self.placements.best_group, everywhere=all_wait)

@@ -124,10 +124,10 @@ class ShardedBounds:
         return (pp, dp, cp, tp, one, *rest), (candidate, size, whole)
 
     def bound_call_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """Return three values for ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): the graphs of
-        one rank; a dict from the name of each block (such as a layer) to a lower bound on the cost of a call on any
-        placement (assignment of ranks to devices); and a dict from the name of each parameter or buffer to its cost on
-        a rank.
+        """Return the data for lower bounds on ``candidate`` on any placement (assignment of ranks to devices), as three
+        values: the graphs of one rank; block name -> lower bound on the cost of a call of the block (such as a layer);
+        and name of a parameter or buffer -> its cost on a rank. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
         in this way.
@@ -136,11 +136,13 @@ class ShardedBounds:
         return local.model, combine_fastest_costs(self._evaluator.list_stage_costs(candidate, costs)), states
 
     def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """Return three values from which lower bounds follow for ``candidate``, and for all candidates which differ
-        from it only in their ZeRO stage and need at least as much memory: the graphs of one rank; a dict from the name
-        of each block (such as a layer) to a lower bound on the cost of a call without ZeRO; and a dict from the name of
-        each parameter or buffer to its cost. Return ``None`` if devices differ in speed, because the ZeRO stage then
-        also decides how the batch may be divided. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the data for lower bounds on ``candidate`` and on all candidates that differ from it only in their
+        ZeRO stage and need at least as much memory. Return ``None`` if devices differ in speed, because the ZeRO stage
+        then also decides how the batch may be divided. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
+
+        The data are three values: the graphs of one rank; block name -> lower bound on the cost of a call of the block
+        (such as a layer) without ZeRO; and name of a parameter or buffer -> its cost.
         """
         if self._has_mixed_speeds:
             return None

@@ -279,9 +279,9 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
     optimal assignment has. Only connected components are treated for which dynamic programming would need tables of
     more than ``most_work`` entries.
 
-    Return three values: a good choice for each node of these components (node index -> index among the node's original
-    choices); a lower bound on the cost of every assignment of the whole problem; and the gap of these components, which
-    is the cost of their good choices minus the lower bound on their cost.
+    Return three values. The first is a good choice for each node of these components: node index -> index among the
+    node's original choices. The second is a lower bound on the cost of every assignment of the whole problem. The third
+    is the gap of these components: the cost of their good choices minus the lower bound on their cost.
     """
     near, bound, gap = dict[int, int](), reduction.constant, 0.0
     for nodes in _find_components(reduction):
@@ -340,10 +340,9 @@ def _count_variables(reduction: ReducedProblem) -> int:
 def _extract_component_costs(
     reduction: ReducedProblem, nodes: Sequence[int]
 ) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
-    """Return two dicts from the reduced assignment problem ``reduction`` (one choice per node, at the least total
-    cost): node -> costs of its choices for each of ``nodes``, and (i, j) -> table of the costs of each pair of choices
-    of two connected nodes, with i < j.
-    """
+    """Return the costs of ``nodes`` in the reduced assignment problem ``reduction`` (one choice per node, at the least
+    total cost), as two dicts: node -> costs of its choices, and (i, j) -> table of the costs of each pair of choices of
+    two connected nodes i < j."""
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 

@@ -133,13 +133,14 @@ class Usage:
 def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
-    """Return the memory of an assignment problem (one choice for each node) by row, as three values: a dict from each
-    root node to the part of its memory that depends on its choice; the bytes of the limit that are left in each row;
-    and the bytes that are used in each row under every assignment. A row is a maximal set of nodes that are in memory
-    together. A root is a node whose choice decides the choices of other nodes; its memory includes theirs.
+    """Return the memory of an assignment problem (one choice for each node) by row. A row is a maximal set of nodes
+    that are in memory together. A root is a node whose choice decides the choices of other nodes; its memory includes
+    theirs.
 
-    ``memory``: the limit, and the memory of each choice. ``roots[i]``: the root of node i. ``maps[i]``: the choice of
-    node i for each choice of ``roots[i]``.
+    There are three results: for each root node, the part of its memory that depends on its choice; the bytes of the
+    limit that are left in each row; and the bytes that are used in each row under every assignment. ``memory``: the
+    limit, and the memory of each choice. ``roots[i]``: the root of node i. ``maps[i]``: the choice of node i for each
+    choice of ``roots[i]``.
     """
     live = [i for i, (start, end) in enumerate(memory.intervals) if start < end and np.any(memory.usages[i])]
     events = sorted(e for i in live for e in ((memory.intervals[i][0], 1), (memory.intervals[i][1], 0)))

@@ -192,9 +192,8 @@ class ReducedProblem:
 
     def _fix_forced_choice(self, node: int) -> bool:
         """Decide ``node`` of the assignment problem (one choice per node, at the least total cost) if it has a single
-        choice left: add the costs of its pairs with each neighbour's choices to the costs of these choices, and
-        subtract its resource usage from the limits. Return whether this was done.
-        """
+        choice left. The costs of its pairs with each neighbour's choices are added to the costs of these choices, and
+        its resource usage is subtracted from the limits. Return whether this was done."""
         if len(self.costs[node]) != 1:
             return False
         for other, table in self.tables[node].items():

@@ -83,10 +83,13 @@ class CandidateAttempts:
             self.devices[mesh_of(each.payload.candidate)] = each.payload.devices
 
     def evaluate_on_known_devices(self, candidate: MeshCandidate) -> EvaluatedCandidate:
-        """Plan ``candidate`` without a lower bound. On a cluster where the search finds the best placement (assignment
-        of ranks to devices) of every mesh, the devices of a known plan are used instead of a new search: of one with
-        the same mesh, or of one with half as many ranks along ``cp`` and twice as many along ``tp`` or ``dp``.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Plan ``candidate`` without a lower bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
+
+        The placement (assignment of ranks to devices) of a known plan is reused instead of a new search if the cluster
+        is one on which the search finds the best placement of every mesh. The known plan has the same mesh, or half as
+        many ranks along ``cp`` and twice as many along ``tp`` or ``dp``.
+        """
         key = next((key for key in meshes_around(candidate) if key in self.devices), None)
         is_complete = self.evaluator.placements.complete(candidate.grid)
         same = self.devices[key] if key is not None and is_complete else None

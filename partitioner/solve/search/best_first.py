@@ -514,10 +514,11 @@ class ZeroInfeasibility:
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
         """Return ``solve(candidate)``, the plan of ``candidate``. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage. Raises the :class:`CapacityError` of ``solve`` if the plan does not fit in memory. If an earlier
-        candidate that differs only in ZeRO and needs no more memory did not fit, its error is raised again, without a
-        call of ``solve``; this is checked only for schedules with several stages on a rank or without a formula for the
-        step time.
+        and ZeRO stage. Raises the :class:`CapacityError` of ``solve`` if the plan does not fit in memory.
+
+        ``solve`` is not called if an earlier candidate that differs only in ZeRO and needs no more memory did not fit;
+        its error is raised again. This is checked only for schedules with several stages on a rank or without a formula
+        for the step time.
         """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)

@@ -48,13 +48,13 @@ def list_promising_candidates(
     rows: Mapping[MeshCandidate, CandidateOutcome],
     bounds: Bounds,
 ) -> Iterator[MeshCandidate]:
-    """Yield candidates that the search has not tried and that may be faster than the best plan, the most promising
-    first. Stop when none is expected to be faster, or when several in a row were not.
+    """Yield candidates that the search has not tried and that may be faster than the best plan. Stop when none is
+    expected to be faster, or when several in a row were not.
 
     First come the best candidates of the search with several pipeline stages, changed to several virtual stages on a
-    rank; then the best plan with each sequence sharded over twice as many ranks; then further candidates of both kinds,
-    ordered by expected step time: a lower bound, plus the recomputation that memory requires, times the least ratio of
-    step time to estimate so far.
+    rank. Then comes the best plan with each sequence sharded over twice as many ranks. Further candidates of both kinds
+    follow, ordered by expected step time: a lower bound, plus the recomputation that memory requires, times the least
+    ratio of step time to estimate so far.
 
     ``best``: the best plan so far. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.
     ``bounds``: computes lower bounds on the step times of candidates. ``space``: the search space (cluster, batch,
@@ -135,9 +135,9 @@ def _list_untried_candidates(
     rows: Mapping[MeshCandidate, CandidateOutcome],
     fine: Sequence[MeshCandidate],
 ) -> list[MeshCandidate]:
-    """Return candidates outside the search that may be faster than its best plan: the candidates of the search with
-    several pipeline stages, changed to several virtual stages on a rank; and the 1F1B candidates ``fine``, in which
-    more ranks share a sequence, as they are and with several virtual stages on a rank.
+    """Return candidates outside the search that may be faster than its best plan. One kind are the candidates of the
+    search with several pipeline stages, changed to several virtual stages on a rank. The other kind are the 1F1B
+    candidates ``fine``, in which more ranks share a sequence, as they are and with several virtual stages on a rank.
 
     For each mesh and microbatch size of the search there is one variant, with ZeRO stage 1 if possible, else with the
     ZeRO stage of its fastest plan. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.

@@ -302,10 +302,10 @@ class ShardingProblem:
         return state_options(self.model, tie, self.num_ranks, self.rules, trained, asked)
 
     def _connect_value_readers(self, name: str, value: BlockValue) -> None:
-        """Add to the assignment problem (one choice per node, at the least total cost) the costs of converting
-        ``value``, a tensor in a block (such as a layer), from the layout in which a node produces it to the layouts in
-        which other nodes read it. ``name``: name of the block.
-        """
+        """Add the costs of converting ``value``, a tensor in a block (such as a layer), from one layout to another to
+        the assignment problem (one choice per node, at the least total cost). They connect the node that decides in
+        which layout the value is produced with the nodes that decide in which layouts it is read. ``name``: name of the
+        block."""
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
             source = Source(*self.list_port_layouts(block, value, _placeholder_to_port(block, value.source)))

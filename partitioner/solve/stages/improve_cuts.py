@@ -237,12 +237,14 @@ def _all_cuts(calls: int, stages: int) -> Places:
 class PhaseCosts:
     """Seconds of every sequence of consecutive block calls (such as layers) on every virtual stage.
 
-    ``of_stage`` has five tables for each stage, of shape ``[calls + 1, calls + 1]``: forward, backward for inputs,
-    backward for weights, wait for values and wait for gradients; and two more, gathers and reductions at the ends of a
-    step, if the problem has them. Rows are the first call, columns the call after the last. The seconds of the backward
-    for inputs are infinite if the calls do not fit in memory. Stages share tables that are equal. ``tables``: seconds
-    and bytes of all possible stages, from which these are taken. ``recomputed``: the backward for inputs includes the
-    recomputation without which the calls alone do not fit in the memory of the stage's rank.
+    ``of_stage``: for each stage a tuple of tables of shape ``[calls + 1, calls + 1]``, one for each phase: forward,
+    backward for inputs, backward for weights, wait for values, wait for gradients; and gathers and reductions at the
+    ends of a step, if the problem has them. Rows are the first call, columns the call after the last. The seconds of
+    the backward for inputs are infinite if the calls do not fit in memory. Stages share tables that are equal.
+
+    ``tables``: seconds and bytes of all possible stages, from which these tables are taken. ``recomputed``: the
+    backward for inputs includes the recomputation without which the calls alone do not fit in the memory of the stage's
+    rank.
     """
 
     def __init__(self, tables: StageTables, *, recomputed: bool = True) -> None:

@@ -32,10 +32,10 @@ class StageCall:
     Two fields count weights and gradients that a rank has whole for a short time, although they are sharded.
     ``gathered_bytes``: these bytes while the call runs: its own, the weights of the call before or after it that are
     gathered at the same time, and the gradients of the call after it that are still being sent. ``at_ends``: three
-    numbers of bytes for a call at an end of a pipeline stage: (1) if the call is the last of its stage, all temporary
-    bytes during its backward; (2) if it is the first, the bytes of its gradients that are still being sent while the
-    last call of the stage runs backward for the next microbatch, where they are added to number (1) of that call; (3)
-    if it is the first, all temporary bytes after its backward, while its gradients are sent.
+    numbers of bytes for a call at an end of a pipeline stage. (1) For the last call of a stage: all temporary bytes
+    during its backward. (2) For the first call: the bytes of its gradients that are still being sent while the last
+    call runs the backward of the next microbatch; they add to number (1) of the last call. (3) For the first call: all
+    temporary bytes after its backward, while its gradients are sent.
     """
 
     path: str

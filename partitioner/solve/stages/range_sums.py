@@ -36,10 +36,10 @@ class Holding(NamedTuple):
     ``output_grads`` (whether the output receives a gradient). ``saved_bytes``: kept from forward to backward besides
     inputs. ``carried_bytes``: held between backward for inputs and backward for weights. ``working_bytes``: temporary.
 
-    ``at_ends``: three numbers of bytes for a call at an end of a pipeline stage: (1) if the call is the last of its
-    stage, all temporary bytes during its backward; (2) if it is the first, the bytes of its gradients that are still
-    being sent while the last call of the stage runs backward for the next microbatch, where they are added to number
-    (1) of that call; (3) if it is the first, all temporary bytes after its backward, while its gradients are sent.
+    ``at_ends``: three numbers of bytes for a call at an end of a pipeline stage. (1) For the last call of a stage: all
+    temporary bytes during its backward. (2) For the first call: the bytes of its gradients that are still being sent
+    while the last call runs the backward of the next microbatch; they add to number (1) of the last call. (3) For the
+    first call: all temporary bytes after its backward, while its gradients are sent.
     """
 
     inputs: tuple[str, ...]

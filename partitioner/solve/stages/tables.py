@@ -161,10 +161,9 @@ class StageTables:
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
     def _tabulate_segment_times(self, stages: Counts) -> Table:
-        """Return the seconds per microbatch (forward, backward, full recomputation and waits for other stages) of every
-        sequence of consecutive block calls (such as layers) on each of ``stages`` (indices), shape ``[stages, calls +
-        1, calls + 1]``; infinite if the calls do not fit in memory or are not allowed.
-        """
+        """Return the seconds per microbatch of every sequence of consecutive block calls (such as layers) on each of
+        ``stages`` (indices), shape ``[stages, calls + 1, calls + 1]``: forward, backward, full recomputation and waits
+        for other stages. Infinite if the calls do not fit in memory or are not allowed."""
         start, stop = self._segment_ranges
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         every = len(stages) == self.problem.num_stages
@@ -497,10 +496,10 @@ class StageTables:
         return self._closed(peak, stage, start, stop, *held)
 
     def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
-        """Return the bytes of activations that one microbatch takes on a stage of the block calls ``start:stop`` (such
-        as layers), for each pair of ``start`` and ``stop``, as two arrays: of a microbatch whose backward has not
-        begun, and of one between the two halves of its backward. The first ``recomputed`` calls are recomputed in full.
-        """
+        """Return the activation bytes of one microbatch on a stage of the block calls ``start:stop`` (such as layers),
+        as two arrays with an entry for each pair of ``start`` and ``stop``. The first is for a microbatch whose
+        backward has not begun, the second for one between the two halves of its backward. The first ``recomputed``
+        calls are recomputed in full."""
         cut, prefix = self.segments, self.segments.saved[0]
         made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         inputs = np.where(recomputed > 0, cut.all_inputs[start, stop], cut.saved_inputs[start, stop])

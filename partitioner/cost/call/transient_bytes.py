@@ -33,8 +33,9 @@ NOTHING_SENT = Scattering()
 
 
 class AtEnds(NamedTuple):
-    """Bytes of memory of a block call (such as a layer) if it is the first or the last call of a pipeline stage, where
-    gathered weights and gradients overlap with other memory than inside the stage.
+    """Bytes of memory of a block call (such as a layer) if it is the first or the last call of a pipeline stage. For
+    these calls, the tensors that are in memory together with gathered weights and gradients are not the same as inside
+    the stage.
 
     ``last``: if it is the last call, all temporary bytes during its backward: its working memory, gathered weights and
     gradients. ``lingering``: if it is the first call, bytes of its gradients that are still being sent while the last

@@ -322,13 +322,13 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
-        """Return, for each pair of ``starts`` and ``stops``, the seconds that gradient reductions take after the last
-        backward, under the fastest reduction scheme, if the stage with index ``stage`` consists of the block calls
-        ``start:stop`` (such as layers). The reductions are simulated bucket by bucket (a bucket: gradients that one
-        collective reduces). On stage 0, the seconds by which gathers of updated parameters delay the first forward are
-        added.
+        """Return the seconds that the gradient reductions of a stage take after its last backward, under the fastest
+        reduction scheme: one number for each pair of ``starts`` and ``stops``, for a stage of the block calls
+        ``start:stop`` (such as layers). ``stage``: index of the stage.
 
-        Results are cached: calls with equal costs share one, and so do stages with equal groups and devices.
+        The reductions are simulated bucket by bucket (a bucket: gradients that one collective reduces). On stage 0, the
+        seconds by which gathers of updated parameters delay the first forward are added. Results are cached: calls with
+        equal costs share one, and so do stages with equal groups and devices.
         """
         alike, delays = self._number_equal_calls(stage), []
         for plan in stage_plans(self.tables, stage, starts, stops):

@@ -179,8 +179,8 @@ class ModelBounds:
 
     @property
     def blocks(self) -> dict[str, BlockWork]:
-        """Return the work (seconds and bytes) of each block (a part of the model that may be called several times, such
-        as a decoder layer) on the best device type, by name of the block."""
+        """Return block name -> work (seconds and bytes) of one call of the block on the best device type. A block is a
+        part of the model that may be called several times, such as a decoder layer."""
         return self._kinds.works.best
 
     @cached_property
@@ -193,10 +193,10 @@ class ModelBounds:
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return a counter from the name of each block (such as a layer) to how often the model calls the block. Only
-        calls that can be distributed over pipeline stages are counted. Not counted are calls that run on all
-        microbatches before the pipeline starts, because later calls need sums over the whole batch, and cheap calls,
-        such as those for masks, that each stage runs itself."""
+        """Return block name -> number of calls of the block (such as a layer) that can be distributed over pipeline
+        stages. Two kinds of calls are not counted: those that run on all microbatches before the pipeline starts,
+        because later calls need sums over the whole batch; and cheap calls, such as those for masks, that each stage
+        runs itself."""
         return Counter(self._cuttable_blocks)
 
     def times(

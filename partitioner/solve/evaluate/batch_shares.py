@@ -172,10 +172,9 @@ class BatchSharing:
         return share_out(self.candidate.parts(self.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _compute_division_lower_bound(self, machine: PlacedMesh) -> float:
-        """Compute, without the cache, a lower bound in seconds on the step of every plan on the placement ``machine``
-        (a topology with the mesh laid over it), for any division of the batch among pipelines and any cut into stages;
-        return it.
-        """
+        """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
+        mesh laid over it), for any division of the batch among pipelines and any cut into stages. It is computed anew,
+        without the cache."""
         candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.global_batch)
         overlap = self.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)

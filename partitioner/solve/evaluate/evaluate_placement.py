@@ -196,10 +196,9 @@ class PlacementEvaluator:
 
     def _order_divisions_by_lower_bound(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
         """Return the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
-        over it), the most promising first, as pairs (quick lower bound on the step in seconds, number of microbatches
-        of each rank of ``dp``). The bound is 0 where it is not needed, because there is one division, or where it
-        cannot be computed quickly.
-        """
+        over it), the most promising first. Each is a pair: a quick lower bound on the step in seconds, and the number
+        of microbatches of each rank of ``dp``. The bound is 0 where it is not needed, because there is one division, or
+        where it cannot be computed quickly."""
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]

@@ -169,10 +169,9 @@ class CandidateEvaluator:
 
     @property
     def without_share_history(self) -> CandidateEvaluator:
-        """Return a copy of this evaluator that has forgotten which divisions of the batch among ranks were slow on
-        earlier placements (assignments of ranks to devices), so that its results do not depend on what was evaluated
-        before.
-        """
+        """Return a copy of this evaluator without its record of divisions of the batch among ranks that were slow on
+        earlier placements (assignments of ranks to devices). The results of the copy do not depend on earlier
+        evaluations."""
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:

@@ -166,12 +166,14 @@ def solve_assignment(
     """Return the cheapest assignment of ``problem`` to within ``relative_gap`` (a fraction of its cost), or the best
     one found in ``time_limit_s`` seconds.
 
-    ``settle``: whether to accept a good assignment that is not proven to be optimal. Such an assignment is returned if
-    the mixed-integer program has more than ``most_variables`` variables, if the solver finds nothing better in time, or
-    if the program has more than ``slow_variables`` variables and the assignment is within 0.05 % of a bound. It comes
-    from a smaller problem or from a dual ascent with local improvement, and its lower bound from a dual ascent. There
-    is none if a resource limit restricts the choices. Raises :class:`InfeasibleAssignmentError` if no assignment is
-    allowed, and :class:`AssignmentTimeLimitError` if none was found in time.
+    ``settle``: whether to accept a good assignment that is not proven to be optimal. It comes from a smaller problem or
+    from a dual ascent with local improvement, and its lower bound from a dual ascent. It is returned in three cases:
+    the mixed-integer program has more than ``most_variables`` variables; the solver finds nothing better in time; or
+    the program has more than ``slow_variables`` variables and the assignment is within 0.05 % of the bound. There is no
+    such assignment if a resource limit restricts the choices.
+
+    Raises :class:`InfeasibleAssignmentError` if no assignment is allowed, and :class:`AssignmentTimeLimitError` if none
+    was found in time.
     """
     start = time.perf_counter()
     rows = list(problem.rows)
@@ -423,7 +425,7 @@ class _MixedIntegerProgram:
         self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
 
     def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
-        """Solve this program of an assignment problem (one choice per node, least total cost), write the choice of each
+        """Solve this program of an assignment problem (one choice per node, least total cost). Write the choice of each
         of its nodes into ``choice`` (node index -> index of the choice), and return a lower bound on the cost of these
         nodes.
 

@@ -499,7 +499,7 @@ Found = TypeVar("Found")
 @dataclass
 class ZeroInfeasibility:
     """Skips candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) that cannot fit in
-    memory, because another candidate did not fit that differs from them only in ZeRO and needs no more bytes for
+    memory, because another candidate did not fit. The other candidate differs only in ZeRO, and needs no more bytes for
     parameters, gradients and optimizer states. ``state_bytes``: function that returns these bytes on a rank of a
     candidate.
 

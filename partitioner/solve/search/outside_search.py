@@ -272,10 +272,10 @@ def _add_rows_to_certificate(
     them with several virtual stages on each rank. ``best``: the best plan now: ``found`` itself, or the plan of one of
     ``rows``.
 
-    In the second case, the row of ``best`` is marked as chosen. The copy's ``objective`` becomes the step time of
-    ``best`` in seconds, ``bound`` a lower bound on the step times of the plans of the search and of the chosen row's
-    candidate, and ``gap`` the relative difference of the two. The former lower bound is kept in ``covered_bound``; it
-    holds for the schedules of the search only, which have one stage on each rank.
+    If it is the plan of one of ``rows``, this row is marked as chosen. ``objective`` of the copy becomes the step time
+    of ``best`` in seconds. ``bound`` becomes the smaller of the former bound and the lower bound of the chosen row.
+    ``gap`` is the relative difference of the two. The former bound is kept in ``covered_bound``; it holds for the
+    schedules of the search only, which have one stage on each rank.
     """
     rows = [row.model_copy(update={"beside": True}) for row in rows]
     if best is found:

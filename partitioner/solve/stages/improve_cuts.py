@@ -292,8 +292,9 @@ class PhaseCosts:
     def taken(
         self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
     ) -> dict[tuple[int, ...], float]:
-        """Simulate a step of the schedule for each row of ``cuts`` (the index of the first call of each stage, followed
-        by the number of block calls, such as layers), and return a dict: cut -> step time in seconds, fastest first.
+        """Simulate a step of the schedule for each row of ``cuts``, and return a dict: cut -> step time in seconds,
+        fastest first. A cut is the index of the first block call (such as a layer) of each stage, followed by the
+        number of calls.
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results;
         ``None``: no limit. ``how``: options of the simulation: ``train`` (whether there is a backward) and

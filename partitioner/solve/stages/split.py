@@ -43,9 +43,10 @@ def check_room(takes: str, needed: float, room: float) -> None:
 
 def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
     """Find the cut of the block calls (such as layers) into stages whose worst memory shortage over its stages is
-    smallest. Return that shortage in bytes (negative if memory is left over), the index of the worst stage, and the
-    cuts (the index of the first call of each stage, followed by the number of calls). ``tables``: seconds and bytes of
-    all possible stages.
+    smallest. ``tables``: seconds and bytes of all possible stages.
+
+    Return three values: that shortage in bytes (negative if memory is left over); the index of the worst stage; and the
+    cuts, which are the index of the first call of each stage, followed by the number of calls.
     """
     least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
     excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
@@ -204,9 +205,8 @@ class _Splitter:
     def best(self) -> StageSplit | None:
         """Return the cut into stages that minimises ``(m - b) * slowest + b * total``, the time of the pipeline;
         ``None`` if no cut fits in memory. ``slowest`` and ``total`` are the maximum and the sum of the stage times per
-        microbatch, ``m`` is the number of microbatches (times virtual stages), and ``b`` the factor of the problem
-        (``bubble``) for filling and draining the pipeline.
-        """
+        microbatch. ``m`` is the number of microbatches (times virtual stages). ``b`` (the field ``bubble`` of the
+        problem) says how much of the time is filling and draining the pipeline."""
         bubble = self.problem.bubble
         often = self.problem.num_rounds - bubble
         free = self.path(np.inf)

@@ -268,10 +268,10 @@ class StageTables:
         return self._mask_pinned_segments(start, stop)
 
     def _mask_pinned_segments(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
-        """Return, for each stage, a mask that says whether the block calls ``start:stop`` are not empty (unless the
-        problem allows that), contain every call that is fixed to the stage, and no call that is fixed to another.
-        ``start``, ``stop``: arrays that are broadcast to a table.
-        """
+        """Return, for each stage, a mask that says whether it may hold exactly the block calls ``start:stop`` (such as
+        layers), given the calls whose stage is fixed. The calls must include every call that is fixed to the stage, and
+        none that is fixed to another. Empty stages are excluded unless the problem allows them. ``start``, ``stop``:
+        arrays that are broadcast to a table."""
         runs = start <= stop if self.problem.may_be_empty else start < stop
         if not self.problem.pinned:
             return [runs] * self.problem.num_stages
@@ -297,10 +297,9 @@ class StageTables:
         return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
-        """Return two arrays: the seconds that the stage with index ``stage`` waits for values from the stage before,
-        shape ``[calls + 1, 1]``, and for gradients from the stage behind, shape ``[1, calls + 1]``. The index is the
-        number of block calls (such as layers) before the cut between the two stages.
-        """
+        """Return the seconds that the stage with index ``stage`` waits for other stages, as two arrays: for values from
+        the stage before, shape ``[calls + 1, 1]``, and for gradients from the stage behind, shape ``[1, calls + 1]``.
+        The index is the number of block calls (such as layers) before the cut between the two stages."""
         before, after = self._end_wait_seconds
         return before[stage][:, None], after[stage][None, :]
 
@@ -447,9 +446,9 @@ class StageTables:
         return held
 
     def _compute_peak_without_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers), for each pair of
-        ``start`` and ``stop``, if no call is recomputed in full. ``stage``: index of the stage, or an array of indices.
-        """
+        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers) if no call is recomputed
+        in full; one number for each pair of ``start`` and ``stop``. ``stage``: index of the stage, or an array of
+        indices."""
         inputs = self.segments.saved_inputs[start, stop]
         carried = self.segments.carried[start, stop] + inputs
         held = self.segments.saved[start, stop] + inputs, carried
@@ -486,10 +485,9 @@ class StageTables:
         return self.fixed_memory - self.segments.largest_working
 
     def _compute_peak_with_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers), for each pair of
-        ``start`` and ``stop``, if all of them are recomputed in full, so that only inputs are kept. ``stage``: index of
-        the stage, or an array of indices.
-        """
+        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers) if all of them are
+        recomputed in full, so that only inputs are kept; one number for each pair of ``start`` and ``stop``. ``stage``:
+        index of the stage, or an array of indices."""
         inputs = self.segments.all_inputs[start, stop]
         held = inputs, inputs + self.segments.carried[start, stop]
         peak: Table = self._fixed_again[start, stop] + self._bound_in_flight_bytes(stage, *held)

@@ -270,8 +270,8 @@ class _VirtualStageRanks:
 
     @cached_property
     def flying(self) -> InFlightMicrobatches:
-        """Return, for each virtual stage, how many microbatches it holds under the schedule at each time at which
-        memory may peak, as pairs (backward not begun, between the two halves of a split backward)."""
+        """Return how many microbatches each virtual stage holds under the schedule, for each time at which memory may
+        peak. The numbers are pairs (backward not begun, between the two halves of a split backward)."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
     @cached_property

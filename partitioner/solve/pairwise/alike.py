@@ -37,8 +37,8 @@ class MergedProblem:
     merged_of: list[int]
 
     def restore(self, choice: Sequence[int]) -> list[int]:
-        """Return the choice of each node of the original problem, before nodes were merged. ``choice``: the choice of
-        each merged node."""
+        """Return the choice of each node of the original assignment problem (one choice per node, at the least total
+        cost), in which nodes are not merged. ``choice``: the choice of each merged node."""
         return [choice[merged] for merged in self.merged_of]
 
 
@@ -53,7 +53,8 @@ def merge_alike_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, T
     sums: list[Vector | None] = [None] * (max(merged_of, default=-1) + 1)
 
     def add(merged: int, cost: Vector) -> None:
-        """Add ``cost``, an array with one entry for each choice, to the costs of the merged node ``merged``."""
+        """Add ``cost``, an array with one entry for each choice of a node of the assignment problem, to the costs of
+        the merged node with the index ``merged``."""
         before = sums[merged]
         sums[merged] = cost if before is None else before + cost
 

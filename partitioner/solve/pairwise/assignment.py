@@ -456,9 +456,9 @@ class _MixedIntegerProgram:
         return float(result.termination.objective_bounds.dual_bound) / self.scale
 
     def _build_model_proto(self) -> model_pb2.ModelProto:
-        """Return this mixed-integer program as a MathOpt proto. Its costs are those of the assignment problem (one
-        choice per node, at the least total cost) times ``self.scale``.
-        """
+        """Return this mixed-integer program as a MathOpt proto. The costs of the assignment problem (one choice per
+        node, at the least total cost) are multiplied by ``self.scale``, so that the largest cost is a constant that
+        suits the solver."""
         proto = model_pb2.ModelProto()
         ids = np.arange(self.num_variables)
         proto.variables.ids.extend(ids.tolist())

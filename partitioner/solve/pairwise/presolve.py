@@ -160,10 +160,10 @@ class ReducedProblem:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
-        """Simplify the cost tables of ``node`` (costs of pairs of choices with a neighbour) that changed since the last
-        call. The minimum of each row and column is moved into the costs of the single node's choice. Then tables of
-        zeros, and choices of infinite cost, are dropped. Return whether choices of ``node`` were dropped.
-        """
+        """Simplify the cost tables of ``node`` of the assignment problem (one choice per node, at the least total cost)
+        that changed since the last call. A table has the costs of pairs of choices of ``node`` and a neighbour. The
+        minimum of each row and column is moved into the cost of the single choice. Then tables of zeros, and choices of
+        infinite cost, are dropped. Return whether choices of ``node`` were dropped."""
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:
@@ -382,11 +382,10 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a boolean matrix whose entry ``[p, q]`` is true if choice ``p`` of a node allows some choice of a
-    neighbour that choice ``q`` does not allow. ``possible``: a boolean matrix with a row for each choice of the node
-    and a column for each choice of its neighbours, true if the two are allowed together. BLAS is not used, because its
-    threads wait for each other.
-    """
+    """Return a boolean matrix about the choices of a node of an assignment problem (one choice per node). Its entry
+    ``[p, q]`` is true if choice ``p`` allows some choice of a neighbour that choice ``q`` does not allow. ``possible``:
+    a boolean matrix with a row for each choice of the node and a column for each choice of its neighbours, true if the
+    two are allowed together. BLAS is not used, because its threads wait for each other."""
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]
     if len(packed) * packed.size <= _ALWAYS_COMPARED:

@@ -59,8 +59,9 @@ DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
 
 
 class ShardingCosts(Protocol):
-    """Interface of the prices of a sharding. All prices are in one unit, which the implementation chooses, such as
-    seconds per microbatch. ``math.inf`` forbids a choice."""
+    """Interface of the prices by which layouts of tensors and strategies of operators are compared. All prices are in
+    one unit, which the implementation chooses, such as seconds per microbatch. ``math.inf`` forbids a layout or
+    strategy."""
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """Return the cost of one call of the operator ``node`` on ``num_ranks`` ranks, forward and backward, if it is

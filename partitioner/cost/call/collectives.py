@@ -52,7 +52,7 @@ _MOST_PARTS = 4  # into which a rank's shard is cut
 
 def collective_time(op: str, num_bytes: float, group: Group) -> float:
     """Return the seconds of the collective ``op`` over ``group``; 0 for a group of one rank. ``op``: its name, such as
-    ``"all_gather"``. ``num_bytes``: size of the whole tensor, not of one rank's part. Raises ``KeyError`` for an
+    ``"all_gather"``. ``num_bytes``: bytes of the whole tensor, not of one rank's part. Raises ``KeyError`` for an
     unknown collective."""
     if group.size == 1:
         return 0.0

@@ -257,8 +257,8 @@ def _list_copies(node: fx.Node) -> list[tuple[Value, int]]:
     """Return the operands of the product ``node`` that it copies before it multiplies them, as pairs (value, bytes of
     the copy). The gradient of the other operand reads the copy instead of the operand.
 
-    ``einsum`` and ``matmul`` are products of batches of matrices, which are copies of operands whose dims are in
-    another order. Weights and operands that no gradient needs are left out.
+    Torch computes ``einsum`` and ``matmul`` as products of batches of matrices, and copies an operand whose dims are
+    not in the order that this needs. Weights and operands that no gradient needs are left out.
     """
     if operator_name(node) not in _BATCHED:
         return []
@@ -278,8 +278,8 @@ def _list_copies(node: fx.Node) -> list[tuple[Value, int]]:
 def _measure_copies(equation: str | None, layouts: tuple[tuple[Any, ...], ...]) -> tuple[int, ...]:
     """Return, for each operand of a product, the bytes of the copy that torch makes of it; 0 if it makes none.
 
-    ``equation``: that of ``torch.einsum``; ``None`` for ``torch.matmul``. ``layouts``: (shape, strides, dtype) of each
-    operand. Products of another number of operands than two are taken to make no copies.
+    ``equation``: the equation of ``torch.einsum``; ``None`` for ``torch.matmul``. ``layouts``: (shape, strides, dtype)
+    of each operand. If a product has not exactly two operands, it is assumed to make no copies.
     """
     if len(layouts) != 2:
         return (0,) * len(layouts)
@@ -369,9 +369,9 @@ def _compute_backward_peak_bytes(block: Block) -> int:
     """Return the largest number of bytes of gradients that exist at the same time in a backward of ``block`` (a piece
     of the model, such as a layer).
 
-    A parameter's gradient is added to an accumulation buffer, which is not counted here. That of a product's weight is
-    computed directly into the buffer (``runtime/execute/codegen.py``) and takes no further memory. That of another
-    parameter exists only until it is added.
+    The buffers in which gradients of parameters are accumulated are not counted here. The gradient of a product's
+    weight is computed directly into its buffer (``runtime/execute/codegen.py``) and takes no further memory. The
+    gradient of another parameter exists only until it is added to its buffer.
     """
     states = set(block.states)
     alive = {value_of(n): size_of(value_of(n)) for n in block.outputs if needs_gradient(n)}

@@ -451,10 +451,9 @@ def _compute_contended_seconds(
 
 
 def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTime:
-    """Return the time of one microbatch in a virtual stage, divided into computation and communication. ``stage``:
-    index of the virtual stage in ``problem``, the block calls (such as layers) with their costs. ``plan``: the block
-    calls of this stage.
-    """
+    """Return the seconds of one microbatch in a virtual stage, those of computation and those of communication
+    separately. ``stage``: index of the virtual stage in ``problem``, the block calls (such as layers) with their costs.
+    ``plan``: the block calls of this stage."""
     phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
     costs = [pace.costs[place] for place in plan.places]
     forward, inputs = phases.forward + phases.values_sent, phases.inputs + phases.gradients_sent

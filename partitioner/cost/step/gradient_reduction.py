@@ -122,9 +122,8 @@ class Reducer:
         return self._compute_all_reduce_time(num_bytes, self.group(axes), axes)
 
     def _find_level_groups(self, axes: tuple[str, ...]) -> tuple[Group, Group]:
-        """Return two groups of ranks for a hierarchical reduction over ``axes``: the ranks inside a node, and those
-        that correspond to each other on different nodes. Both have a single rank if the reduction is not hierarchical.
-        """
+        """Return two groups of ranks for a hierarchical reduction over ``axes``: the ranks inside a node, and the ranks
+        with the same position on different nodes. Both have a single rank if the reduction is not hierarchical."""
         if not self.how.inside or not any(axis in OUTER for axis in axes):
             return Group(1), Group(1)
         inner = tuple(INNER.get(axis, axis) for axis in axes)

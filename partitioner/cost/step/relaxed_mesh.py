@@ -81,7 +81,7 @@ def build_best_case_mesh(
     topology: Topology, mesh: Mapping[str, int], candidates: Sequence[PlacedMesh] | None
 ) -> BestCaseMesh:
     """Return a mesh with the best memory capacity of each stage, and the best link between neighbouring stages, of all
-    placements of its ranks on ``topology``. Plans on it are lower bounds.
+    placements of its ranks on ``topology``. The step time of a plan on this mesh is a lower bound.
 
     ``mesh``: axis -> number of ranks. ``candidates``: all placements that the search may choose; ``None`` if they are
     not enumerated. The capacity then follows from a count: if a stage has ``n`` devices, its smallest device has at

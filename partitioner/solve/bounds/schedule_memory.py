@@ -54,9 +54,8 @@ class MicrobatchMemory:
     """Lower bounds on the activation bytes of one microbatch through all block calls (such as layers).
 
     ``whole``: bytes of each call without recomputation. ``inputs``: bytes of each call with full recomputation, which
-    saves only inputs of calls. ``again``: how many bytes can be freed by recomputing calls: pairs (seconds of
-    recomputation per byte that is then not saved, number of these bytes), one for each call, those with the least
-    seconds per byte first.
+    saves only inputs of calls. ``again``: for each call a pair (seconds of its recomputation per byte that this frees,
+    number of bytes that this frees), in ascending order of the first number.
     """
 
     whole: ActivationBytes

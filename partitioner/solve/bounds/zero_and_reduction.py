@@ -197,11 +197,10 @@ class Gathers:
         return self._scatters[key]
 
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
-        """Return two lists of groups of ranks: those over which weights are sharded under ZeRO-3, and those over which
-        experts' weights are. The lists contain the groups of every placement (assignment of ranks to devices) of
-        ``candidate``. If not all placements are known, each list has one invented group that is at least as fast as any
-        real one. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return two lists of groups of ranks: the groups over which ZeRO-3 shards weights outside of experts, and the
+        groups over which it shards weights of experts. The lists contain the groups of every placement (assignment of
+        ranks to devices) of ``candidate``. If not all placements are known, each list has one imaginary group that is
+        at least as fast as any real one. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if not self.placements.complete(candidate.grid):
             sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]
@@ -214,10 +213,9 @@ class Gathers:
 
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
         """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
-        backward) of the ZeRO-3 collectives of ``candidate`` over the fastest group. ``shards``: the possible groups
-        that share weights. ``experts``: the possible groups that share experts' weights. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
-        """
+        backward) of the ZeRO-3 collectives of ``candidate`` over the fastest group. ``shards``: the groups over which
+        weights outside of experts may be sharded. ``experts``: the groups over which weights of experts may be sharded.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0

@@ -149,10 +149,9 @@ class StageProblem:
         return Pace(tuple(call.cost for call in self.calls), self.overhead)
 
     def held(self, stage: int) -> tuple[Counts, ...]:
-        """Return the numbers of microbatches whose activations the stage with index ``stage`` holds at a time, as pairs
-        (backward not begun, between the two halves of a split backward). The memory of the stage peaks at one of these
-        pairs.
-        """
+        """Return the numbers of microbatches whose activations the stage with index ``stage`` holds at the same time,
+        as pairs (backward not begun, between the two halves of a split backward). There is one pair for each time in a
+        step at which the memory of the stage may peak."""
         if not self.train:
             return ((1, 0),)
         return self.flying[stage] if self.flying else self._count_formula_in_flight(stage)

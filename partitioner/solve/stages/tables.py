@@ -107,9 +107,8 @@ class StageTables:
         """Return two lists with one entry for each pipeline stage. The first has tables whose entry ``[start, stop]``
         is the seconds per microbatch (forward, backward, recomputation and waits) of the block calls ``start:stop``
         (such as layers). The second has masks whose entry ``[start, stop]`` says whether these calls recompute
-        selectively, which means cheap operators only, because this is required or takes less time; it is empty if
-        selective recomputation is not allowed.
-        """
+        selectively (cheap operators only), because this is required or takes less time. The second list is empty if
+        selective recomputation is not allowed."""
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
         times = [table for stages in chunks for table in self._tabulate_segment_times(stages)]
@@ -180,9 +179,8 @@ class StageTables:
     @property
     def _segment_ranges(self) -> tuple[Counts, Counts]:
         """Return two arrays: the first call, and the index after the last call, of all sequences of consecutive block
-        calls that are short enough to leave one call for each other stage. With stages that may be empty, these are
-        all sequences, empty ones too.
-        """
+        calls (such as layers) that leave at least one call for each other stage. If stages may be empty, these are all
+        sequences, and empty ones are included."""
         n = len(self.problem.calls)
         if self.problem.may_be_empty:
             return _runs_of(n, n, 0)

@@ -1,4 +1,4 @@
-"""The cost model: seconds and bytes of a block's call (`call`) and of a whole step (`step`)."""
+"""The cost model: seconds and bytes of one call of a block, such as a layer (`call`), and of a whole step (`step`)."""
 
 MEAN_ERRORS = {  # (mean error of step times of published runs, number of runs); see docs/accuracy.md
     "known": (0.065, 2147),

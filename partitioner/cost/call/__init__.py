@@ -1,1 +1,1 @@
-"""What one call of a block costs one rank for one microbatch: seconds, saved bytes, state bytes."""
+"""What one call of a block, such as a layer, costs one rank for one microbatch: seconds, saved bytes, state bytes."""

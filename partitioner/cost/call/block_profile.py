@@ -133,8 +133,9 @@ class KernelTable:
     each: Marks
 
     def cut_rows(self, places: Sequence[int], rows: int, pieces: int) -> KernelTable:
-        """Return a table of the kernels with the indices ``places`` in this table, matrix products of ``rows`` rows, as
-        each of them runs on one of ``pieces`` equal parts of the rows. Every part reads the whole weight."""
+        """Return a table of some of these kernels, as they run on a part of their rows. ``places``: indices of the
+        kernels to return, which are matrix products with ``rows`` rows. ``pieces``: the number of equal parts into
+        which the rows are cut; each returned kernel processes one part. Every part reads the whole weight."""
         here = np.array(places)
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         found = replace(self, **{name: c[here] for name, c in columns.items() if isinstance(c, np.ndarray)})
@@ -202,12 +203,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ProductExchange:
-    """An all-gather over ``tp`` whose result is multiplied, or a reduce-scatter of a sum of products. It can run in
-    pieces, each beside the product of another piece.
+    """A collective over ``tp`` that can run in pieces, each at the same time as the matrix product of another piece: an
+    all-gather whose result is multiplied, or a reduce-scatter of the result of products.
 
-    ``place``: its index among the exchanges of the block (such as a layer). ``products``: indices of the kernels of the
-    products. ``rows``: rows of each product. ``length``: size of the sharded dim on one rank. ``copied_bytes``: bytes
-    of products or of their operands that are copied if the collective is strided.
+    ``place``: its index among the collectives of the block (such as a layer). ``products``: indices of the kernels of
+    the products. ``rows``: rows of each product. ``length``: size of the sharded dim on one rank. ``copied_bytes``:
+    bytes of products or of their operands that are copied if the sharded dim is not outermost in memory.
     """
 
     place: int
@@ -247,13 +248,13 @@ class BlockProfile:
     """Kernels, collectives, parameters and buffers of one call of a block (such as a layer).
 
     - ``kernels``: the table of GPU kernels. ``exchanges``: the collectives. ``states``: the parameters and buffers that
-      the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it runs backward).
-    - ``issued``: numbers of operators that the host launches in three parts: in forward, in backward for gradients of
-      inputs, and in backward for gradients of weights. ``issued_each``: such numbers for operators that the host
-      launches once per expert; they are not in ``issued``.
+      the call reads. ``rings``: the attentions over a sharded sequence, as pairs (node, whether it has a backward).
+    - ``issued``: number of operators that the host launches in each of three parts: in forward, in backward for
+      gradients of inputs, and in backward for gradients of weights. ``issued_each``: for the same parts, the number of
+      further operators, which the host launches once per expert.
     - ``held``: number of experts in the graph. ``region``: the matrix products of experts. ``routing``: number of
       forward operators between the attention and the experts, which route tokens to experts.
-    - ``beside``: the collectives that can run in pieces, each beside the matrix product of another piece.
+    - ``beside``: the collectives that can run in pieces, each at the same time as the matrix product of another piece.
     """
 
     kernels: KernelTable
@@ -281,12 +282,13 @@ def asked_by(
     """Return the kernels and collectives of one call of ``block``, and the parameters and buffers that it reads.
     ``block``: a piece of the model, such as a layer, as the graph that one rank runs, with its collectives.
 
-    ``train``: include the backward. ``fp8``: matrix products with weights run in fp8, with scales for a tensor, row or
-    block; ``None``: they do not. With ``fused_casts`` the preceding kernels write their operands in fp8. ``again``: the
-    nodes that selective recomputation runs a second time.
-    ``expert_kernels``: how the matrix products of experts run: ``grouped`` (one kernel for all experts), ``each`` (one
-    kernel per expert) or ``fused``. ``current_scaling``: the fp8 scale of a tensor comes from its own maximum.
-    ``fused_kernels``: a compiler merges operators between products and collectives.
+    ``train``: include the backward. ``fp8``: if matrix products with weights run in fp8, which numbers share a scale:
+    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; ``None``: they do not run in fp8. With ``fused_casts`` the
+    kernels in front of these products write the operands in fp8. ``again``: the nodes that selective recomputation runs
+    a second time. ``expert_kernels``: how the matrix products of experts run: ``"grouped"`` (one kernel for all
+    experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels that also do the work of the operators between
+    the products). ``current_scaling``: the fp8 scale of a tensor comes from its own maximum. ``fused_kernels``: a
+    compiler merges operators between products and collectives.
     """
     profiler = _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling)
     return profiler.read(FusedRegions(block, train) if fused_kernels else None)
@@ -295,10 +297,12 @@ def asked_by(
 class _BlockProfiler:
     """Collects the kernels and collectives of the operators of a block, such as a layer.
 
-    ``train``: the block has a backward. ``fp8``: the scales of products with weights that are in fp8, or ``None``.
-    ``again``: the nodes that selective recomputation runs a second time, in backward. ``fused_casts``: the preceding
-    kernels write operands in fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum.
-    ``expert_kernels``: how the experts' products run: ``"grouped"``, ``"each"`` (one kernel per expert) or ``"fused"``.
+    ``train``: the block has a backward. ``fp8``: if products with weights are in fp8, which numbers share a scale:
+    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; else ``None``. ``again``: the nodes that selective
+    recomputation runs a second time, in backward. ``fused_casts``: the kernels in front of products write operands in
+    fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the experts'
+    products run: ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels
+    that also do the work of the operators between the products).
     """
 
     def __init__(
@@ -463,9 +467,9 @@ class _BlockProfiler:
         return self.expert_kernels == "each" and node in self.region.products
 
     def _is_issued(self, node: fx.Node) -> bool:
-        """Return whether the host launches an operator for ``node``. It does not if a fused kernel does the work of
-        ``node``, and not for views in compiled code. Operators that a compiler merges into one kernel are counted
-        elsewhere.
+        """Return whether the host launches an operator for ``node``. It does not if a fused kernel of experts does the
+        work of ``node``, if a compiler merges ``node`` with others into one kernel (whose launches are counted
+        elsewhere), or if ``node`` is a view in compiled code.
 
         If each expert's products are launched separately, several products with the same operand count as one, because
         their weights lie together in memory: only the first is launched.
@@ -536,9 +540,9 @@ class _BlockProfiler:
             self.sources.append(node)
 
     def _list_product_exchanges(self) -> Iterator[ProductExchange]:
-        """Yield the collectives of the block (such as a layer) that can run in pieces, each beside the matrix product
-        of another piece, by the rules with which ``passes/shard/overlap_products.py`` finds them in the graphs of
-        forward and backward."""
+        """Yield the collectives of the block (such as a layer) that can be split into pieces, so that one piece is
+        communicated while another is multiplied. They are found by the same rules as the collectives that the runtime
+        splits (``passes/shard/overlap_products.py``)."""
         for place, (exchange, node) in enumerate(zip(self.exchanges, self.sources, strict=True)):
             if exchange.axis != AXIS or not exchange.in_pieces:
                 continue
@@ -570,12 +574,12 @@ class _BlockProfiler:
 
 
 def merge_rows(rows: list[KernelRow], regions: Sequence[int | None], merged: FusedRegions) -> tuple[int, int]:
-    """Price operators that a compiler merges as one kernel for each region (set of them), forward and backward: replace
-    their kernels in ``rows`` (in place) by parts of this kernel, which together have its bytes and launches. Return the
-    launches of all these kernels, as (forward, backward).
+    """Replace the kernels of operators that a compiler merges by shares of the merged kernels, in place. A compiler
+    merges each region (set of operators) to one kernel in forward and one in backward; the shares of a kernel together
+    have its bytes and its launches. Return the number of launches of all merged kernels, as (forward, backward).
 
-    ``regions``: for each of ``rows``, the number of its region in ``merged``; ``None``: its operator is not merged.
-    ``merged``: the regions of operators that a compiler merges.
+    ``rows``: the kernels of a block (such as a layer). ``regions``: for each of ``rows``, the number of its operator's
+    region in ``merged``; ``None``: its operator is not merged. ``merged``: the regions.
     """
     places: dict[tuple[int, int], list[int]] = {}
     for place, region in enumerate(regions):
@@ -617,10 +621,9 @@ def _reach_nodes(starts: Collection[fx.Node], step: Callable[[fx.Node], Iterable
 
 
 def _fuse_kernels(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
-    """Return ``kernels`` as parts of one fused kernel, which moves ``num_bytes`` of memory traffic: each has 0
-    launches, and their bytes are scaled down so that they add up to ``num_bytes``. If they add up to less, the bytes
-    stay as they are.
-    """
+    """Return ``kernels`` as shares of one fused kernel that moves ``num_bytes`` bytes of memory traffic. Each share has
+    0 launches. The bytes of ``kernels`` are scaled down in proportion so that they add up to ``num_bytes``; if they add
+    up to less, they stay as they are."""
     total = sum(kernel.num_bytes for kernel in kernels)
     share = min(1.0, num_bytes / total) if total else 0.0
     return [kernel._replace(num_bytes=kernel.num_bytes * share, launches=0) for kernel in kernels]

@@ -217,8 +217,8 @@ class CallWork:
 
     ``train``: the call has a backward. ``again``: a function from the block and the values that come from other ranks
     to the nodes that selective recomputation runs a second time, in backward. ``pieces``: into how many pieces
-    collectives are cut to overlap with matrix products; ``None``: as the execution profile says. Kernel times are
-    cached by device and by how experts are distributed over ranks.
+    collectives are cut to overlap with matrix products; ``None``: as many as the training framework uses, by its
+    execution profile. Kernel times are cached by device and by how experts are distributed over ranks.
     """
 
     def __init__(
@@ -274,8 +274,10 @@ class CallWork:
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """Return the cost of one call of the block (such as a layer) on a rank with device type ``device``. ``groups``:
         mesh axis -> the group of ranks over which collectives of that axis run. ``spread``: how expert parallelism and
-        ZeRO-3 distribute the call over ranks. If the execution profile uses fp8 only in blocks that become faster by
-        it, the block is priced with products in fp8 and in 16 bits, and the lower of the two costs is returned.
+        ZeRO-3 distribute the call over ranks, and how the training framework runs the plan (execution profile).
+
+        If the framework uses fp8 only in blocks that become faster by it, the block is priced with products in fp8 and
+        in 16 bits, and the lower of the two costs is returned.
         """
         cost = self._price_call(device, groups, spread)
         if not spread.fp8 or spread.profile.fp8_products == "all":
@@ -343,13 +345,13 @@ class CallWork:
         device: DeviceType,
         spread: Spread,
     ) -> tuple[PieceCounts, list[float], list[float]]:
-        """Return three values for the collectives of a call of the block (such as a layer): into how many pieces they
-        are cut to overlap with matrix products, the seconds that each adds to the computation, and the numbers of
-        operators that the host launches in addition, in forward and in backward.
+        """Return three values for the collectives of a call of the block (such as a layer): the numbers of pieces into
+        which they are cut to overlap with matrix products; the seconds that each collective adds to the computation;
+        and the numbers of operators that the host launches in addition, in forward and in backward.
 
         ``asked``: the kernels and collectives of the block. ``computed``: seconds of the kernels. ``groups``: mesh axis
         -> group of ranks. ``device``: the device type of the rank. ``spread``: how experts are distributed over ranks,
-        and the execution profile.
+        and how the training framework runs the plan (execution profile).
         """
         whole_s = [compute_exchange_seconds(exchange, groups, device) for exchange in asked.exchanges]
         mode = spread.profile.tensor_pieces
@@ -371,13 +373,14 @@ class CallWork:
         device: DeviceType,
         spread: Spread,
     ) -> tuple[list[float], list[float]]:
-        """Return two lists: the seconds that each collective of the block (such as a layer) adds to the computation,
-        and the numbers of operators that the host launches in addition in forward and in backward (0 if operators are
-        recorded in CUDA graphs), if the collectives are cut into ``counts`` pieces to overlap with matrix products.
+        """Return two lists for collectives of the block (such as a layer) that are cut into ``counts`` pieces to
+        overlap with matrix products: the seconds that each collective adds to the computation, and the numbers of
+        operators that the host launches in addition in forward and in backward (0 if operators are recorded in CUDA
+        graphs).
 
         ``asked``: the kernels and collectives of the block. ``whole_s``: seconds of each collective in one piece.
-        ``groups``: mesh axis -> group of ranks. ``device``: the device type of the rank. ``spread``: has the execution
-        profile.
+        ``groups``: mesh axis -> group of ranks. ``device``: the device type of the rank. ``spread``: how experts are
+        distributed over ranks, and how the training framework runs the plan (execution profile).
         """
         seconds, issued = price_exchanges(asked, whole_s, counts, groups, device)
         return seconds, [n if spread.profile.graphs == "none" else 0 for n in issued]
@@ -399,7 +402,7 @@ class CallWork:
         ``asked``: the kernels and collectives of the block (such as a layer). ``computed``: seconds of the kernels.
         ``whole_s``: seconds of each collective in one piece. ``groups``: mesh axis -> group of ranks. ``device``: the
         device type of the rank, with the time in which the host launches an operator. ``spread``: how experts are
-        distributed over ranks, and the execution profile.
+        distributed over ranks, and how the training framework runs the plan (execution profile).
         """
         kept: list[int] = []
         for way in (0, 1):

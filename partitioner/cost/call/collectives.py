@@ -52,7 +52,7 @@ _MOST_PARTS = 4  # into which a rank's shard is cut
 
 def collective_time(op: str, num_bytes: float, group: Group) -> float:
     """Return the seconds of the collective ``op`` over ``group``; 0 for a group of one rank. ``op``: its name, such as
-    ``"all_gather"``. ``num_bytes``: size of the whole tensor, not of one rank's part. Raises ``KeyError`` for an
+    ``"all_gather"``. ``num_bytes``: bytes of the whole tensor, not of one rank's part. Raises ``KeyError`` for an
     unknown collective."""
     if group.size == 1:
         return 0.0
@@ -165,9 +165,9 @@ def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Secon
 
 
 def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
-    """Return those collectives of a block (such as a layer) whose number of pieces (to overlap with matrix products) is
-    entry ``place`` of its :class:`PieceCounts`: 0 all-gathers in forward, 1 reduce-scatters in forward, 2 all-gathers
-    in backward, 3 reduce-scatters in backward. ``asked``: the kernels and collectives of the block."""
+    """Return the collectives of one kind in a block (such as a layer) that can run in pieces at the same time as matrix
+    products. ``place``: the kind: 0 all-gathers in forward, 1 reduce-scatters in forward, 2 all-gathers in backward, 3
+    reduce-scatters in backward. ``asked``: the kernels and collectives of the block."""
     op, way = ("all_gather", "reduce_scatter")[place % 2], place // 2
     return [b for b in asked.beside if (asked.exchanges[b.place].op, asked.exchanges[b.place].way) == (op, way)]
 
@@ -175,9 +175,9 @@ def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
 def choose_pieces(
     asked: BlockProfile, whole_s: Mapping[int, float], groups: Mapping[str, Group], device: DeviceType, forced: bool
 ) -> PieceCounts:
-    """Return in how many pieces the collectives of a block (such as a layer) run beside matrix products, so that the
-    block takes the least time on ``device``: one number for each kind of collective (all-gather or reduce-scatter, in
-    forward or backward); 0 where they are faster in one piece.
+    """Return the numbers of pieces of the collectives of a block (such as a layer) that run beside matrix products,
+    with which the block takes the least time on ``device``. There is one number for each kind of collective (all-gather
+    or reduce-scatter, in forward or backward); it is 0 if they are faster in one piece.
 
     ``asked``: the kernels and collectives of the block. ``whole_s``: index of a collective -> its seconds in one piece.
     ``groups``: mesh axis -> group of ranks. ``forced``: whether all collectives that can run in pieces do so, even if
@@ -197,17 +197,17 @@ def choose_pieces(
 
 
 def _list_possible_pieces(ranks: int) -> list[int]:
-    """Return the numbers of pieces into which a collective of ``ranks`` ranks may be cut to overlap with matrix
-    products: divisors and multiples of ``ranks``."""
+    """Return the numbers of pieces into which a collective over ``ranks`` ranks may be cut, so that one piece is
+    communicated while another is multiplied: divisors and multiples of ``ranks``."""
     return [n for n in range(2, ranks + 1) if ranks % n == 0] + [ranks * 2, ranks * _MOST_PARTS]
 
 
 def price_pieces(
     asked: BlockProfile, beside: ProductExchange, pieces: int, groups: Mapping[str, Group], device: DeviceType
 ) -> tuple[float, int]:
-    """Return two numbers for the collective ``beside`` if it runs in pieces next to matrix products: the seconds that
-    it adds to the time that the products would take in one piece without it, and the number of operators that the host
-    launches in addition.
+    """Return two numbers for the collective ``beside`` if it runs in pieces, each at the same time as the matrix
+    product of another piece. The first is the seconds that it adds to the time of the products in one piece. The second
+    is the number of operators that the host launches in addition.
 
     ``asked``: the kernels and collectives of the block (such as a layer). ``pieces``: the number of pieces. ``groups``:
     mesh axis -> group of ranks. ``device``: the device type of the rank.

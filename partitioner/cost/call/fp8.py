@@ -19,11 +19,12 @@ _SHOWN = 3  # products that a note names
 
 def products_in_fp8(block: Block, asked: Scaling | None, region: ExpertProducts) -> frozenset[fx.Node]:
     """Return the matrix products of ``block`` (such as a layer) that run in fp8: the nodes that are fp8 operators
-    already and, with ``asked``, the products that will be converted. ``asked``: the user requested fp8 with scales for
-    a tensor, row or block, and the model is not converted yet; ``None``: otherwise.
+    already and, with ``asked``, the products that will be converted. ``asked``: if the user requested fp8 and the model
+    is not converted yet, which numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"``; otherwise
+    ``None``.
 
-    ``region``: the products of experts. With one scale for a tensor, they are included if the planner can distribute
-    them, although the runtime does not execute them in fp8.
+    ``region``: the products of experts. If a whole tensor shares a scale, the cost model counts them as fp8 products if
+    the planner can distribute them, although the runtime does not execute them in fp8.
     """
     found = {n for n in block.graph.nodes if n.target is ops.linear_fp8.default or is_expert_product_in_fp8(n)}
     if asked:
@@ -39,10 +40,10 @@ def is_expert_product_in_fp8(node: fx.Node) -> bool:
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return those of ``products`` (matrix products of ``block``, such as a layer) that are the first to read their
-    operand, for which a cast of the operand to fp8 is counted. Software such as Transformer Engine casts an operand
-    once: the projections to queries, keys and values read one operand, so the last two reuse the cast of the first.
-    """
+    """Return those matrix products among ``products`` for which a cast of their operand to fp8 is counted: of several
+    products of ``block`` (such as a layer) that read one operand, only the first. Software such as Transformer Engine
+    casts an operand once: the projections to queries, keys and values read one operand, so the last two reuse the cast
+    of the first."""
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():
         if node not in products:
@@ -149,12 +150,14 @@ def least_in_fp8(
     fused: bool = False,
     first: bool = True,
 ) -> list[Kernel]:
-    """Return the faster of two lists of kernels for a matrix product on ``device``: the kernels in fp8, with casts of
-    the operands but without the launch time of the casts, or ``kernels``, the kernels without fp8.
+    """Return the faster of two lists of kernels for a matrix product on ``device``, for lower bounds: ``kernels``,
+    which compute in 16 bits, or the fp8 kernels with the casts of the operands. The launches of the casts are not
+    counted.
 
-    Their time is a lower bound for any shard of the product: a shard runs in fp8 only if its sizes are multiples of 16.
-    ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of the
-    backward. ``fused``: neighbouring kernels do the casts. ``first``: no earlier product reads the same operands.
+    The time of the result is a lower bound for any shard of the product, because a shard whose sizes are not multiples
+    of 16 runs in 16 bits even if fp8 was requested. ``operands``, ``results``: the tensors that the product reads and
+    writes. ``backward``: the kernels are those of the backward. ``fused``: neighbouring kernels do the casts.
+    ``first``: no earlier product reads the same operands.
     """
     made, casts = in_fp8(kernels, operands, results, backward, fused, first)
     made = [*made, *(cast._replace(launches=0) for cast in casts)]
@@ -174,8 +177,8 @@ def notes_on_fp8(
 ) -> tuple[str, ...]:
     """Return a note for the user as a tuple with one sentence: how many products with weights run in fp8, and for some
     that do not, why. The tuple is empty if all run in fp8. ``model``: the graphs of one rank. ``scaling``: which
-    numbers share a scale. ``converted``: names of the blocks (such as layers) in fp8; ``None``: all.
-    """
+    numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"``. ``converted``: names of the blocks
+    (such as layers) in fp8; ``None``: all."""
     left = {name: list(_left_out(block, scaling)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, scaling, expert_region(b))) for name, b in model.blocks.items()}
     slower = [call for call in model.calls if converted is not None and call.block not in converted]
@@ -205,8 +208,8 @@ def notes_on_fp8(
 
 def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
     """Yield the matrix products with weights of ``block`` (such as a layer) that are not in fp8, as pairs (index of the
-    weight among the block's parameters and buffers, reason). ``scaling``: which numbers share a scale.
-    """
+    weight among the block's parameters and buffers, reason). ``scaling``: which numbers share a scale: those of a
+    ``"tensor"``, a ``"row"`` or a ``"block"``."""
     states, short = list(block.states), products_in_fp8(block, scaling, expert_region(block))
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
@@ -219,8 +222,8 @@ def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
 
 def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str], scaling: Scaling) -> str:
     """Return the reason why the product ``node`` does not run in fp8, for a note to the user. ``states``: the names of
-    the parameters and buffers of its block (such as a layer). ``scaling``: which numbers share a scale.
-    """
+    the parameters and buffers of its block (such as a layer). ``scaling``: which numbers share a scale: those of a
+    ``"tensor"``, a ``"row"`` or a ``"block"``."""
     product = match_weight_product(node, states)
     if product is None:
         return f"no kernel in fp8 for {operator_name(node)}"

@@ -1,18 +1,19 @@
-"""Which operators of a block a compiler merges to one kernel, and the memory traffic that is left.
+"""Which operators of a block (such as a layer) a compiler merges to one kernel, and the memory traffic that is left.
 
-Pointwise operators, norms, reductions of rows, softmaxes and copies are merged with those that they read from.
-Products, fused attentions, look-ups, sorts, operators of libraries and collectives run by themselves, and end a region.
-So does a reduction over rows, such as the sum of a batch, whose readers need all of it. Two operators are merged only
-if no path between them leads through such an operator. The same operators are merged in backward.
+Pointwise operators, norms, reductions of rows, softmaxes and copies are merged with the operators that compute their
+operands. Products, fused attentions, look-ups, sorts, operators of libraries and collectives run by themselves, and end
+a region (a set of merged operators). So does a reduction over rows, such as the sum of a batch, whose readers need all
+of it. Two operators are merged only if no path between them leads through an operator that ends a region. The same
+operators are merged in backward.
 
-A region reads each tensor from outside once. It writes what is read outside of it and what backward needs:
+A region reads each tensor from outside once. It writes the tensors that are read outside of it or in backward:
 
 - forward: operands from outside, results that other operators read, values saved for backward;
 - backward: gradients of its results from outside, saved values, gradients of its operands from outside, and a second
-  pass over what the gradient of a weight sums over rows.
+  time the tensors that are summed over rows to a gradient of a weight.
 
-A region never moves more than its operators do one by one. What is saved for backward does not change: the runtime
-saves the same values with and without compilation.
+A region never moves more bytes than its operators do one by one. The values that are saved for backward do not change:
+the runtime saves the same values with and without compilation.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _LEARNED = ("batch_norm", "instance_norm", "group_norm")  # they reduce over row
 
 @dataclass(frozen=True)
 class RegionTraffic:
-    """Memory traffic of a region (operators that a compiler merges to one kernel) in bytes, for one execution of the
-    block, such as a layer.
+    """Memory traffic of a region (set of operators that a compiler merges to one kernel) in bytes, for one execution of
+    the block, such as a layer.
 
     ``forward``, ``backward``: bytes that are read and written. ``over_rows``: the number of weights whose gradients are
-    sums over rows, each in a kernel of its own.
+    sums over rows; each of these sums is a kernel of its own in backward.
     """
 
     forward: float

@@ -33,9 +33,9 @@ Shape = tuple[int, ...]
 class Operand(NamedTuple):
     """A tensor that an operator reads or writes.
 
-    ``state``: it is a weight, whose size does not depend on the batch. ``learned``: it is computed from weights alone,
-    so its gradient is not sent to another pipeline stage. ``repeats``: how many times a view such as ``expand`` repeats
-    each element that is in memory.
+    ``shape``, ``dtype``: those of the tensor. ``state``: it is a weight, whose size does not depend on the batch.
+    ``learned``: it is computed from weights alone, so its gradient is not sent to another pipeline stage. ``repeats``:
+    how many times a view such as ``expand`` repeats each element that is in memory.
     """
 
     shape: Shape
@@ -324,9 +324,9 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
 def _list_recurrent_kernels(operands: Sequence[Operand], results: Sequence[Operand], passes: int) -> list[Kernel]:
     """Return the kernels of one direction of a recurrent layer: the product of all inputs with their weights, and the
     products of each step's hidden state with its weights. ``operands``: the tensors that the layer reads: the input
-    ``[steps, batch, features]``, initial hidden states, weights and biases. ``results``: its output, and what else it
-    returns. ``passes``: how often each of these products is counted: 1 in forward, more in backward, which has several
-    products of the same size for each product of forward."""
+    ``[steps, batch, features]``, initial hidden states, weights and biases. ``results``: the tensors that it computes,
+    its output first. ``passes``: how often each of these products is counted: 1 in forward, more in backward, which has
+    several products of the same size for each product of forward."""
     x, output = operands[0], results[0]
     of_input, of_state, *_ = (o for o in operands[1:] if len(o.shape) == 2)  # of_input: [gates, features]
     precision, steps = _find_precision(operands), x.shape[0]

@@ -77,11 +77,14 @@ def _second_products(block: Block) -> frozenset[fx.Node]:
 
 
 class _RecomputeCut:
-    """Minimum cut that decides which operators backward runs a second time and which values are kept.
+    """Minimum cut that decides which operators of ``block`` (such as a layer) backward runs a second time, and which
+    values are kept.
 
     Each operator and each input has two vertices. The first is on the side of backward if the operator is run a second
     time. The second is on the side of backward if its result is needed there. A result that is needed and not
-    recomputed is kept, at the cost of its bytes.
+    recomputed is kept, at the cost of its bytes. ``scores``: the operators of attention scores, whose recomputation
+    costs nothing. ``sent``: values that come from other ranks, which are never recomputed. ``products``: the matrix
+    products that may be recomputed.
     """
 
     def __init__(

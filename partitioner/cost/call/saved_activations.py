@@ -195,9 +195,8 @@ def kept_by(
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
     """Yield the values that must be kept so that backward can compute the nodes ``nodes`` a second time, as pairs (node
-    that computed it, index of the result). ``without``: all nodes whose results are not kept. An operand that one of
-    these computes is computed a second time, too, so the operands of that node are needed instead.
-    """
+    that computed it, index of the result). ``without``: all nodes that backward computes a second time, whose results
+    are not kept. If such a node computes an operand, the operands of that node are needed instead."""
     seen, stack = set(nodes), [*nodes]
     while stack:
         for value in map(value_of, stack.pop().all_input_nodes):
@@ -258,8 +257,8 @@ def _list_copies(node: fx.Node) -> list[tuple[Value, int]]:
     """Return the operands of the product ``node`` that it copies before it multiplies them, as pairs (value, bytes of
     the copy). The gradient of the other operand reads the copy instead of the operand.
 
-    ``einsum`` and ``matmul`` are products of batches of matrices, which are copies of operands whose dims are in
-    another order. Weights and operands that no gradient needs are left out.
+    Torch computes ``einsum`` and ``matmul`` as products of batches of matrices, and copies an operand whose dims are
+    not in the order that this needs. Weights and operands that no gradient needs are left out.
     """
     if operator_name(node) not in _BATCHED:
         return []
@@ -279,8 +278,8 @@ def _list_copies(node: fx.Node) -> list[tuple[Value, int]]:
 def _measure_copies(equation: str | None, layouts: tuple[tuple[Any, ...], ...]) -> tuple[int, ...]:
     """Return, for each operand of a product, the bytes of the copy that torch makes of it; 0 if it makes none.
 
-    ``equation``: that of ``torch.einsum``; ``None`` for ``torch.matmul``. ``layouts``: (shape, strides, dtype) of each
-    operand. Products of another number of operands than two are taken to make no copies.
+    ``equation``: the equation of ``torch.einsum``; ``None`` for ``torch.matmul``. ``layouts``: (shape, strides, dtype)
+    of each operand. If a product has not exactly two operands, it is assumed to make no copies.
     """
     if len(layouts) != 2:
         return (0,) * len(layouts)
@@ -295,7 +294,8 @@ def _measure_copies(equation: str | None, layouts: tuple[tuple[Any, ...], ...]) 
 
 
 class _RecordedProducts(TorchDispatchMode):
-    """A torch mode that records the operands of the products of matrices in ``factors``."""
+    """A torch dispatch mode that appends the operands of every matrix product (``mm`` and ``bmm``) that runs under it
+    to the list ``factors``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -328,10 +328,10 @@ def size_of(value: Value) -> int:
 
 
 def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
-    """Return two numbers of bytes: the largest memory that a forward of ``block`` (a piece of the model, such as a
-    layer) needs besides all tensors in ``saved`` (value -> bytes), and the part of it that is still allocated
-    afterwards, which belongs to outputs that are not saved. A value is a pair (node, index of its result).
-    """
+    """Return two numbers of bytes for a forward of ``block`` (a piece of the model, such as a layer): the largest
+    memory that it needs besides the tensors in ``saved``, and the part of this memory that is still allocated
+    afterwards, for outputs that are not saved. ``saved``: value -> bytes. A value is a pair (node, index of its
+    result)."""
     nodes = [n for n in block.graph.nodes if n.op == "call_function"]
     last: dict[Value, int] = {}
     for place, node in enumerate(nodes):
@@ -357,9 +357,8 @@ def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
 
 
 def _compute_scratch_bytes(node: fx.Node) -> int:
-    """Return the temporary bytes of the operator of ``node`` if it processes its operand piece by piece
-    (cross-entropy); 0 for others.
-    """
+    """Return the temporary bytes of the operator of ``node`` if it processes its operand piece by piece, as the
+    operator of cross-entropy does; 0 for other operators."""
     if operator_name(node) not in CROSS_ENTROPY:
         return 0
     logits: Tensor = operands_of(node)[0].meta["val"]
@@ -370,9 +369,9 @@ def _compute_backward_peak_bytes(block: Block) -> int:
     """Return the largest number of bytes of gradients that exist at the same time in a backward of ``block`` (a piece
     of the model, such as a layer).
 
-    A parameter's gradient is added to an accumulation buffer, which is not counted here. That of a product's weight is
-    computed directly into the buffer (``runtime/execute/codegen.py``) and takes no further memory. That of another
-    parameter exists only until it is added.
+    The buffers in which gradients of parameters are accumulated are not counted here. The gradient of a product's
+    weight is computed directly into its buffer (``runtime/execute/codegen.py``) and takes no further memory. The
+    gradient of another parameter exists only until it is added to its buffer.
     """
     states = set(block.states)
     alive = {value_of(n): size_of(value_of(n)) for n in block.outputs if needs_gradient(n)}

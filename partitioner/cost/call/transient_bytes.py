@@ -33,8 +33,9 @@ NOTHING_SENT = Scattering()
 
 
 class AtEnds(NamedTuple):
-    """Bytes of memory of a block call (such as a layer) if it is the first or the last call of a pipeline stage, where
-    gathered weights and gradients overlap with other memory than inside the stage.
+    """Bytes of memory of a block call (such as a layer) if it is the first or the last call of a pipeline stage. For
+    these calls, the tensors that are in memory together with gathered weights and gradients are not the same as inside
+    the stage.
 
     ``last``: if it is the last call, all temporary bytes during its backward: its working memory, gathered weights and
     gradients. ``lingering``: if it is the first call, bytes of its gradients that are still being sent while the last
@@ -54,8 +55,8 @@ def passing_bytes(
     cost: CallCost, names: Collection[str], states: StateCosts, scattering: Scattering, is_last: bool, several: bool
 ) -> tuple[GatheredBytes, AtEnds]:
     """Return the bytes of gathered weights and of gradients that one call of a block (such as a layer) holds
-    temporarily because ZeRO shards its parameters. The first result is for a call inside a pipeline stage; the second
-    has the different bytes of the first and the last call of a stage.
+    temporarily because ZeRO shards its parameters. The first result is for a call inside a pipeline stage. The second
+    has further bytes for the case that the call is the first or the last one of a stage.
 
     ``cost``: the cost of the call. ``names``: names of the parameters that the call reads. ``states``: name -> cost of
     a parameter. ``scattering``: the bytes of the rank's gradient buckets. ``is_last``: the call may be the model's

@@ -127,10 +127,10 @@ class GroupSpeeds:
 
         Let a pipeline process ``n`` microbatches in ``T`` seconds, and let ``u_k`` be the seconds of one microbatch on
         its stage ``k``. The stage waits for the forwards before it, then processes all microbatches: ``ahead (u_0 + ...
-        + u_(k-1)) + n u_k <= T``. The most work in this time has ``u_k = (T / n) (1 - ahead / n)^k``, with faster
-        groups first. No pipeline processes more than ``n`` microbatches if ``T`` is below ``n + 1`` times the seconds
-        of one on the fastest groups. All pipelines together do the most work if the fastest groups are all first
-        stages, the next all second stages, and so on.
+        + u_(k-1)) + n u_k <= T``. A pipeline does the most work in this time if ``u_k = (T / n) (1 - ahead / n)^k`` and
+        the fastest groups are its first stages. ``n`` is at most ``T`` divided by the seconds of one microbatch on the
+        fastest groups. All pipelines together do the most work if the fastest groups are all first stages, the next all
+        second stages, and so on.
         """
         stages = self.number // self.pipelines
         by_stage = np.diff(self.fastest_together(np.arange(stages + 1) * self.pipelines))
@@ -178,9 +178,9 @@ def least_forward_share(forward: Matrix, both: Matrix, often: Sequence[int]) -> 
     """Return two values ``(share, less)``: the forward seconds of any set of block calls (such as layers), on any
     device types, are at least ``share`` times their forward plus backward seconds, minus ``less`` seconds.
 
-    The share is that of the main block, the one with the most work. Other blocks may have a smaller share, such as a
-    look-up of embeddings; ``less`` is by how much at most. ``forward``, ``both``: seconds of one call of each block on
-    each device type, shape ``[kinds, blocks]``. ``often``: for each block, the number of its calls.
+    ``share`` is the least share of the main block, the one with the most work. Other blocks, such as a look-up of
+    embeddings, may have a smaller share; ``less`` makes up for that. ``forward``, ``both``: seconds of one call of each
+    block on each device type, shape ``[kinds, blocks]``. ``often``: for each block, the number of its calls.
     """
     number = np.array(often, dtype=np.float64)
     main = int(np.argmax(number * both.max(axis=0)))

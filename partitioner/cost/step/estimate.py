@@ -240,10 +240,12 @@ def stage_problem(
 
 
 def _in_part(asked: Asked | None) -> Recompute | None:
-    """Return the kind of recomputation that a stage of the pipeline problem may choose; ``None`` if ``asked`` is
-    ``None``: the choice is free. The result is ``asked``, the user's constraint, except that ``"scores"`` and
-    ``"alternate"`` become ``"selective"``: these three differ only in the operators that backward runs a second time,
-    and the costs of the block calls (such as layers) are already computed for the right operators.
+    """Return the kind of recomputation that the stages of the pipeline problem may use. ``asked``: the user's
+    constraint; ``None``: the choice is free, and ``None`` is returned.
+
+    ``"scores"`` (attention scores) and ``"alternate"`` (also every second product) become ``"selective"``. These three
+    differ only in the operators that backward runs a second time, which the costs of the block calls (such as layers)
+    account for already.
     """
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
@@ -405,10 +407,9 @@ def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
 
 
 def _find_contended_nodes(machine: PlacedMesh) -> NodeCores:
-    """Return two things: for each pipeline stage, how many of its ranks are on each node; and for nodes with few
-    processor cores, how many devices of the node can compute at full speed at the same time. ``machine``: the devices
-    and links that the mesh is laid over.
-    """
+    """Return how the ranks share the processor cores of nodes: for each pipeline stage, how many of its ranks are on
+    each node; and for nodes with few cores, how many devices of the node can compute at full speed at the same time.
+    ``machine``: the devices and links that the mesh is laid over."""
     devices = machine.topology.devices
     ranks = tuple(
         Counter(devices[d].node for d in machine.device_of_rank[of_stage.start : of_stage.stop])
@@ -450,10 +451,9 @@ def _compute_contended_seconds(
 
 
 def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTime:
-    """Return the time of one microbatch in a virtual stage, divided into computation and communication. ``stage``:
-    index of the virtual stage in ``problem``, the block calls (such as layers) with their costs. ``plan``: the block
-    calls of this stage.
-    """
+    """Return the seconds of one microbatch in a virtual stage, those of computation and those of communication
+    separately. ``stage``: index of the virtual stage in ``problem``, the block calls (such as layers) with their costs.
+    ``plan``: the block calls of this stage."""
     phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
     costs = [pace.costs[place] for place in plan.places]
     forward, inputs = phases.forward + phases.values_sent, phases.inputs + phases.gradients_sent

@@ -122,9 +122,8 @@ class Reducer:
         return self._compute_all_reduce_time(num_bytes, self.group(axes), axes)
 
     def _find_level_groups(self, axes: tuple[str, ...]) -> tuple[Group, Group]:
-        """Return two groups of ranks for a hierarchical reduction over ``axes``: the ranks inside a node, and those
-        that correspond to each other on different nodes. Both have a single rank if the reduction is not hierarchical.
-        """
+        """Return two groups of ranks for a hierarchical reduction over ``axes``: the ranks inside a node, and the ranks
+        with the same position on different nodes. Both have a single rank if the reduction is not hierarchical."""
         if not self.how.inside or not any(axis in OUTER for axis in axes):
             return Group(1), Group(1)
         inner = tuple(INNER.get(axis, axis) for axis in axes)
@@ -229,9 +228,9 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """Return a list with one :class:`Reducer`, from which a lower bound on the time of gradient reductions on
-    ``topology`` can be computed. It runs every collective over ``group``. This gives a lower bound if no collective of
-    as many ranks on ``topology`` is faster than over ``group``.
+    """Return a list with one :class:`Reducer` for lower bounds: the object that computes the seconds of gradient
+    collectives as if each of them ran over ``group``. The bounds hold if no collective of as many ranks on ``topology``
+    is faster than over ``group``.
 
     The list is empty if there is no such bound, because gradients may be compressed or reduced hierarchically, which
     can be faster. ``device``: the type of the devices. ``constraints``: the choices that the user fixed.
@@ -371,8 +370,8 @@ def exposed_seconds(
 
 
 def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> GradientReduction:
-    """Return ``work``, the seconds of a stage's gradient reduction, with the additional latency that it has under a
-    ZeRO-1 in which one rank owns each parameter as a whole.
+    """Return ``work``, the seconds of a stage's gradient reduction, with the additional latency that it has if ZeRO-1
+    keeps each parameter whole on one rank, its owner, instead of sharding it.
 
     Gradients are reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of a
     ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and

@@ -47,9 +47,9 @@ _MOST_FOLLOWED = 60  # with more runs of calls, reductions are not simulated buc
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
     """Return a lower bound in seconds on the optimizer's update, over all ways to cut the model into stages. The bound
-    divides the bytes of the update equally over all pipeline ranks and takes the fastest device for each. ``states``:
-    the cost of each parameter and buffer by name. ``problem``: the block calls (such as layers) of the model with their
-    costs. ``machine``: the devices and links that the mesh is laid over.
+    divides the bytes that the update reads and writes equally over all pipeline ranks, and takes the memory bandwidth
+    of the fastest device of the mesh. ``states``: the cost of each parameter and buffer by name. ``problem``: the block
+    calls (such as layers) of the model with their costs. ``machine``: the devices and links that the mesh is laid over.
     """
     if not problem.train:
         return 0.0
@@ -109,7 +109,8 @@ def bound_stage_ends(
 ) -> tuple[StageEnds, ...]:
     """Return lower bounds on the seconds of gathering the updated parameters and of reducing the gradients of each
     block call (such as a layer), for each virtual stage of ``problem``. Start-up times, and weights that several calls
-    read, are not counted. Empty if the step is not priced by such collectives, as with one stage on each rank.
+    read, are not counted. The result is empty if these collectives are priced in another way, as with one stage on each
+    rank.
 
     ``states``: the cost of each parameter and buffer by name. ``ranks``: the pipeline rank of each virtual stage.
     ``machine``: the devices and links that the mesh is laid over. ``constraints``: the choices that the user fixed.
@@ -139,10 +140,10 @@ def bound_stage_ends(
 
 
 def is_priced_by_rank_ends(problem: StageProblem, machine: PlacedMesh) -> bool:
-    """Return whether the collectives at the ends of a step (gathers of parameters at its start, reductions of gradients
-    at its end) are priced by simulating the schedule with them: ranks have several virtual stages, and collectives
-    overlap with computation. ``problem``: the block calls (such as layers) of the model, to be cut into stages.
-    ``machine``: the devices and links that the mesh is laid over."""
+    """Return whether a simulation of the schedule prices the collectives at the ends of a step (gathers of parameters
+    at its start, reductions of gradients at its end). That is the case if ranks have several virtual stages and
+    collectives overlap with computation. ``problem``: the block calls (such as layers) of the model, to be cut into
+    stages. ``machine``: the devices and links that the mesh is laid over."""
     profile = machine.profile
     several = problem.chunks > 1 and problem.train and not problem.overlap_steps
     return several and profile.overlap and profile.gather != "owner"
@@ -184,8 +185,8 @@ def _least_tied(
     ranks: Sequence[int],
 ) -> float:
     """Return a lower bound in seconds on summing the gradients of tied weights, which several block calls (such as
-    layers) read, over the ranks that hold them. For each weight it counts the least number of ranks that hold its
-    calls, over all ways to cut the model into stages.
+    layers) read, over the ranks that hold them. Each weight is assumed to be on as few ranks as any way to cut the
+    model into stages allows.
 
     ``states``: the cost of each parameter and buffer by name. ``seconds``: for each stage, a table whose entry
     ``[start, stop]`` is infinite if the stage may not consist of the calls ``start:stop``. ``ranks``: the rank of each
@@ -239,10 +240,9 @@ def _get_update_seconds(cost: StateCost) -> float:
 
 def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> Table:
     """Return a table whose entry ``[start, stop]`` is the seconds of one backward, with recomputation, of the block
-    calls ``start:stop`` (such as layers) on the stage with index ``stage``. ``times``: such a table with the seconds of
-    a microbatch, forward and backward; where it is infinite, the result is infinite. ``tables``: seconds and bytes of
-    all sequences of consecutive calls.
-    """
+    calls ``start:stop`` (such as layers) on the stage with index ``stage``. ``times``: a table with the same indices,
+    which has the seconds of one microbatch, forward and backward; where it is infinite, the result is infinite.
+    ``tables``: seconds and bytes of all sequences of consecutive calls."""
     forward, _ = tables.seconds(stage)
     before, after = tables.transfers(stage)
     overhead = tables.problem.pace(stage).overhead.forward_total_s
@@ -284,9 +284,9 @@ class _ReductionTails:
         pipeline if the stage with index ``stage`` consists of the block calls ``start:stop`` (such as layers). A
         negative value means that they end before the pipeline does.
 
-        ``windows``: such a table with the seconds of the backward; infinite for calls that the stage may not have.
-        ``ahead``: for each possible ``start``, the largest number of seconds that one backward takes on all stages in
-        front of this one; these seconds hide reductions.
+        ``windows``: a table with the same indices: the seconds of one backward of these calls; infinite for calls that
+        the stage may not have. ``ahead``: for each possible ``start``, the largest number of seconds that one backward
+        takes on all stages in front of this one; these seconds hide reductions.
         """
         waits = np.zeros_like(windows)
         start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
@@ -322,13 +322,13 @@ class _ReductionTails:
         return waits
 
     def _compute_reduction_delays(self, stage: int, starts: Counts, stops: Counts) -> list[float]:
-        """Return, for each pair of ``starts`` and ``stops``, the seconds that gradient reductions take after the last
-        backward, under the fastest reduction scheme, if the stage with index ``stage`` consists of the block calls
-        ``start:stop`` (such as layers). The reductions are simulated bucket by bucket (a bucket: gradients that one
-        collective reduces). On stage 0, the seconds by which gathers of updated parameters delay the first forward are
-        added.
+        """Return the seconds that the gradient reductions of a stage take after its last backward, under the fastest
+        reduction scheme: one number for each pair of ``starts`` and ``stops``, for a stage of the block calls
+        ``start:stop`` (such as layers). ``stage``: index of the stage.
 
-        Results are cached: calls with equal costs share one, and so do stages with equal groups and devices.
+        The reductions are simulated bucket by bucket (a bucket: gradients that one collective reduces). On stage 0, the
+        seconds by which gathers of updated parameters delay the first forward are added. Results are cached: calls with
+        equal costs share one, and so do stages with equal groups and devices.
         """
         alike, delays = self._number_equal_calls(stage), []
         for plan in stage_plans(self.tables, stage, starts, stops):
@@ -396,10 +396,9 @@ class _ReductionTails:
         return self._reducers[stage]
 
     def _bound_call_reductions(self, reducer: Reducer) -> NDArray[np.float64]:
-        """Return, for each block call (such as a layer), a lower bound on the seconds to reduce the gradients that are
-        complete after its backward, as an array. The array has one more entry, 0, which is looked up for a stage
-        without calls at the end of the model. ``reducer``: computes the seconds of gradient collectives.
-        """
+        """Return, for each block call (such as a layer), a lower bound on the seconds of the collectives that reduce
+        the gradients of its parameters, shape ``[calls + 1]``. The additional last entry is 0; it is used for a stage
+        without calls at the end of the model. ``reducer``: computes the seconds of gradient collectives."""
         calls = self.tables.problem.calls
         found = np.zeros(len(calls) + 1)
         for place, call in enumerate(calls):
@@ -421,10 +420,8 @@ class _ReductionTails:
     def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
         """Return six durations in seconds of a gradient reduction: all reductions, the last bucket (gradients that one
         collective reduces), gathers of parameters, reduce-scatters per further microbatch, compression, compression per
-        further microbatch. ``sizes``: the bytes that each collective of the reduction moves, in the order of the list
-        ``self.keys``, which has the name and the mesh axes of each. ``reducer``: computes the seconds of single
-        collectives.
-        """
+        further microbatch. ``sizes``: the bytes that each collective of the reduction moves, in the order in which this
+        object lists the collectives. ``reducer``: computes the seconds of single collectives."""
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
         known = *sizes, reducer.how, SameObject(reducer.device), groups

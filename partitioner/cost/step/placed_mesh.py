@@ -78,8 +78,9 @@ class PlacedMesh:
       them.
     - ``gradient_bytes``: bytes of all gradients of the unsharded model.
     - ``profile``: how the framework that runs the plan executes it. ``reserve``: bytes that stay free on every rank.
-    - ``nested``: lengths, in ranks, of runs of consecutive ranks (one inside the other) on equal devices and links, so
-      that one group of an axis can stand for all; empty: not known. ``memo``: a cache that copies share.
+    - ``nested``: numbers of consecutive ranks that are placed alike, ascending, such as ``(8, 32)`` for 8 ranks inside
+      each node and 32 inside each rack. With them, one group of an axis can stand for all others. Empty: not known.
+    - ``memo``: a cache of results, which copies of this object share.
 
     A property that is a tuple has one entry per pipeline stage, unless its docstring says otherwise.
     """
@@ -146,9 +147,8 @@ class PlacedMesh:
         """Return, for each pipeline stage, the slowest of the communication groups that its ranks form along the axes
         ``axes`` of ``grid``. ``grid``: axis -> size, outermost first; the sizes multiply to the number of ranks.
 
-        If ``axes`` and the other axes alternate too often (more than three groups of adjacent axes inside a stage, each
-        of which is all in ``axes`` or all not), the group of all ranks of the stage is returned instead; it contains
-        each group along ``axes``.
+        Inside a stage, adjacent axes that are all in ``axes``, or all not, are joined to one. If more than three are
+        left, the group of all ranks of the stage is returned instead; it contains each group along ``axes``.
         """
         runs: list[tuple[bool, int]] = []  # neighbouring axes that are all in axes, or all not, are merged into one
         for axis, size in grid.items():
@@ -174,8 +174,8 @@ class PlacedMesh:
         self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False
     ) -> tuple[Group, ...]:
         """Return, for each pipeline stage, the slowest of the groups that its ranks form along ``axes`` of ``mesh``
-        (axis -> number of ranks). ``ring``: the groups include the links of messages that ranks send around a ring.
-        """
+        (axis -> number of ranks). ``ring``: compute also the links of messages that each rank of a group sends to the
+        next one, around a ring."""
 
         def find() -> tuple[Group, ...]:
             if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):

@@ -23,13 +23,14 @@ Costs = dict[str, CallCost]  # cost of one call by block name
 
 @dataclass
 class CallCostCache:
-    """Cache of the costs of one call of each block, such as a layer, on each kind of rank.
+    """Cache of the costs of one call of each block, such as a layer, on each kind of rank (device type, speed and
+    groups).
 
     ``blocks``: block name -> its graph for one rank. ``topology``: the cluster. ``train``: whether calls have a
     backward. ``again``: function that selects the nodes which selective recomputation runs a second time. ``works``:
     for each block object, the object that computes its costs; several caches may share this dict. ``pieces``: block
-    name -> into how many pieces its collectives are cut to overlap with matrix products; ``None``: as the execution
-    profile says.
+    name -> into how many pieces its collectives are cut to overlap with matrix products; ``None``: as many as the
+    training framework uses, by its execution profile.
     """
 
     blocks: Mapping[str, Block]

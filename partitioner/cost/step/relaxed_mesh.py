@@ -1,9 +1,10 @@
 """Best-case mesh for lower bounds: the best devices, links and groups that any placement of the ranks could have.
 
-A storey is the set of link levels at the same depth of the cluster, such as the links inside nodes. A group of ranks is
-described by its number of parts on each storey and by the size of its smallest part. All combinations that fit the
-cluster are enumerated with the best links of each storey. The minimum over them is again a group, of the same form as a
-measured one. No collective over a group of that many devices is faster than over this group.
+A group of ranks is described by how many parts of the cluster it spans at each depth of the links (how many nodes, how
+many racks, ...) and by how many of its devices are in the part with the fewest. The code calls all links at one depth,
+such as those inside nodes, a storey. All combinations that fit the cluster are enumerated, each with the best links of
+each depth. For each collective, the shortest latency and the highest bandwidth of all combinations are combined into
+one imaginary group. No collective over a real group of as many devices is faster than over this group.
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ class BestCaseMesh:
     links: tuple[Link, ...]
 
     def host(self, stage: int) -> HostShare:
-        """Return a host without limits on memory and bandwidth. It is the same for every index ``stage`` of a pipeline
-        stage.
-        """
+        """Return a host without limits on memory and bandwidth, whatever the index ``stage`` of the pipeline stage."""
         return BOUNDLESS
 
     def link(self, stage: int, other: int) -> Link:
@@ -82,7 +81,7 @@ def build_best_case_mesh(
     topology: Topology, mesh: Mapping[str, int], candidates: Sequence[PlacedMesh] | None
 ) -> BestCaseMesh:
     """Return a mesh with the best memory capacity of each stage, and the best link between neighbouring stages, of all
-    placements of its ranks on ``topology``. Plans on it are lower bounds.
+    placements of its ranks on ``topology``. The step time of a plan on this mesh is a lower bound.
 
     ``mesh``: axis -> number of ranks. ``candidates``: all placements that the search may choose; ``None`` if they are
     not enumerated. The capacity then follows from a count: if a stage has ``n`` devices, its smallest device has at
@@ -128,11 +127,11 @@ _Range = tuple[int, int]
 
 
 def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
-    """Return a group of ``size`` ranks in which no collective takes longer than over any ``size`` devices of
-    ``topology``, for lower bounds.
+    """Return an imaginary group of ``size`` ranks for lower bounds: no collective over any ``size`` devices of
+    ``topology`` is faster than over this group.
 
-    ``everywhere``: the bound is for the slowest of several groups that together contain all devices, like the groups of
-    a mesh axis. The bound is then higher, because some groups may have to span two nodes.
+    ``everywhere``: the bound is needed only for the slowest of several groups that together contain all devices, like
+    the groups of a mesh axis. It is then higher, because some of these groups may have to span two nodes.
     """
     if size == 1:
         return Group(1)
@@ -141,10 +140,10 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
-    """Return groups of ``size`` ranks for a lower bound: no collective over ``size`` devices of ``topology`` takes less
-    time than over the slowest of these groups. ``everywhere``: the bound is for the slowest of several groups that
-    together contain all devices. The returned groups do not describe messages between single ranks.
-    """
+    """Return imaginary groups of ``size`` ranks for a lower bound: no collective over ``size`` devices of ``topology``
+    takes less time than over the slowest of these groups. ``everywhere``: the real groups together contain all devices,
+    and the bound is needed only for the slowest of them. The returned groups have no data about messages between single
+    ranks."""
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
     if topology.own_links or not joins_all:
@@ -224,14 +223,15 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 def _enumerate_groups(
     topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
 ) -> Iterator[Group]:
-    """Yield a group of ranks for each way in which ``size`` devices of ``topology`` can be distributed over the levels
-    of links, such as all in one node, or divided between two.
+    """Yield an imaginary group of ranks for each way in which ``size`` devices of ``topology`` can be distributed over
+    the levels of links, such as all in one node, or divided between two.
 
-    ``storeys``: the levels, innermost first; each joins devices into parts (such as nodes). ``farthest``: at least one
-    device of the group has at most this fraction of the bandwidth between nodes. The devices of the group in its part
-    share the part's bandwidth, so the size of the smallest part matters: each range of this size gives a group of its
-    own. ``parted``: on each level whose parts cannot hold all groups of ``size`` devices, the group must span at least
-    two parts.
+    ``storeys``: the levels, innermost first; each joins devices into parts, such as nodes. ``farthest``: at least one
+    device of the group is slow: it has at most this fraction of the bandwidth between nodes. ``parted``: on each level
+    whose parts cannot be divided into groups of ``size`` devices without remainder, the group spans at least two parts.
+
+    The devices of the group in one part divide the part's bandwidth among each other. The number of devices in the
+    smallest part is therefore chosen, too: there is one group for each range of this number.
     """
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
@@ -245,9 +245,8 @@ def _enumerate_groups(
     def further(number: int, parts: int, below: _Range, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
         """Yield the groups for a given choice on the inner levels of links, one for every choice on the outer levels.
         ``number``: index of the next level to choose. ``parts``: number of parts (such as nodes) that the group has on
-        the level below. ``below``: range of the number of devices in the smallest of these parts. ``tiers``: the levels
-        chosen so far. ``ring``: bandwidth of a ring over them, in bytes/s.
-        """
+        the level below. ``below``: least and greatest number of devices in the smallest of these parts. ``tiers``: the
+        levels chosen so far. ``ring``: bandwidth of a ring over them, in bytes/s."""
         if number == len(storeys):
             if parts == 1:
                 yield Group(size, tiers, ring=ring)
@@ -284,9 +283,9 @@ def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> It
 
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
-    """Return the largest fraction of the bandwidth of a level of links that each device of a group can have, if
-    ``devices`` devices of the group are in one part (such as a node) with a slow device and divide the part's bandwidth
-    among each other.
+    """Return an upper bound on the bandwidth that each device of a group has on a level of links, as a fraction of the
+    level's bandwidth. One part of the cluster (such as a node) has ``devices`` devices of the group, one of them slow,
+    and they divide the part's bandwidth among each other.
 
     ``shares``: bandwidth of each device of the cluster as a fraction of the level's; ``None`` if all have 1. ``parts``:
     index of the part of each device. ``farthest``: a device is slow if its fraction is at most this number.
@@ -299,18 +298,16 @@ def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: in
 
 
 def _compute_fewest_parts(storey: Storey, size: int) -> int:
-    """Return the least number of parts in which ``size`` devices can be. ``storey``: a level of links, which joins
-    devices into parts, such as nodes.
-    """
+    """Return the least number of parts of the cluster (such as nodes) that together have ``size`` devices. ``storey``:
+    a level of links, which joins devices into these parts."""
     sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
     return int(np.searchsorted(np.cumsum(sizes), size)) + 1
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Return whether, if all devices are divided into groups of ``size``, some group has to span several parts, because
-    the sizes of the parts are no multiples of ``size``. ``storey``: a level of links, which joins devices into parts,
-    such as nodes.
-    """
+    """Return whether, if all devices are divided into groups of ``size``, some group has to span several parts of the
+    cluster (such as nodes), because ``size`` does not divide the numbers of devices in the parts. ``storey``: a level
+    of links, which joins devices into these parts."""
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())
 
@@ -324,9 +321,8 @@ def _most_ways(below: Ints, joined: Ints) -> int:
 
 
 def _list_storey_links(topology: Topology, storey: Storey) -> list[Level]:
-    """Return the distinct kinds of links that a group of ranks may use in ``storey``, a level of links of the cluster
-    ``topology`` such as the inside of nodes.
-    """
+    """Return the distinct kinds of links that a group of ranks may use at one depth of the cluster ``topology``.
+    ``storey``: all links at this depth, such as those inside nodes."""
     if storey.levels:
         return list(dict.fromkeys(topology.levels[number] for number in storey.levels))
     # direct links inside nodes: at most the bandwidth of all links of a device, or of a level inside the node

@@ -95,10 +95,10 @@ def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Se
 
 @lru_cache(maxsize=32)
 def _find_ends(same: SameObject[Timetable]) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the indices of two kinds of actions in the order of :func:`waits_of`: the first forward of each virtual
-    stage, and its last backward that computes gradients of weights. ``same``: a wrapper of the timetable that compares
-    by identity, so that the result can be cached.
-    """
+    """Return the first forward of each virtual stage, and the last backward of each virtual stage that computes
+    gradients of weights, as two sets of indices. The indices number all actions of the schedule in the order in which
+    they are simulated (an action is a forward or backward of one microbatch on one virtual stage). ``same``: a wrapper
+    of the timetable that compares by identity, so that the result can be cached."""
     what = waits_of(same.value).what[len(same.value.orders) :]
     places = list(enumerate(what, len(same.value.orders)))
     last = {of // ENTRIES: place for place, of in places if of % ENTRIES in (_WHOLE, _WEIGHTS)}
@@ -108,8 +108,8 @@ def _find_ends(same: SameObject[Timetable]) -> tuple[frozenset[int], frozenset[i
 
 class _Lane:
     """The simulation of one pipeline rank in a step: its clock, and the collectives (gathers of parameters, reductions
-    of gradients) that overlap with its computation. ``ends``: these collectives, with their seconds.
-    """
+    of gradients) that overlap with its computation. ``ends``: the block calls (such as layers) of the rank, and its
+    gradient buckets with the seconds of their collectives."""
 
     def __init__(self, ends: RankEnds) -> None:
         self.ends = ends
@@ -146,12 +146,11 @@ class _Lane:
             self.clock.compute(of_call)
 
     def backward(self, run: StagePlan, seconds: float, weights: bool, is_last: bool) -> None:
-        """Simulate a backward of the virtual stage ``run``, from its last block call (such as a layer) to its first.
-        The backward takes ``seconds`` without collectives. Begin the reduction of each bucket (gradients that one
-        collective reduces) once its gradients are complete.
+        """Simulate a backward of the virtual stage ``run``, from its last block call (such as a layer) to its first,
+        and begin the reduction of each bucket (gradients that one collective reduces) once its gradients are complete.
 
-        ``weights``: only the half of the backward that computes gradients of weights. ``is_last``: no backward of this
-        virtual stage follows; otherwise gradients are only scattered.
+        ``seconds``: time of the backward without collectives. ``weights``: it is only the half that computes gradients
+        of weights. ``is_last``: no backward of this virtual stage follows; otherwise gradients are only scattered.
         """
         costs, work = self.ends.problem.pace(run.number).costs, {}
         for place in range(run.start, run.stop):

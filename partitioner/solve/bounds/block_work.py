@@ -49,7 +49,7 @@ Number = TypeVar("Number", float, Vector)
 @dataclass(frozen=True)
 class BlockCallTime:
     """A lower bound on the seconds of one call of a block (such as a decoder layer) for the whole batch on one device,
-    in parts, from which :meth:`at` computes bounds for smaller shares of the work.
+    as a sum of parts. :meth:`at` computes the bound for a smaller part of the batch, or for several ranks.
 
     ``launches``: seconds of kernel launches. ``batch``: seconds that grow with the batch. ``weights``: seconds of
     reading and writing weights. ``flops``: FLOPs of matrix products. ``issued``: seconds in which the host launches the
@@ -69,9 +69,10 @@ class BlockCallTime:
         """Return a lower bound in seconds on one call of a block (such as a layer) on one rank, for the fraction
         ``share`` of the batch and with the work divided over ``tp`` ranks.
 
-        ``several``: 1 if the microbatch has more than one sample, else 0. The seconds in ``spared`` count only if it is
-        1 and ``tp`` is 1. ``ep``: number of ranks that share the experts. All weights are counted as if they were
-        divided over ``ep`` ranks as well as over ``tp``, because some may belong to experts.
+        ``several``: 1 if the microbatch has more than one sample, else 0. Copies and sums that a sharded graph, or a
+        graph for one sample, may not need count only if ``several`` is 1 and ``tp`` is 1. ``ep``: number of ranks that
+        share the experts. All weights are counted as if they were divided over ``ep`` ranks as well as over ``tp``,
+        because some may belong to experts.
         """
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
@@ -136,10 +137,11 @@ class Works:
     ``blocks``: block name -> its graph for the whole batch. ``device``: the best device type. ``types``: all device
     types with their speed factors, or empty if there is only one. ``train``: whether calls have a backward. ``fp8``:
     whether products with weights are in fp8. ``fused_casts``: whether the kernel in front of a product writes the
-    product's operand in fp8, so that no separate cast is needed. ``how``: what selective recomputation may run again in
-    the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take little time) or
-    ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: whether a compiler merges
-    operators. If so, an operator that it can merge counts only with the memory traffic that no merging avoids.
+    product's operand in fp8, so that no separate cast is needed. ``how``: the operators that selective recomputation
+    may run again in the backward: ``"scores"`` (attention scores), ``"selective"`` (also other large results that take
+    little time) or ``"alternate"`` (also every second matrix product); ``None``: nothing. ``fused_kernels``: whether a
+    compiler merges operators. If so, an operator that it can merge counts only with the memory traffic that no merging
+    avoids.
     """
 
     blocks: Mapping[str, Block]
@@ -185,7 +187,7 @@ def block_work(
     so that no separate cast is needed. ``fused_kernels``: whether a compiler merges operators. If so, an operator that
     it can merge counts only with the memory traffic that no merging avoids.
 
-    ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
+    ``how``: the operators that selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
     product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
     recomputation takes no time.
@@ -213,7 +215,7 @@ def _block_work(
     ``fused_kernels``: whether a compiler merges operators. If so, an operator that it can merge counts only with the
     memory traffic that no merging avoids.
 
-    ``how``: what selective recomputation may run again in the backward: ``"scores"`` (attention scores),
+    ``how``: the operators that selective recomputation may run again in the backward: ``"scores"`` (attention scores),
     ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
     product); ``None``: nothing. For the lower bound, these results need no memory between forward and backward, and the
     recomputation takes no time.
@@ -274,31 +276,34 @@ def _block_work(
 
 def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
     """Return a lower bound on the memory traffic of one operator that a compiler merges with others, as a list of at
-    most one kernel. ``kernels``: the operator's kernels if it is not merged. ``num_bytes``: the bytes that it moves at
-    least if it is merged. The returned kernel moves ``num_bytes``, or the bytes of ``kernels`` without weights if these
-    are fewer, at the rate of the fastest kind of kernel. Launches are not counted, because merged operators share them.
-    The list is empty if no bytes are left.
+    most one kernel. ``kernels``: the operator's kernels if it is not merged. ``num_bytes``: a lower bound on the bytes
+    that it moves if it is merged.
+
+    The returned kernel moves ``num_bytes``, or the bytes of ``kernels`` without weights if these are fewer, at the rate
+    of the fastest kind of kernel. It has no launches, because merged operators share them. The list is empty if no
+    bytes are left.
     """
     moved = min(num_bytes, sum(k.num_bytes - k.state_bytes for k in kernels))
     return [Kernel(_MERGED, moved, launches=0, learned=all(k.learned for k in kernels))] if moved else []
 
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
-    """Return ``kernels`` without FLOPs and launches, and with fewer bytes: from each, the bytes of the kernel at the
-    same position in ``least`` are subtracted. The result is the memory traffic that occurs only if repeated elements
-    are read repeatedly. ``least``: the same kernels, if a tensor that only repeats the elements of a smaller one is
-    read without repetition.
-    """
+    """Return the memory traffic of ``kernels`` that occurs only if repeated elements of tensors are read repeatedly, as
+    kernels without FLOPs and launches. The bytes of each are those of the kernel in ``kernels`` minus those of the
+    kernel at the same position in ``least``. ``least``: the same kernels if a tensor that only repeats the elements of
+    a smaller one is read without repetition."""
     pairs = zip(kernels, least, strict=True)
     return [k._replace(num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
-    """Return lower bounds on the memory of one call of ``block`` (a piece of the model, such as a layer), which hold
-    with and without selective recomputation: each field of the result has the smaller value of the two cases. ``how``:
-    what selective recomputation runs again in the backward: ``"scores"`` (attention scores), ``"selective"`` (also
-    other large results that take little time) or ``"alternate"`` (also every second matrix product); ``None``:
-    selective recomputation is excluded. ``train``: whether the call has a backward.
+    """Return lower bounds on the memory that one call of ``block`` (a piece of the model, such as a layer) needs and
+    keeps for the backward. They hold with and without selective recomputation: each field has the smaller value of the
+    two cases.
+
+    ``how``: the operators that selective recomputation runs again in the backward: ``"scores"`` (attention scores),
+    ``"selective"`` (also other large results that take little time) or ``"alternate"`` (also every second matrix
+    product); ``None``: selective recomputation is excluded. ``train``: whether the call has a backward.
     """
     kept = kept_by(block, train, copies=False)
     if how is None or not train:
@@ -371,9 +376,8 @@ class DeviceKinds:
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
         """Return lower bounds on the forward and the backward seconds of one call of each block (such as a layer) with
         one microbatch: two arrays of shape ``[blocks, candidates]``. ``blocks``: block name -> its work on one device
-        type. ``candidates``: mesh sizes and schedules. The blocks are in the order of ``self.often``, which counts the
-        calls of each.
-        """
+        type. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage. The blocks are in
+        the order of ``self.often`` (block name -> number of its calls in the model)."""
         fields = ("cp", "tp", "ep", "microbatch_size")
         cp, tp, ep, size = (np.array([getattr(p, a) for p in candidates], dtype=np.float64) for a in fields)
         share, several = size / self.samples / cp, (size > 1).astype(np.float64)
@@ -388,17 +392,14 @@ class DeviceKinds:
     def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return lower bounds on the forward and the backward seconds of one call of each block (such as a layer) with
         one microbatch on every device type, shape ``[2, kinds, blocks, candidates]``. Blocks are in the order of
-        ``self.often``, device types in the order of the topology. ``candidates``: combinations of mesh sizes,
-        microbatch size, schedule and ZeRO stage.
-        """
+        ``self.often`` (block name -> number of its calls in the model), device types in the order of the topology.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         return np.stack([self.seconds(paced, candidates) for paced in self.works.paced], axis=1)
 
     def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
         """Return the backward seconds of one microbatch through all block calls (such as layers) on the slowest device
-        type, for each of the mesh candidates, shape ``[candidates]``. The gradient reduction can be hidden behind a
-        backward for at most this time. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO
-        stage.
-        """
+        type, for each of the mesh candidates, shape ``[candidates]``. A backward can hide a gradient reduction for at
+        most this time. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)

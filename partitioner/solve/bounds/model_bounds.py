@@ -63,9 +63,8 @@ BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster r
 
 
 def by_all(candidate: MeshCandidate) -> MeshCandidate:
-    """Return ``candidate`` itself. It is passed as the ``key`` function of :func:`map_by_candidate_key` if no two
-    candidates may share a result. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-    """
+    """Return ``candidate`` itself, as the key under which a result for it is cached if no other candidate may have the
+    same result. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
     return candidate
 
 
@@ -99,9 +98,8 @@ Vector = NDArray[np.float64]
 
 class BoundOptions(TypedDict, total=False):
     """Options of the computation of lower bounds on stage times. ``cutoff_s``: the computation may stop when the bound
-    reaches this many seconds. ``quick``: whether to save time by leaving out stages that take much longer than an even
-    share of the work; cuts with such a stage then get bounds of their own, which are less tight.
-    """
+    reaches this many seconds. ``quick``: whether to save time by skipping cuts that have a stage much longer than an
+    even share of the work; these cuts then get bounds of their own, which are less tight."""
 
     cutoff_s: float
     quick: bool
@@ -181,8 +179,8 @@ class ModelBounds:
 
     @property
     def blocks(self) -> dict[str, BlockWork]:
-        """Return the work (seconds and bytes) of each block (a part of the model that may be called several times, such
-        as a decoder layer) on the best device type, by name of the block."""
+        """Return block name -> work (seconds and bytes) of one call of the block on the best device type. A block is a
+        part of the model that may be called several times, such as a decoder layer."""
         return self._kinds.works.best
 
     @cached_property
@@ -195,10 +193,10 @@ class ModelBounds:
 
     @cached_property
     def _calls_by_block(self) -> Counter[str]:
-        """Return a counter from the name of each block (such as a layer) to how often the model calls the block. Only
-        calls that can be distributed over pipeline stages are counted. Not counted are calls that run on all
-        microbatches before the pipeline starts, because later calls need sums over the whole batch, and cheap calls,
-        such as those for masks, that each stage runs itself."""
+        """Return block name -> number of calls of the block (such as a layer) that can be distributed over pipeline
+        stages. Two kinds of calls are not counted: those that run on all microbatches before the pipeline starts,
+        because later calls need sums over the whole batch; and cheap calls, such as those for masks, that each stage
+        runs itself."""
         return Counter(self._cuttable_blocks)
 
     def times(
@@ -209,14 +207,14 @@ class ModelBounds:
         known: Mapping[Hashable, Seconds] | None = None,
     ) -> Vector:
         """Return a lower bound in seconds on the step time of each of ``candidates``, shape ``[candidates]``.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
 
         It is the sum of three terms: the pipeline; the part of the gradient reduction that the backward cannot hide
         (with a single stage); and the optimizer's update. The busiest rank of the pipeline takes at least an even share
         of the work, and it runs whole calls of blocks (such as layers), which may take longer. ``shared``: whether to
         use the even share alone. The bound is then lower, but a caller may add to it times that can fall on any rank.
-        ``known``: ``BY_BLOCKS`` of a candidate -> lower bounds on the seconds of its blocks for one microbatch, such as
-        those of a sharding; each is a dict from block name to forward and backward seconds. ``candidates``:
-        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        ``known``: lower bounds on the seconds of blocks for one microbatch, such as those of a sharding: (``tp``,
+        ``cp``, ``ep``, ``etp``, microbatch size) -> block name -> (forward seconds, backward seconds).
         """
         # if devices differ, the ZeRO stage decides whether microbatches may be divided unevenly
         key = by_all if self._kinds.differ else BY_WORK if known is None else BY_SHARDED_WORK
@@ -244,11 +242,11 @@ class ModelBounds:
     def _stack_block_seconds(
         self, candidates: Sequence[MeshCandidate], known: Mapping[Hashable, Seconds]
     ) -> NDArray[np.float64]:
-        """Return the seconds of each block (such as a layer) in each of ``candidates`` as an array of shape ``[2,
-        blocks, candidates]``; 0 where they are not known. The first dim is forward and backward, blocks are in the
-        order of ``_calls_by_block``. ``known``: ``BY_BLOCKS`` of a candidate -> block name -> forward and backward
-        seconds.
-        """
+        """Return known lower bounds on the seconds of each block (such as a layer) in each of ``candidates``, for one
+        microbatch, as an array of shape ``[2, blocks, candidates]``; 0 where none is known. The first dim is forward
+        and backward; blocks are in the order in which the model first calls them. ``known``: (``tp``, ``cp``, ``ep``,
+        ``etp``, microbatch size) -> block name -> (forward seconds, backward seconds). ``candidates``: combinations of
+        mesh sizes, microbatch size, schedule and ZeRO stage."""
         distinct, places = find_distinct_candidates(candidates, BY_BLOCKS)
         every = [known.get(BY_BLOCKS(candidate), {}) for candidate in distinct]
         columns = [[seconds.get(block, (0.0, 0.0)) for block in self._calls_by_block] for seconds in every]
@@ -259,8 +257,8 @@ class ModelBounds:
     def _bound_pipeline_seconds(
         self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector, busiest: Vector
     ) -> Vector:
-        """Return a lower bound in seconds on the time of the pipeline in a step of each candidate, shape
-        ``[candidates]``; gradient reduction and update come on top.
+        """Return a lower bound in seconds on the pipeline in a step of each candidate, shape ``[candidates]``, without
+        gradient reduction and update.
 
         ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers),
         shape ``[candidates]``. The busiest rank takes at least an even share of them. ``busiest``: another lower bound
@@ -280,12 +278,11 @@ class ModelBounds:
     def _shared_out(
         self, candidates: Sequence[MeshCandidate], forward: NDArray[np.float64], backward: NDArray[np.float64]
     ) -> Vector:
-        """Return a lower bound in seconds on the time of the pipelines in a step of each candidate, shape
-        ``[candidates]``, for devices that differ in speed. Gradient reduction and update come on top. The bound holds
-        for any division of the work among the devices, in proportion to their speed or not. ``forward``, ``backward``:
-        the seconds of each block (such as a layer) for one microbatch on each device type, shape ``[kinds, blocks,
-        candidates]``. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return a lower bound in seconds on the pipelines in a step of each candidate, shape ``[candidates]``, for
+        devices that differ in speed. Gradient reduction and update are not included. The bound holds for any division
+        of the work among the devices, in proportion to their speed or not. ``forward``, ``backward``: the seconds of
+        each block (such as a layer) for one microbatch on each device type, shape ``[kinds, blocks, candidates]``.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         found, often = np.zeros(len(candidates)), list(self._calls_by_block.values())
         for place, candidate in enumerate(candidates):
             ahead, both = forward[..., place], forward[..., place] + backward[..., place]
@@ -352,14 +349,14 @@ class ModelBounds:
         return update + np.maximum(0.0, reduced - backward)
 
     def _bound_drain_seconds(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
-        """Return a lower bound in seconds on the step of each candidate, shape ``[candidates]``, from the mean work of
-        its stages: all computation, and the part of the gradient reduction that the last backward cannot hide, divided
-        evenly over the stages. A stage can begin to reduce its gradients at the start of its last backward.
+        """Return a lower bound in seconds on the step of each candidate, shape ``[candidates]``: the mean over the
+        stages of their computation, plus the part of their gradient reduction that the last backward cannot hide. A
+        stage can begin to reduce its gradients at the start of its last backward. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage.
 
         ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers), by
         candidate. The gradient reduction counts as 0 with a single stage, with several virtual stages on a rank, or if
-        all placements (assignments of ranks to devices) are known; other bounds are tighter there. ``candidates``:
-        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        all placements (assignments of ranks to devices) are known; other bounds are tighter there.
         """
 
         def reduced(candidate: MeshCandidate) -> float:
@@ -426,9 +423,8 @@ class ModelBounds:
 
     def check_states(self, candidate: MeshCandidate) -> None:
         """Raise :class:`CapacityError` if the parameters, gradients and optimizer states of ``candidate`` alone exceed
-        the memory of all ranks together. The check is quick. A single stage may lack more bytes than the error says.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        the memory of all ranks together. The check is quick. The error states the mean shortage of a rank; a single
+        stage may lack more bytes. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         needed, room = self.state_bytes(candidate), sum(self._find_capacity(candidate)) / candidate.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
@@ -629,10 +625,12 @@ class ModelBounds:
 
     def with_floor(self, candidates: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
-        stage. ``floor``: lower bounds on the seconds of each block (such as a layer) in them. ``shared``: whether to
-        drop the assumption that every block call runs as a whole on one rank. The bound is then lower, but a caller may
-        add to it times that can fall on any rank. ``candidates``: combinations of mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        stage. ``floor``: lower bounds on the seconds of each block (such as a layer) in them. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+
+        ``shared``: whether to count only an even share of the work on the busiest rank, and not that each block call
+        runs as a whole on one rank. The bound is then lower, but a caller may add to it times that can fall on any
+        rank.
         """
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())

@@ -1,4 +1,4 @@
-"""Define the attributes of a job that the lower bounds read."""
+"""Define the attributes of a planning job (model, batch, cluster and constraints) that the lower bounds read."""
 
 from __future__ import annotations
 

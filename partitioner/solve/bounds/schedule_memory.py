@@ -54,9 +54,8 @@ class MicrobatchMemory:
     """Lower bounds on the activation bytes of one microbatch through all block calls (such as layers).
 
     ``whole``: bytes of each call without recomputation. ``inputs``: bytes of each call with full recomputation, which
-    saves only inputs of calls. ``again``: how many bytes can be freed by recomputing calls: pairs (seconds of
-    recomputation per byte that is then not saved, number of these bytes), one for each call, those with the least
-    seconds per byte first.
+    saves only inputs of calls. ``again``: for each call a pair (seconds of its recomputation per byte that this frees,
+    number of bytes that this frees), in ascending order of the first number.
     """
 
     whole: ActivationBytes
@@ -95,8 +94,8 @@ class RankCapacity:
     """The memory of the ranks of a pipeline.
 
     ``capacity``: usable bytes of each rank. ``states``: bytes of parameters, gradients and optimizer states on all
-    ranks together. ``shares``: for each rank, how many bytes of one microbatch's activations it can take per byte of
-    free memory; this number is small if the rank holds many microbatches at a time.
+    ranks together. ``shares``: for each rank, an upper bound on the activation bytes of one microbatch per byte of
+    memory for activations; it is below 1 if the rank holds several microbatches at a time.
     """
 
     shares: NDArray[np.float64]
@@ -120,9 +119,9 @@ class RankCapacity:
 
 def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> MicrobatchMemory:
     """Return lower bounds on the activation bytes of one microbatch through ``calls``, pairs of a block call (such as a
-    decoder layer) and its least cost. A value that several calls read is counted once. ``split``: the schedule splits
-    the backward into two halves (gradients of inputs, gradients of weights), between which fewer bytes may be held.
-    """
+    decoder layer) and a lower bound on its cost. A value that several calls read is counted once. ``split``: the
+    schedule splits the backward into two halves (gradients of inputs, gradients of weights), between which fewer bytes
+    may be held."""
     seen: set[str] = set()
     kept_before: set[str] = set()
     whole, inputs, again = [], [], []
@@ -216,11 +215,13 @@ class RecomputeCosts:
 def _count_in_flight_moments(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return two arrays with an entry for each moment at which the memory of a rank may peak: the number of
-    microbatches in flight in all of its virtual stages together whose backward has not begun, and of those between
-    the two halves of a split backward. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``: number
-    of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes. For many
-    ranks, the numbers of a shorter pipeline are scaled, since they grow with the number of ranks.
+    """Return two arrays with an entry for each time in the schedule at which the memory of a rank may peak. The first
+    has the number of microbatches in flight whose backward has not begun, the second the number between the two halves
+    of a split backward; both count all virtual stages of the rank. For many ranks, the numbers of a shorter pipeline
+    are scaled, since they grow with the number of ranks.
+
+    ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``: number of microbatches. ``v``: number of
+    virtual stages of a rank; ``None``: the number that the schedule fixes.
     """
     few = p if table_of(schedule) is not None else min(p, _FEW_RANKS)
     together = held_microbatches(schedule, few, max(1, round(m * few / p)), v).together
@@ -231,14 +232,14 @@ def _count_in_flight_moments(
 
 @lru_cache(maxsize=1024)
 def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> NDArray[np.float64]:
-    """Return, for each rank of a pipeline, an upper bound on its activation bytes of one microbatch, as a fraction of
-    the bytes of its memory, shape ``[ranks]``. The fraction is below 1 if the rank has several microbatches in flight.
-    ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``: number of microbatches. ``v``: number of
-    virtual stages of a rank; ``None``: the number that the schedule fixes.
+    """Return, for each rank of a pipeline, an upper bound on the activation bytes of one microbatch per byte of memory
+    for activations, shape ``[ranks]``. It is below 1 if the rank has several microbatches in flight. ``schedule``: name
+    or table. ``p``: number of pipeline ranks. ``m``: number of microbatches. ``v``: number of virtual stages of a rank;
+    ``None``: the number that the schedule fixes.
 
     If virtual stage ``k`` of a rank takes ``x_k`` bytes of one microbatch, the rank holds ``sum c_k x_k`` bytes at a
-    moment when it has ``c_k`` microbatches of stage ``k`` in flight. This fits at all moments, so it also fits for
-    every mean of the counts. Therefore ``sum x_k min_k (mean c)_k`` is at most the rank's memory.
+    time when it has ``c_k`` microbatches of stage ``k`` in flight. This fits at all times, so it also fits for every
+    mean of the counts. Therefore ``sum x_k min_k (mean c)_k`` is at most the rank's memory.
     """
     together = held_microbatches(schedule, p, m, v).together
     return np.array([1 / _least_mean([tuple(map(sum, counts)) for counts in of_rank]) for of_rank in together])
@@ -259,10 +260,10 @@ def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _least_mean(counts: Sequence[Sequence[int]]) -> float:
-    """Return a lower bound on the greatest minimum component that a weighted mean of the vectors ``counts`` can have.
-    Each vector has, for one moment of a step, the number of microbatches in flight in each virtual stage of a rank. The
-    memory of the rank divided by the result is an upper bound on the memory of one microbatch. The result is the value
-    of a matrix game, approximated by multiplicative weights."""
+    """Return a lower bound on the largest value that the smallest component of a weighted mean of the vectors
+    ``counts`` can have. Each vector is for one time in a step: the number of microbatches in flight in each virtual
+    stage of a rank. The memory of the rank divided by the result is an upper bound on the memory of one microbatch. The
+    largest value is that of a matrix game; it is approximated by multiplicative weights."""
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
     total = np.zeros(len(rows))

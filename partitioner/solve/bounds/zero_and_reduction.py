@@ -51,10 +51,9 @@ class BlockLowerBound:
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """Return a copy of these lower bounds in which ``change`` was applied to every dict of seconds: that of
-        ``seconds`` and those of ``of_kind``. ``change``: function from such a dict (name of a block, such as a layer ->
-        pair of forward and backward seconds) to the new dict.
-        """
+        """Return a copy of these lower bounds in which every dict of seconds was replaced by ``change(dict)``.
+        ``change``: function from a dict (name of a block, such as a layer -> pair of forward and backward seconds) to
+        the new dict."""
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
@@ -108,8 +107,8 @@ class Gathers:
         """Return (forward seconds, backward seconds) of a block (such as a decoder layer) together with its ZeRO-3
         collectives.
 
-        All arguments are pairs of forward and backward seconds: ``seconds`` of the block alone, ``gathers`` of the
-        gathers of weights and scatters of gradients, and ``copies`` of copying gathered weights.
+        All arguments are pairs (forward seconds, backward seconds). ``seconds``: of the block alone. ``gathers``: of
+        the collectives that gather weights and scatter gradients. ``copies``: of copying gathered weights.
         """
         return self._add_exposed_gathers(seconds[0] + copies[0], gathers[0]), self._add_exposed_gathers(
             seconds[1] + copies[1], gathers[1]
@@ -117,10 +116,9 @@ class Gathers:
 
     def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
         """Return the seconds of a block (such as a layer) together with the part of its ZeRO-3 collectives that
-        computation does not hide. ``seconds``: those of the block alone. ``gathers_s``: those of the collectives. If
+        computation does not hide. ``seconds``: time of the block alone. ``gathers_s``: seconds of the collectives. If
         ``seconds`` contains other communication, it counts as computation that can hide collectives, so the result is a
-        lower bound.
-        """
+        lower bound."""
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
@@ -141,9 +139,9 @@ class Gathers:
 
     def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
         """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
-        backward) of copies that ZeRO-3 makes under ``candidate``: of weights out of the buffers of gathers, and of
-        gradients into those of scatters. Kernel launches are not included.
-        """
+        backward) of copies that ZeRO-3 makes under ``candidate``: gathered weights are copied out of the buffers of
+        collectives, and gradients are copied into such buffers. Kernel launches are not included. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
@@ -162,10 +160,10 @@ class Gathers:
         size, schedule and ZeRO stage.
 
         ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
-        through all stages. A backward can hide scatters for as long as it takes itself, so the shorter the step, the
-        less is hidden. The bound is computed for a stage with the mean work of all stages. The slowest stage takes at
-        least as long, because the seconds that stay exposed are a convex function of the work, and no stage waits for
-        the exposed seconds of an earlier one.
+        through all stages. A backward can hide scatters for as long as it takes itself, so a shorter step hides less.
+        The bound is computed for a stage with the mean work of all stages. The slowest stage takes at least as long,
+        because the exposed seconds are a convex function of the work, and no stage waits for the exposed seconds of an
+        earlier one.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
@@ -199,11 +197,10 @@ class Gathers:
         return self._scatters[key]
 
     def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
-        """Return two lists of groups of ranks: those over which weights are sharded under ZeRO-3, and those over which
-        experts' weights are. The lists contain the groups of every placement (assignment of ranks to devices) of
-        ``candidate``. If not all placements are known, each list has one invented group that is at least as fast as any
-        real one. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return two lists of groups of ranks: the groups over which ZeRO-3 shards weights outside of experts, and the
+        groups over which it shards weights of experts. The lists contain the groups of every placement (assignment of
+        ranks to devices) of ``candidate``. If not all placements are known, each list has one imaginary group that is
+        at least as fast as any real one. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if not self.placements.complete(candidate.grid):
             sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]
@@ -216,10 +213,9 @@ class Gathers:
 
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
         """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
-        backward) of the ZeRO-3 collectives of ``candidate`` over the fastest group. ``shards``: the possible groups
-        that share weights. ``experts``: the possible groups that share experts' weights. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
-        """
+        backward) of the ZeRO-3 collectives of ``candidate`` over the fastest group. ``shards``: the groups over which
+        weights outside of experts may be sharded. ``experts``: the groups over which weights of experts may be sharded.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0
@@ -259,10 +255,9 @@ def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str],
 
 class LeastReduced:
     """Computes lower bounds in seconds on the gradient reduction of mesh candidates (combinations of mesh sizes,
-    schedule and ZeRO stage), and caches them. ``topology``: the cluster. ``constraints``: what the user fixed.
-    ``placements``: finds the placements (assignments of ranks to devices) of a mesh. ``device``: the best device type
-    of the topology.
-    """
+    schedule and ZeRO stage), and caches them. ``topology``: the cluster. ``constraints``: the choices that the user
+    fixed. ``placements``: finds the placements (assignments of ranks to devices) of a mesh. ``device``: the best device
+    type of the topology."""
 
     def __init__(
         self, topology: Topology, constraints: Constraints, placements: Placements, device: DeviceType
@@ -298,13 +293,12 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Return how many bytes of gradients a step reduces in which collectives, as two dicts. All ranks with equal
-    weights are treated as one mesh axis ``dp``.
+    """Return the bytes of gradients that each collective of a step reduces, and which reductions are the last of their
+    gradients, as two dicts. All ranks with equal weights are treated as one mesh axis ``dp``.
 
-    The first maps (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) to the bytes of
-    gradients that this collective reduces. The second maps the mesh axes of a reduce-scatter to whether it is the last
-    reduction of its gradients. ``states``: costs of parameters, one entry for each parameter; equal parameters share
-    one object.
+    The first dict maps (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) to bytes. The
+    second maps the mesh axes of a reduce-scatter to whether it is the last reduction of its gradients. ``states``:
+    costs of parameters, one entry for each parameter; equal parameters share one object.
     """
     costs = list(states)
     often = Counter(map(id, costs))

@@ -63,8 +63,8 @@ class BatchSharing:
     """Chooses how many microbatches of the batch each rank of ``dp`` computes under ``candidate`` (mesh sizes,
     microbatch size, schedule and ZeRO stage), so that ranks on faster devices can get more. ``local``: the graphs of
     one rank. ``costs``: the costs of their block calls (such as layers) by device. ``global_batch``: samples of a step.
-    ``constraints``: what the user fixed. ``train``: whether a step has a backward. ``independent``: whether ranks of
-    ``dp`` wait for each other only at the end of a step, so that their numbers of microbatches may differ.
+    ``constraints``: the choices that the user fixed. ``train``: whether a step has a backward. ``independent``: whether
+    ranks of ``dp`` wait for each other only at the end of a step, so that their numbers of microbatches may differ.
 
     The methods take a placement: a topology with the mesh laid over it and the settings of the candidate. Results are
     cached by the identity of the placement object.
@@ -81,10 +81,9 @@ class BatchSharing:
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
-        """Return whether ranks of ``dp`` should be allowed unequal numbers of microbatches on the placement ``machine``
-        (a topology with the mesh laid over it): their pipelines differ in speed, and neither a constraint nor the
-        candidate fixes the numbers.
-        """
+        """Return whether ranks of ``dp`` may have different numbers of microbatches on the placement ``machine`` (a
+        topology with the mesh laid over it), and may gain by it: neither a constraint nor the candidate fixes the
+        numbers, and pipelines differ in speed."""
         free = self.constraints.data_shares is None and self.independent
         return free and len(machine.distinct_pipelines) > 1
 
@@ -120,9 +119,9 @@ class BatchSharing:
         return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
-        """Return the costs by which the cut into stages is chosen on the placement ``machine`` (a topology with the
-        mesh laid over it): for each pipeline stage, a dict from the name of each block (such as a layer) to the cost of
-        a call. ``shares``: the number of microbatches of each rank of ``dp``.
+        """Return, for each pipeline stage, block name -> cost of a call of the block (such as a layer), by which the
+        cut into stages is chosen. ``machine``: the placement, a topology with the mesh laid over it. ``shares``: the
+        number of microbatches of each rank of ``dp``.
 
         All pipelines get the same cut. If they differ in speed, costs are compared per microbatch of the pipeline that
         has the most. The costs of a pipeline with fewer microbatches are therefore scaled down in proportion. Each
@@ -173,10 +172,9 @@ class BatchSharing:
         return share_out(self.candidate.parts(self.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _compute_division_lower_bound(self, machine: PlacedMesh) -> float:
-        """Compute, without the cache, a lower bound in seconds on the step of every plan on the placement ``machine``
-        (a topology with the mesh laid over it), for any division of the batch among pipelines and any cut into stages;
-        return it.
-        """
+        """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
+        mesh laid over it), for any division of the batch among pipelines and any cut into stages. It is computed anew,
+        without the cache."""
         candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.global_batch)
         overlap = self.constraints.overlap_steps
         fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
@@ -200,7 +198,7 @@ class BatchSharing:
 
         ``of_stages``: for each stage of the first kind of pipeline, then for each stage of the second kind, and so on,
         the cost of a call by name of the block (such as a layer). ``different``: the distinct dicts in ``of_stages``,
-        by their ``id``. ``counts``: the number of pipelines of each kind.
+        by their Python ``id``. ``counts``: the number of pipelines of each kind.
         """
         often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
         seconds = [

@@ -100,18 +100,16 @@ class ShareRecord:
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
         """Record how fast several divisions of the batch were on one placement (assignment of ranks to devices), so
-        that :meth:`is_poor` can recognise slow ones. ``steps``: a division of the batch (the number of microbatches of
-        each rank of ``dp``) -> seconds of a step with it, for each division that was tried.
-        """
+        that slow divisions can be recognised later. ``steps``: a division of the batch (the number of microbatches of
+        each rank of ``dp``) -> seconds of a step with it, for each division that was tried."""
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
 
     def is_poor(self, shares: Shares) -> bool:
-        """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) is not
-        worth evaluating again: it was tried on at least two placements (assignments of ranks to devices), and on each
-        it was over 3 % slower than the best division there.
-        """
+        """Return whether the division of the batch ``shares`` (number of microbatches of each rank of ``dp``) need not
+        be tried again. That is so if it was tried on at least two placements (assignments of ranks to devices), and was
+        over 3 % slower than the best division on each of them."""
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
@@ -198,10 +196,9 @@ class PlacementEvaluator:
 
     def _order_divisions_by_lower_bound(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
         """Return the divisions of the batch to try first on the placement ``machine`` (a topology with the mesh laid
-        over it), the most promising first, as pairs (quick lower bound on the step in seconds, number of microbatches
-        of each rank of ``dp``). The bound is 0 where it is not needed, because there is one division, or where it
-        cannot be computed quickly.
-        """
+        over it), the most promising first. Each is a pair: a quick lower bound on the step in seconds, and the number
+        of microbatches of each rank of ``dp``. The bound is 0 where it is not needed, because there is one division, or
+        where it cannot be computed quickly."""
         shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -209,8 +206,9 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Return whether the step time of the candidate has a quick lower bound: the schedule is simulated forward by
-        forward and backward by backward (not computed with a formula), and each rank has one stage."""
+        """Return whether a lower bound on the step time can be computed quickly for a given division of the batch among
+        the ranks of ``dp``. That is the case if each rank has one stage and the step time has no formula, so that it is
+        simulated."""
         return not is_formula(self.candidate.schedule) and is_plain(
             self.candidate.schedule, self.candidate.virtual_stages
         )
@@ -253,11 +251,10 @@ class PlacementEvaluator:
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """Return three values for the placement ``machine`` (a topology with the mesh laid over it): the problem of
-        cutting block calls (such as layers) into pipeline stages on these devices, with the costs of the calls; a dict
-        from the name of each parameter and buffer to its cost; and the number of microbatches of each rank of ``dp``
-        (empty if all have equally many). ``shares``: the requested number of microbatches of each rank of ``dp``.
-        """
+        """Return the problem of cutting block calls (such as layers) into pipeline stages on the placement ``machine``
+        (a topology with the mesh laid over it). Return also name of a parameter or buffer -> its cost, and the number
+        of microbatches of each rank of ``dp`` (empty if all have equally many). ``shares``: the requested number of
+        microbatches of each rank of ``dp``."""
         job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
         costs_by_stage = self._batch_sharing.by_stage(machine, shares)
@@ -290,9 +287,8 @@ class PlacementEvaluator:
     def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
         """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the
         mesh laid over it); infinite if no cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is
-        tight enough. A tighter bound than the simple one is computed only if the simple one is smaller than that and
-        the computation is quick.
-        """
+        tight enough. If a simple bound is below ``cutoff_s``, and a tighter one is quick to compute, the tighter one is
+        returned."""
         dressed = self.dressed(machine)
         return (
             self._batch_sharing.least(dressed)
@@ -301,11 +297,10 @@ class PlacementEvaluator:
         )
 
     def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
-        """Return a probable lower bound in seconds on the step on the placement ``machine`` (a topology with the mesh
-        laid over it). It is not proven, but at least as high as the proven bound that :meth:`least` returns. It assumes
-        that no division of the batch among the ranks of ``dp`` is much faster than the divisions that are tried first.
-        ``cutoff_s``: a bound of this many seconds is tight enough.
-        """
+        """Return a probable lower bound in seconds on the step of the plans on the placement ``machine`` (a topology
+        with the mesh laid over it). It is not proven, because it assumes that no division of the batch among the ranks
+        of ``dp`` is much faster than the divisions that are tried first. It is at least as high as the proven bound of
+        this placement. ``cutoff_s``: a bound of this many seconds is tight enough."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:
@@ -315,11 +310,10 @@ class PlacementEvaluator:
         return max(quick, first * left)
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on a step on the placement ``machine`` (a topology with the mesh laid over
-        it), for a schedule without a formula for its step time, if the ranks of ``dp`` have the numbers of microbatches
-        ``shares``; infinite if no cut into stages fits in memory. ``cutoff_s``: a bound of this many seconds is tight
-        enough.
-        """
+        """Return a lower bound in seconds on a step if the ranks of ``dp`` have the numbers of microbatches ``shares``;
+        infinite if no cut into stages fits in memory. It is used for schedules without a formula for their step time.
+        ``machine``: the placement, a topology with the mesh laid over it. ``cutoff_s``: a bound of this many seconds is
+        tight enough."""
         problem, held, _ = self._build_stage_problem(machine, shares)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)

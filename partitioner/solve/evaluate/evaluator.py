@@ -44,14 +44,14 @@ class SolvedCandidate:
 
     ``num_microbatches``: number of microbatches of a rank; if ranks of ``dp`` have different numbers, the greatest.
     ``local``: the graphs of one rank. ``batch``: the layouts that split the batch into microbatches and data-parallel
-    parts. ``stages``: the cut into stages. ``estimate``: time and memory of a step.
-    ``context_model``: the model before its sequence is sharded over ``cp``; ``None`` if ``cp`` is 1. ``stage_of_call``:
-    the stage index of each call of ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices
-    of the block calls (such as layers) that are recomputed in full. ``selective``: indices of those that recompute
-    selectively. ``offload``: the kinds of data kept in host memory. ``reducing``: how gradients are reduced, such as
-    all at the end of the step. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have
-    equally many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the
-    cutoff of the search if that is smaller.
+    parts. ``stages``: the cut into stages. ``estimate``: time and memory of a step. ``context_model``: the model before
+    its sequence is sharded over ``cp``; ``None`` if ``cp`` is 1. ``stage_of_call``: the stage index of each call of
+    ``local.model``. ``devices``: the device index of each rank. ``recompute``: indices of the block calls (such as
+    layers) that are recomputed in full. ``selective``: indices of those that recompute selectively. ``offload``: the
+    kinds of data kept in host memory. ``reducing``: how gradients are reduced: by one collective or hierarchically,
+    compressed or not. ``data_shares``: the number of microbatches of each rank of ``dp``; empty if all have equally
+    many. ``lower_bound_s``: every plan of the candidate takes at least this many seconds, or at least the cutoff of the
+    search if that is smaller.
     """
 
     candidate: MeshCandidate
@@ -169,10 +169,9 @@ class CandidateEvaluator:
 
     @property
     def without_share_history(self) -> CandidateEvaluator:
-        """Return a copy of this evaluator that has forgotten which divisions of the batch among ranks were slow on
-        earlier placements (assignments of ranks to devices), so that its results do not depend on what was evaluated
-        before.
-        """
+        """Return a copy of this evaluator without its record of divisions of the batch among ranks that were slow on
+        earlier placements (assignments of ranks to devices). The results of the copy do not depend on earlier
+        evaluations."""
         return replace(self, _records=defaultdict(ShareRecord))
 
     def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
@@ -196,10 +195,9 @@ class CandidateEvaluator:
         return seconds
 
     def tries_all(self, candidate: MeshCandidate) -> bool:
-        """Return whether :meth:`solve` tries all placements (assignments of ranks to devices) of ``candidate`` and all
-        divisions of the batch among the ranks of ``dp``. Its plan is then the best of all, and not only the best of
-        those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return whether this evaluator tries all placements (assignments of ranks to devices) of ``candidate`` and all
+        divisions of the batch among the ranks of ``dp`` when it solves the candidate. Its plan is then the best of all,
+        and not only the best of those tried. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if not self.placements.complete(candidate.grid):
             return False
         independent = candidate.replicas_run_independently(self.job.model.updates)
@@ -252,11 +250,10 @@ class CandidateEvaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def list_best_rank_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return, for each device type, a dict from the name of each block (such as a layer) to the cost of a call of
-        ``candidate`` on a rank whose groups (of tensor parallelism and other axes) are the fastest that any placement
-        (assignment of ranks to devices) could have. ``costs``: the cache from which call costs are taken.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return lower bounds on the costs of calls on each device type: for each type, block name -> cost of a call of
+        the block (such as a layer). The communication groups of the rank are the fastest that any placement (assignment
+        of ranks to devices) could have. ``costs``: the cache from which call costs are taken. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         one_each = candidate.parts(self.job.global_batch) == candidate.dp
         all_wait = candidate.pp == 1 and (one_each or not candidate.replicas_run_independently(self.job.model.updates))
         best = partial(self.placements.best_group, everywhere=all_wait)

@@ -58,7 +58,8 @@ class Job:
       further programs that will have the layout of this one. ``companions``: the further programs that are sharded
       together with this one, because they cannot run in every layout of it.
 
-    ``topology``: the cluster. ``constraints``: what the user fixed. ``optimizer``: its name, such as ``"adam"``.
+    ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``optimizer``: its name, such as
+    ``"adam"``.
     """
 
     model: FoldedModel
@@ -102,15 +103,15 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples that the graphs of ``model`` are for: those of one group, or of the global
-        batch."""
+        """Return the number of samples of the batch for which the model's graphs were captured: those of one group of
+        interacting samples if the user gave a group size, else those of the global batch."""
         return self.constraints.group_size or self.global_batch
 
     @cached_property
     def expert_batch(self) -> ShardingSolution:
         """Return the layouts that split the batch into microbatches and data-parallel parts if experts are distributed
-        over ranks, which requires that the work of experts is sharded by rows (tokens). Return :attr:`batch` itself if
-        it shards that work by rows, and otherwise another solution that does."""
+        over ranks. Ranks with different samples can hold different experts only if the layouts shard the experts' work
+        by rows (tokens). The layouts are the usual ones of this job if these do so, or if no others exist."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)

@@ -1,5 +1,5 @@
-"""Cache local models (the sharded graphs that one rank runs for one microbatch) and what they cost, so that candidates
-of a search share them."""
+"""Cache local models (the sharded graphs that one rank runs for one microbatch) and their costs, so that candidates of
+a search share them."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ _LEAST_ROUNDS = 2
 @dataclass
 class LocalModels:
     """The local models of a job: the sharded graphs that one rank runs for one microbatch. Each is computed when it is
-    first needed. If sharding takes long, a forked process computes those ahead that were announced in :attr:`ahead`.
-    ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements (assignments of ranks to
-    devices) of a mesh.
-    """
+    first needed. If sharding takes long, a forked process computes in advance those that were announced in the queue
+    :attr:`ahead`. ``job``: the model, batch, cluster and constraints. ``placements``: finds the placements (assignments
+    of ranks to devices) of a mesh."""
 
     job: Job
     placements: Placements
@@ -70,19 +69,17 @@ class LocalModels:
         return candidate.tp, candidate.cp, parts, whole and (apart or self.coupled), apart, split
 
     def is_whole(self, candidate: MeshCandidate, size: int) -> bool:
-        """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples depend on that each rank has
-        a single microbatch: it has one, and samples interact. ``candidate``: mesh sizes, microbatch size, schedule and
-        ZeRO stage.
-        """
+        """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples may hold only for ranks with
+        a single microbatch: each rank has one microbatch, of this size, and samples of the batch interact.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         whole = size == candidate.microbatch_size and candidate.num_microbatches(self.job.global_batch) == 1
         return whole and self.coupled
 
     def find_wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
         """Return two values: the cache key of the sharded graphs of one rank of ``candidate`` for microbatches of
-        ``size`` samples, from which lower bounds on blocks (such as layers) are computed, and the number of
-        microbatches of a rank. ``whole``: whether all samples of a rank are one microbatch. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
-        """
+        ``size`` samples, and the number of such microbatches of a rank. Lower bounds on blocks (such as layers) are
+        computed from these graphs. ``whole``: whether all samples of a rank are one microbatch. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
         parts = self.job.global_batch // size
         dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
         return self.key(candidate, parts, whole or parts == 1), parts // dp
@@ -255,7 +252,7 @@ class LocalModels:
         compared. It is the least number that a rank of any candidate with the cache key ``key`` may have, so that the
         sharding does not depend on which of these candidates is solved first.
 
-        It is at least two, also where a rank may have one microbatch. With one, a gradient reduction inside the graph
+        It is at least two, even if a rank may have one microbatch. With one, a gradient reduction inside the graph
         would seem as cheap as a reduction at the end of a step. But the latter is cheaper, because it can run as one
         collective with others, in a bucket.
         """

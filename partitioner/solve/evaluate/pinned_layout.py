@@ -1,4 +1,5 @@
-"""The layout of a state that a further program of a plan has to keep: of states over ``tp``, and stages of calls."""
+"""The layout that the main program of a plan fixes for further programs: how parameters and buffers are sharded over
+``tp``, and on which pipeline stage each call runs."""
 
 from __future__ import annotations
 
@@ -61,11 +62,10 @@ class PinnedLayout:
         return LayoutRules(inputs, outputs, states=found)
 
     def pinned_calls(self, calls: Sequence[StageCall]) -> dict[int, int]:
-        """Return index among ``calls`` -> stage index, for each call of a block (such as a layer) of a further program
-        (such as an evaluation) whose stage is fixed by the training program, which uses the same weights: by its module
-        path, else by its parameters and buffers. The result is empty if these stage indices do not ascend in the order
-        of ``calls``.
-        """
+        """Return the stages that the plan's main program (such as training) fixes for calls of a further program (such
+        as an evaluation): index among ``calls`` -> stage index. A call of a block (such as a layer) is fixed by its
+        module path, else by its parameters and buffers, because both programs use the same weights. The result is empty
+        if these stage indices do not ascend in the order of ``calls``."""
         seen: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)
         for call in calls:

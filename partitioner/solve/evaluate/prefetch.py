@@ -1,6 +1,6 @@
 """Queue the shardings that a search will need, and results computed from them, for a second process to compute ahead.
 
-No result depends on the second process: what it has not computed is computed when it is requested.
+No result depends on the second process: a result that it has not computed is computed when it is requested.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class PrefetchQueue:
         self._known: dict[LocalKey, Solutions] = {}  # solutions that were computed ahead
 
     def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
-        """Announce what the search will request, approximately in order of use, so that a second process can compute it
-        ahead if sharding takes long. ``wanted``: local models (sharded graphs of one rank), as pairs of a cache key and
-        the number of microbatches of a rank. ``readings``: results that are computed from local models, as tuples (name
-        of the result, cache key of the model, function that computes the result)."""
+        """Announce the local models and results that the search will request, approximately in order of use, so that a
+        second process can compute them ahead if sharding takes long. ``wanted``: local models (sharded graphs of one
+        rank), as pairs of a cache key and the number of microbatches of a rank. ``readings``: results that are computed
+        from local models, as tuples (name of the result, cache key of the model, function that computes the result)."""
         for each in wanted:
             self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
         self._readings.append(readings)

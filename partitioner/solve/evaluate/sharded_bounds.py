@@ -29,9 +29,8 @@ FloorKey = tuple[int, int, int, int, int, int, int, int, int, int, bool]
 class ShardedBounds:
     """Computes lower bounds on candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) from
     their shardings, on any placement (assignment of ranks to devices). ``evaluator``: plans the candidates; shardings
-    and costs are shared with it. ``floors``: results of :meth:`bound_blocks` that are known already, such as those of a
-    search with other free memory; new ones are added.
-    """
+    and costs are shared with it. ``floors``: lower bounds on blocks (such as layers) that are known already, such as
+    those of a search with other free memory; new ones are added."""
 
     def __init__(
         self, evaluator: CandidateEvaluator, floors: dict[FloorKey, BlockLowerBound | None] | None = None
@@ -60,10 +59,12 @@ class ShardedBounds:
         return found and found.each(lambda seconds: {n: (a * share, b * share) for n, (a, b) in seconds.items()})
 
     def list_known_floors(self) -> dict[tuple[int, ...], list[tuple[float, Seconds]]]:
-        """Return all lower bounds without ZeRO that :meth:`bound_blocks` computed so far: key ``tp, ep, etp`` -> pairs
-        (number of samples whose tokens a rank processes, block name -> pair of forward and backward seconds). With
-        ``cp`` ranks that share each sample, a rank processes the tokens of a ``cp``-th of the microbatch's samples. Of
-        pairs with equal keys and numbers, that differ in the placement of their ranks, the least seconds are given.
+        """Return all lower bounds on blocks (such as layers) without ZeRO that were computed so far, as a dict:
+        (``tp``, ``ep``, ``etp``) -> list of pairs (number of samples, block name -> (forward seconds, backward
+        seconds)).
+
+        The number of samples is that whose tokens a rank processes: the microbatch size divided by ``cp``, the number
+        of ranks that share a sample. If several bounds have equal keys and numbers, the least seconds are given.
         """
         found: dict[tuple[int, ...], dict[float, Seconds]] = defaultdict(dict)
         for (_, _, cp, tp, _, ep, etp, zero, dp_shard, size, _), bound in self.floors.items():
@@ -123,10 +124,10 @@ class ShardedBounds:
         return (pp, dp, cp, tp, one, *rest), (candidate, size, whole)
 
     def bound_call_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """Return three values for ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): the graphs of
-        one rank; a dict from the name of each block (such as a layer) to a lower bound on the cost of a call on any
-        placement (assignment of ranks to devices); and a dict from the name of each parameter or buffer to its cost on
-        a rank.
+        """Return the data for lower bounds on ``candidate`` on any placement (assignment of ranks to devices), as three
+        values: the graphs of one rank; block name -> lower bound on the cost of a call of the block (such as a layer);
+        and name of a parameter or buffer -> its cost on a rank. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
 
         Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` if the model cannot be sharded
         in this way.
@@ -135,11 +136,13 @@ class ShardedBounds:
         return local.model, combine_fastest_costs(self._evaluator.list_stage_costs(candidate, costs)), states
 
     def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """Return three values from which lower bounds follow for ``candidate``, and for all candidates which differ
-        from it only in their ZeRO stage and need at least as much memory: the graphs of one rank; a dict from the name
-        of each block (such as a layer) to a lower bound on the cost of a call without ZeRO; and a dict from the name of
-        each parameter or buffer to its cost. Return ``None`` if devices differ in speed, because the ZeRO stage then
-        also decides how the batch may be divided. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the data for lower bounds on ``candidate`` and on all candidates that differ from it only in their
+        ZeRO stage and need at least as much memory. Return ``None`` if devices differ in speed, because the ZeRO stage
+        then also decides how the batch may be divided. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
+
+        The data are three values: the graphs of one rank; block name -> lower bound on the cost of a call of the block
+        (such as a layer) without ZeRO; and name of a parameter or buffer -> its cost.
         """
         if self._has_mixed_speeds:
             return None
@@ -152,11 +155,10 @@ class ShardedBounds:
         return len(self._placements.topology.paces[0]) > 1
 
     def _is_at_best(self, candidate: MeshCandidate) -> bool:
-        """Return whether the lower bounds on the block calls (such as layers) of ``candidate`` are for the same kind of
-        rank (device and groups) as the one that its sharding is optimized for. Only then can a bound for one microbatch
-        size be scaled to another, because no other sharding costs less. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
-        """
+        """Return whether the sharding of ``candidate`` was optimized for the best kind of rank (device and groups) that
+        any placement has. Lower bounds on its block calls (such as layers) are for this kind of rank. Only in this case
+        can a bound for one microbatch size be scaled to another, because no other sharding costs less there.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         if self._placements.complete(candidate.grid):
             return True
         groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
@@ -198,11 +200,10 @@ class ShardedBounds:
 
 
 def _bound_block_seconds(model: FoldedModel, local: LocalModel, costs: Costs) -> Seconds:
-    """Return, for each block (such as a layer) of the unsharded ``model``, name -> least (forward seconds,
-    backward seconds) of a call. ``local``: the graphs of one rank. ``costs``: the costs of the blocks of ``local``.
-    These blocks may differ from those of the unsharded model, so calls of the two models are matched by their
-    module path.
-    """
+    """Return a lower bound on the seconds of one call of each block (such as a layer) of the unsharded ``model``: block
+    name -> (forward seconds, backward seconds). ``local``: the graphs of one rank. ``costs``: the costs of the blocks
+    of ``local``. These blocks may differ from those of the unsharded model, so calls of the two models are matched by
+    their module path."""
     least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
     of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
     found: dict[str, tuple[float, float]] = {}

@@ -1,11 +1,11 @@
-"""Make a wide problem smaller: nodes in equal surroundings get one choice together.
+"""Make a large assignment problem smaller: nodes in equal surroundings get one choice together.
 
-A loop that is unrolled in the graph of a model repeats its nodes and edges many times. They differ in costs alone,
-since the lengths of slices differ. Colour refinement (Weisfeiler and Leman, 1968) finds such nodes: two nodes have the
-same colour if they have the same choices, and their edges allow the same pairs and lead to the same colours. Nodes of
-one colour become one node, whose costs are the sums of theirs. An assignment of the smaller problem is one of the
-original problem, at the same cost. The optimum of the original problem may cost less, so a lower bound must come from
-elsewhere.
+A loop that is unrolled in the graph of a model repeats its nodes and edges many times. The repetitions differ in costs
+alone, because they process tensors of different lengths. Colour refinement (Weisfeiler and Leman, 1968) finds such
+nodes: two nodes have the same colour if they have the same choices, and their edges allow the same pairs of choices and
+lead to the same colours. Nodes of one colour become one node, whose costs are the sums of theirs. An assignment of the
+smaller problem is one of the original problem, at the same cost. The optimum of the original problem may cost less, so
+a lower bound must come from elsewhere.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class MergedProblem:
     merged_of: list[int]
 
     def restore(self, choice: Sequence[int]) -> list[int]:
-        """Return the choice of each node of the original problem, before nodes were merged. ``choice``: the choice of
-        each merged node."""
+        """Return the choice of each node of the original assignment problem (one choice per node, at the least total
+        cost), in which nodes are not merged. ``choice``: the choice of each merged node."""
         return [choice[merged] for merged in self.merged_of]
 
 
@@ -53,7 +53,8 @@ def merge_alike_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, T
     sums: list[Vector | None] = [None] * (max(merged_of, default=-1) + 1)
 
     def add(merged: int, cost: Vector) -> None:
-        """Add ``cost``, an array with one entry for each choice, to the costs of the merged node ``merged``."""
+        """Add ``cost``, an array with one entry for each choice of a node of the assignment problem, to the costs of
+        the merged node with the index ``merged``."""
         before = sums[merged]
         sums[merged] = cost if before is None else before + cost
 

@@ -94,10 +94,9 @@ class AssignmentProblem:
                 raise ValueError(f"edge ({i}, {j}) needs a table of shape {expected}, got {table.shape}")
 
     def objective(self, choice: Sequence[int]) -> float:
-        """Return the cost of an assignment; infinite if it contains a forbidden choice or pair, or exceeds a limit.
-        ``choice``: for each node, the index of its choice. In the assignment problem, each node gets one choice, at the
-        least total cost.
-        """
+        """Return the cost of the assignment ``choice`` (for each node, the index of its choice): the sum of the costs
+        of the nodes and of the pairs of nodes with an edge. The cost is infinite if the assignment contains a forbidden
+        choice or pair, or exceeds a limit."""
         if any(sum(u[choice[i]] for i, u in row.usage.items()) > row.limit for row in self.rows):
             return float("inf")
         if self.memory is not None and self.memory.peak(choice) > self.memory.limit:
@@ -126,8 +125,9 @@ class Assignment:
 
 
 def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[ResourceConstraint]:
-    """Return a memory limit as resource constraints: one for each maximal set of nodes that are in memory at the same
-    time and could exceed ``limit``. In the assignment problem, each node gets one choice, at the least total cost.
+    """Return a memory limit as resource constraints of an assignment problem (one choice per node, at the least total
+    cost). There is one constraint for each maximal set of nodes that are in memory at the same time and could exceed
+    ``limit``.
 
     ``intervals``: for each node the half-open interval of time steps in which it is in memory; an empty one uses
     nothing. ``usages``: for each node an array with the memory of each choice. ``limit``: the memory that nodes may use
@@ -166,12 +166,14 @@ def solve_assignment(
     """Return the cheapest assignment of ``problem`` to within ``relative_gap`` (a fraction of its cost), or the best
     one found in ``time_limit_s`` seconds.
 
-    ``settle``: whether to accept a good assignment that is not proven to be optimal. Such an assignment is returned if
-    the mixed-integer program has more than ``most_variables`` variables, if the solver finds nothing better in time, or
-    if the program has more than ``slow_variables`` variables and the assignment is within 0.05 % of a bound. It comes
-    from a smaller problem or from a dual ascent with local improvement, and its lower bound from a dual ascent. There
-    is none if a resource limit restricts the choices. Raises :class:`InfeasibleAssignmentError` if no assignment is
-    allowed, and :class:`AssignmentTimeLimitError` if none was found in time.
+    ``settle``: whether to accept a good assignment that is not proven to be optimal. It comes from a smaller problem or
+    from a dual ascent with local improvement, and its lower bound from a dual ascent. It is returned in three cases:
+    the mixed-integer program has more than ``most_variables`` variables; the solver finds nothing better in time; or
+    the program has more than ``slow_variables`` variables and the assignment is within 0.05 % of the bound. There is no
+    such assignment if a resource limit restricts the choices.
+
+    Raises :class:`InfeasibleAssignmentError` if no assignment is allowed, and :class:`AssignmentTimeLimitError` if none
+    was found in time.
     """
     start = time.perf_counter()
     rows = list(problem.rows)
@@ -279,9 +281,9 @@ def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dic
     optimal assignment has. Only connected components are treated for which dynamic programming would need tables of
     more than ``most_work`` entries.
 
-    Return a good choice for each node of these components (node index -> index among the node's original choices), a
-    lower bound on the cost of every assignment of the whole problem, and how much more than their part of it these
-    components cost with the good choices.
+    Return three values. The first is a good choice for each node of these components: node index -> index among the
+    node's original choices. The second is a lower bound on the cost of every assignment of the whole problem. The third
+    is the gap of these components: the cost of their good choices minus the lower bound on their cost.
     """
     near, bound, gap = dict[int, int](), reduction.constant, 0.0
     for nodes in _find_components(reduction):
@@ -340,10 +342,9 @@ def _count_variables(reduction: ReducedProblem) -> int:
 def _extract_component_costs(
     reduction: ReducedProblem, nodes: Sequence[int]
 ) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
-    """Return two dicts from the reduced assignment problem ``reduction`` (one choice per node, at the least total
-    cost): node -> costs of its choices for each of ``nodes``, and (i, j) -> table of the costs of each pair of choices
-    of two connected nodes, with i < j.
-    """
+    """Return the costs of ``nodes`` in the reduced assignment problem ``reduction`` (one choice per node, at the least
+    total cost), as two dicts: node -> costs of its choices, and (i, j) -> table of the costs of each pair of choices of
+    two connected nodes i < j."""
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 
@@ -424,7 +425,7 @@ class _MixedIntegerProgram:
         self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
 
     def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
-        """Solve this program of an assignment problem (one choice per node, least total cost), write the choice of each
+        """Solve this program of an assignment problem (one choice per node, least total cost). Write the choice of each
         of its nodes into ``choice`` (node index -> index of the choice), and return a lower bound on the cost of these
         nodes.
 
@@ -455,9 +456,9 @@ class _MixedIntegerProgram:
         return float(result.termination.objective_bounds.dual_bound) / self.scale
 
     def _build_model_proto(self) -> model_pb2.ModelProto:
-        """Return this mixed-integer program as a MathOpt proto. Its costs are those of the assignment problem (one
-        choice per node, at the least total cost) times ``self.scale``.
-        """
+        """Return this mixed-integer program as a MathOpt proto. The costs of the assignment problem (one choice per
+        node, at the least total cost) are multiplied by ``self.scale``, so that the largest cost is a constant that
+        suits the solver."""
         proto = model_pb2.ModelProto()
         ids = np.arange(self.num_variables)
         proto.variables.ids.extend(ids.tolist())

@@ -1,9 +1,10 @@
 """Eliminate choices that no optimal assignment contains, by a lower bound and a known assignment close to it.
 
-A sequential dual ascent (TRW-S: Kolmogorov, "Convergent Tree-reweighted Message Passing", 2006, on monotonic chains)
-moves costs between nodes and tables. This does not change the cost of any assignment. The sum of all minima is then a
-lower bound. If a choice exceeds the minimum of its node by more than the gap between the lower bound and the known
-assignment, the choice is removed.
+An assignment takes one choice for each node; nodes and pairs of nodes have costs (pairs in tables). A sequential dual
+ascent (TRW-S: Kolmogorov, "Convergent Tree-reweighted Message Passing", 2006, on monotonic chains) moves costs between
+nodes and tables. This does not change the cost of any assignment. The sum of all minima is then a lower bound. If a
+choice exceeds the minimum of its node by more than the gap between the lower bound and the known assignment, the choice
+is removed.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class Reparametrization:
             self.unary[node] = unary
 
     def _gather_messages(self, node: int) -> Vector:
-        """Subtract the minima of all cost tables of ``node`` from these tables, and return the costs of the choices of
-        ``node`` with the minima added. A table has the costs of all pairs of choices of ``node`` and one neighbour, and
-        a minimum is taken over the neighbour's choices.
-        """
+        """Move the minima of all cost tables of ``node`` to its own costs: subtract them from the tables, and return
+        the costs of the choices of ``node`` with the minima added. A table has the costs of all pairs of choices of
+        ``node`` and one neighbour, and a minimum is taken over the neighbour's choices. An assignment takes one choice
+        per node; its total cost stays unchanged if the caller stores the result."""
         unary = self.unary[node]
         for pair, dim, _ in self.near[node]:
             table = self.tables[pair]
@@ -93,9 +94,9 @@ class Reparametrization:
         return choice
 
     def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
-        """Return the cost of each choice of ``node`` with its edges, given the choices of other nodes. ``choice``: node
-        -> index of its choice. A neighbour that is not in ``choice`` takes the choice that is cheapest on its edge to
-        ``node``."""
+        """Return the cost of each choice of ``node`` of the assignment problem (one choice per node), with its edges,
+        given the choices of other nodes. ``choice``: node -> index of its choice. A neighbour that is not in ``choice``
+        takes the choice that is cheapest on its edge to ``node``."""
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])

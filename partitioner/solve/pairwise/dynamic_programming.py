@@ -1,4 +1,5 @@
-"""Exact dynamic programming: solve a pairwise assignment problem by eliminating one node after the other.
+"""Exact dynamic programming for a pairwise assignment problem (one choice per node, at the least total cost): eliminate
+one node after the other.
 
 Minimising over a node leaves one table over its neighbours. If the graph is narrow, these tables stay small and the
 optimum is found in milliseconds. The graphs of model blocks are narrow after the presolve. :func:`elimination_order`

@@ -1,9 +1,10 @@
-"""Improve a known assignment of a problem that is too wide for dynamic programming.
+"""Improve a known assignment (one choice per node, at little total cost) of a problem that is too large for dynamic
+programming.
 
 If a table over a node's neighbours would be too large, one of the neighbours keeps its present choice, which removes it
-from the graph. Dynamic programming then finds the best choices of all other nodes, given the fixed ones. They cost no
-more than the known assignment (conditioning: Dechter, "Enhancement schemes for constraint processing", 1990). In the
-next round other nodes keep their choices.
+from the graph. Dynamic programming then finds the best choices of all other nodes, given the fixed ones. The result
+costs no more than the known assignment (conditioning: Dechter, "Enhancement schemes for constraint processing", 1990).
+In the next round other nodes keep their choices.
 """
 
 from __future__ import annotations

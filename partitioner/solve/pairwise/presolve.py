@@ -1,11 +1,12 @@
-"""Reduce a pairwise assignment problem without losing its optimum.
+"""Reduce a pairwise assignment problem (one choice per node, at the least total cost) without losing its optimum.
 
-Every step keeps at least one optimal assignment. The steps can be undone on a solution of what is left. In the order in
-which they are tried on a node:
+Every step keeps at least one optimal assignment, and can be undone on a solution of the reduced problem. These are the
+steps, in the order in which they are tried on a node:
 
-- Normalise: move row and column minima of a table into the costs of its nodes; drop tables of zeros and impossible
-  choices.
-- Force: add the costs of a node with one choice to its neighbours, and subtract its usage from the limits.
+- Normalise: move row and column minima of a table of pair costs into the costs of its nodes; drop tables of zeros and
+  impossible choices.
+- Force: if a node has one choice left, add the costs of its pairs to its neighbours, and subtract its usage from the
+  resource limits.
 - Eliminate: minimise over a node with at most two neighbours (and no resource), which leaves a table of these two.
 - Follow: merge a node whose choice is decided by one neighbour's choice into that neighbour.
 - Dominate: drop a choice if another is never worse, whatever the neighbours choose (Goldstein's criterion).
@@ -36,9 +37,8 @@ _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
 class InfeasibleAssignmentError(PartitionError):
-    """Error that is raised if no assignment (one choice for each node) satisfies the constraints. ``nodes``: the
-    indices of nodes that have no choice left.
-    """
+    """Error that is raised if no assignment (one choice for each node) satisfies the constraints. ``message``: its
+    text. ``nodes``: the indices of nodes that have no choice left."""
 
     def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -48,7 +48,8 @@ class InfeasibleAssignmentError(PartitionError):
 @dataclass(frozen=True)
 class _Function:
     """The choice of a node that was eliminated from an assignment problem (one choice per node, at the least total
-    cost), as a function of its neighbours' choices. It serves to restore the choice when the others are known.
+    cost), as a function of its neighbours' choices. When these are known, it gives the choice of the node.
+
     ``node``: the eliminated node. ``neighbours``: the nodes with which it shared a cost table. ``labels``: for each
     neighbour, the choices that it had left at that time, as original indices in increasing order. ``choice``: an array
     of original indices of choices of ``node``; it has one dim per neighbour, indexed by the position of the neighbour's
@@ -145,10 +146,9 @@ class ReducedProblem:
         self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
-        """Return a list with the choice of every node of the original assignment problem (one choice per node, at the
-        least total cost), as an index among its original choices. ``choice``: for each node i that was left to solve,
-        an index into ``costs[i]``, its remaining choices.
-        """
+        """Return the choice of every node of the original assignment problem (one choice per node, at the least total
+        cost), as an index among the node's original choices. ``choice``: for each node i that was left to solve, an
+        index into ``costs[i]``, the costs of its remaining choices."""
         full = {node: int(self.alive[node][index]) for node, index in choice.items()}
         for step in reversed(self._undo):
             where = tuple(
@@ -160,10 +160,10 @@ class ReducedProblem:
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
     def _normalise_tables(self, node: int) -> bool:
-        """Simplify the cost tables of ``node`` (costs of pairs of choices with a neighbour) that changed since the last
-        call. The minimum of each row and column is moved into the costs of the single node's choice. Then tables of
-        zeros, and choices of infinite cost, are dropped. Return whether choices of ``node`` were dropped.
-        """
+        """Simplify the cost tables of ``node`` of the assignment problem (one choice per node, at the least total cost)
+        that changed since the last call. A table has the costs of pairs of choices of ``node`` and a neighbour. The
+        minimum of each row and column is moved into the cost of the single choice. Then tables of zeros, and choices of
+        infinite cost, are dropped. Return whether choices of ``node`` were dropped."""
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:
@@ -192,9 +192,8 @@ class ReducedProblem:
 
     def _fix_forced_choice(self, node: int) -> bool:
         """Decide ``node`` of the assignment problem (one choice per node, at the least total cost) if it has a single
-        choice left: add the costs of its pairs with each neighbour's choices to the costs of these choices, and
-        subtract its resource usage from the limits. Return whether this was done.
-        """
+        choice left. The costs of its pairs with each neighbour's choices are added to the costs of these choices, and
+        its resource usage is subtracted from the limits. Return whether this was done."""
         if len(self.costs[node]) != 1:
             return False
         for other, table in self.tables[node].items():
@@ -383,11 +382,10 @@ class ReducedProblem:
 
 
 def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a boolean matrix whose entry ``[p, q]`` is true if choice ``p`` of a node allows some choice of a
-    neighbour that choice ``q`` does not allow. ``possible``: a boolean matrix with a row for each choice of the node
-    and a column for each choice of its neighbours, true if the two are allowed together. BLAS is not used, because its
-    threads wait for each other.
-    """
+    """Return a boolean matrix about the choices of a node of an assignment problem (one choice per node). Its entry
+    ``[p, q]`` is true if choice ``p`` allows some choice of a neighbour that choice ``q`` does not allow. ``possible``:
+    a boolean matrix with a row for each choice of the node and a column for each choice of its neighbours, true if the
+    two are allowed together. BLAS is not used, because its threads wait for each other."""
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]
     if len(packed) * packed.size <= _ALWAYS_COMPARED:

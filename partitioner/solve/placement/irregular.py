@@ -69,12 +69,10 @@ def has_all_arrangements(topology: Topology) -> bool:
 
 
 def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
-    """Yield one placement, an array of shape ``[ranks]`` with device indices of ``topology``, for every way to divide
-    the sizes of the mesh axes between "inside a node" and "between nodes". It serves equal nodes that do not divide
-    into groups of ``size`` devices without remainder; in all other cases nothing is yielded, because other functions
-    list the placements. ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp`` and one
-    of ``dp``.
-    """
+    """Yield placements on equal nodes whose number of devices ``size`` does not divide, as arrays of shape ``[ranks]``
+    with device indices of ``topology``: one for every way to divide the sizes of the mesh axes between "inside a node"
+    and "between nodes". For all other nodes nothing is yielded, because other functions list their placements.
+    ``mesh``: axis -> number of ranks. ``size``: number of ranks with one index of ``pp`` and one of ``dp``."""
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]
@@ -187,10 +185,12 @@ def _cut_node_into_groups(
     templates: dict[tuple[bytes, int], list[int]],
 ) -> Ints:
     """Return the device indices of one node of ``topology``, ordered so that each ``size`` consecutive devices form a
-    group. Nodes with equal links and devices get the same order, which is cached in ``templates``: (key of links and
-    devices, key of the sort order) -> the order, as device indices minus that of the node's first device. ``node``:
-    index of the node. ``features``, ``sign`` and ``key``: the devices are first sorted by column ``key`` of
-    ``features`` (one row per device), descending if ``sign`` is -1.
+    group. ``node``: index of the node. ``features``, ``sign`` and ``key``: the devices are first sorted by column
+    ``key`` of ``features`` (one row per device), descending if ``sign`` is -1.
+
+    Nodes with equal links and devices get the same order. ``templates``: cache of these orders, as device indices minus
+    that of the node's first device. Its key is a pair: the links and features of the node's devices as bytes, and a
+    number for the sort order.
     """
     devices = np.flatnonzero(topology.node_of == node)
     own = features[devices]

@@ -85,8 +85,8 @@ class BestPlacement(Generic[Result]):
     """The cheapest placement that was tried.
 
     ``machine``: the topology with the mesh laid over it, which contains the device of each rank. ``cost``: the cost
-    that the evaluator returned, seconds of a step in the search. ``result``: what the evaluator returned besides, such
-    as the plan.
+    that the evaluator returned, seconds of a step in the search. ``result``: the evaluator's second result, such as the
+    plan.
     """
 
     machine: PlacedMesh
@@ -156,10 +156,10 @@ class Placements:
         return bool(self.topology.own_links or self.topology.pattern_kinds)
 
     def best_group(self, size: int, everywhere: bool = False) -> Group:
-        """Return an invented group of ``size`` devices for lower bounds: no collective over any real group of this size
-        is faster. ``everywhere``: whether all devices belong to groups of ``size`` that run collectives at the same
-        time and wait for the slowest group. If so, only the slowest group is bounded: no collective over it is faster
-        than over the returned group."""
+        """Return an imaginary group of ``size`` devices for lower bounds: no collective over any real group of this
+        size is faster. ``everywhere``: whether all devices belong to groups of ``size`` that run collectives at the
+        same time and wait for the slowest group. If so, only the slowest group is bounded: no collective over it is
+        faster than over the returned group."""
         if (size, everywhere) not in self._best_groups:
             self._best_groups[size, everywhere] = best_group(self.topology, size, everywhere)
         return self._best_groups[size, everywhere]

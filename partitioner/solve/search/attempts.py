@@ -1,6 +1,7 @@
 """Plan single candidates for a search, and for the candidates that are tried after it.
 
-Each attempt knows the step time to beat, and which candidates cannot fit since others did not.
+Plans that are slower than the best one so far are not pursued. A candidate is skipped if it cannot fit in memory,
+because another one that differs only in ZeRO and needs no more memory did not fit.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from partitioner.solve.search.warm_start import WarmStart
 
 
 def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
-    """Return a copy of ``candidate`` that keeps only mesh sizes and microbatch size: schedule, virtual stages and ZeRO
-    have fixed values. It serves as a key of all candidates with the same mesh and microbatch size."""
+    """Return a key that is equal for candidates with the same mesh and microbatch size: a copy of ``candidate`` in
+    which schedule, virtual stages and ZeRO have fixed values."""
     return replace(candidate, schedule="", virtual_stages=1, zero=0, dp_shard=0)
 
 
 def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
-    """Yield keys of meshes whose placement (assignment of ranks to devices), if it is known, can also be used for
-    ``candidate``: its own mesh, then meshes with half of its ``cp`` and twice its ``tp`` or ``dp``. A key is a
-    candidate (mesh sizes, microbatch size, schedule and ZeRO stage) with fixed schedule, virtual stages and ZeRO.
-    """
+    """Yield the meshes whose known placement (assignment of ranks to devices) can also be used for ``candidate``: its
+    own mesh, then meshes with half of its ``cp`` and twice its ``tp`` or ``dp``. A mesh is given as a candidate with
+    these sizes and this microbatch size, whose schedule, virtual stages and ZeRO have fixed values. ``candidate``: mesh
+    sizes, microbatch size, schedule and ZeRO stage."""
     yield mesh_of(candidate)
     if candidate.cp % 2 == 0:
         for axis in ("tp", "dp"):
@@ -76,16 +77,18 @@ class CandidateAttempts:
         return replace(found, partly=not is_complete, unsure=not self.evaluator.tries_all(candidate))
 
     def remember_devices(self, solved: Iterable[EvaluatedCandidate]) -> None:
-        """Keep the placement (device of each rank) of the fastest plan of each mesh for
-        :meth:`evaluate_on_known_devices`. ``solved``: plans of candidates.
-        """
+        """Store the placement (device of each rank) of the fastest plan of each mesh, so that other candidates with
+        similar meshes can be planned on the same devices. ``solved``: plans of candidates."""
         for each in sorted(solved, key=lambda found: -found.step_time):
             self.devices[mesh_of(each.payload.candidate)] = each.payload.devices
 
     def evaluate_on_known_devices(self, candidate: MeshCandidate) -> EvaluatedCandidate:
-        """Plan ``candidate`` without a lower bound. If all placements (assignments of ranks to devices) would be tried,
-        use the devices of a known plan instead: one with the same mesh, or one with half as many ranks along ``cp`` and
-        twice as many along ``tp`` or ``dp``. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Plan ``candidate`` without a lower bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage.
+
+        The placement (assignment of ranks to devices) of a known plan is reused instead of a new search if the cluster
+        is one on which the search finds the best placement of every mesh. The known plan has the same mesh, or half as
+        many ranks along ``cp`` and twice as many along ``tp`` or ``dp``.
         """
         key = next((key for key in meshes_around(candidate) if key in self.devices), None)
         is_complete = self.evaluator.placements.complete(candidate.grid)

@@ -70,11 +70,10 @@ class LayoutFamily:
     space: SearchSpace
 
     def promising(self, most_s: float) -> list[MeshCandidate]:
-        """Return those layouts of this family (all variants of a well-known layout, such as ZeRO-3) that may fit in
-        memory and take less than ``most_s`` seconds per step by their lower bounds, in the order in which to plan them.
-        First comes the best layout of each combination of ``pp``, ``tp`` and ``cp``, then the others; each of these two
-        parts is in increasing order of expected time.
-        """
+        """Return the layouts of this family (all variants of a well-known layout, such as ZeRO-3) that are worth
+        planning: by their lower bounds, they may fit in memory and take less than ``most_s`` seconds per step. They are
+        in the order in which to plan them. First comes the best layout of each combination of ``pp``, ``tp`` and
+        ``cp``, then the others; each of these two parts is in increasing order of expected time."""
         if not self.candidates:
             return []
         times = self.bounds.times(self.candidates)
@@ -319,10 +318,10 @@ def _tune_standard_layout(
     evaluator: CandidateEvaluator,
     until: float,
 ) -> Candidate | None:
-    """Return the outcome (step time and memory of a plan, or the reason why there is none) with the least step time
-    among the variants of the well-known layout ``standard``, such as ZeRO-3. ``standard.family.candidates``: these
-    variants, candidates that differ in mesh, microbatch size, schedule and ZeRO settings. If ``standard.family`` is
-    ``None``, or if no variant has a plan, return ``textbook``.
+    """Return the fastest variant of the well-known layout ``standard``, such as ZeRO-3, as its outcome: step time and
+    memory of its plan, or the reason why there is none. ``standard.family.candidates``: the variants, candidates that
+    differ in mesh, microbatch size, schedule and ZeRO settings. If ``standard.family`` is ``None``, or if no variant
+    has a plan, return ``textbook``.
 
     ``textbook``: the outcome of the layout itself; ``None``: it was not planned. ``rows``: the outcomes of the search.
     Those of variants are found by comparing mesh, microbatch size, schedule, virtual stages and ZeRO settings; an
@@ -432,8 +431,8 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
 
 
 def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
-    """Return those of the well-known layouts ``found`` whose name is in ``names``. Each is marked as excluded from the
-    search by the user's constraints, unless it is already marked with another reason."""
+    """Return the well-known layouts in ``found`` whose names are in ``names``, marked as excluded from the search by
+    the user's constraints. A layout that is already marked with another reason keeps it."""
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 

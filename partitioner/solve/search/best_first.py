@@ -128,9 +128,8 @@ class SearchProgress:
 class SearchResult:
     """The result of a search: the best candidate (mesh sizes, microbatch size, schedule and ZeRO stage), its plan
     (``best``), and the certificate, which says how near the plan is to the optimum. ``num_evaluated``: number of
-    candidates that were evaluated. ``rows``: candidate -> what became of it. ``interrupted``: whether the search ended
-    early, at its time limit or by ``KeyboardInterrupt``.
-    """
+    candidates that were evaluated. ``rows``: candidate -> its outcome (solved, pruned by a bound, or infeasible).
+    ``interrupted``: whether the search ended early, at its time limit or by ``KeyboardInterrupt``."""
 
     candidate: MeshCandidate
     best: EvaluatedCandidate
@@ -162,11 +161,10 @@ class CandidatePlanner(Protocol):
         """
 
     def estimate_effort(self, candidate: MeshCandidate) -> float:
-        """Return the effort of evaluating ``candidate`` if it has several virtual stages on a rank, as a fraction of a
-        budget: the effort that the search may spend on such candidates without finding a better plan. When the sum of
-        the fractions reaches 1, the search skips the other such candidates. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
-        """
+        """Return the effort of evaluating ``candidate``, which has several virtual stages on a rank, as a fraction of a
+        budget. The budget limits how much the search spends on such candidates without finding a better plan: when the
+        sum of the fractions reaches 1, the search skips the other such candidates. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
 
 
 @dataclass
@@ -180,7 +178,7 @@ class BestFirstSearch:
     at least this many seconds are of no interest. ``time_limit_s``: after this time, or on ``KeyboardInterrupt``, the
     best plan so far is returned with its gap. ``progress``: called before each evaluation, and from time to time
     between evaluations. ``bounds``, ``planner``: compute lower bounds and plans of candidates. ``outcomes``: candidate
-    -> what became of it. ``incumbent``: the candidate with the best plan so far.
+    -> its outcome (solved, pruned by a bound, or infeasible). ``incumbent``: the candidate with the best plan so far.
     """
 
     bounds: Bounds
@@ -267,11 +265,10 @@ class BestFirstSearch:
         left_out: Mapping[MeshCandidate, str],
         before: Mapping[MeshCandidate, CandidateOutcome],
     ) -> None:
-        """Create an outcome, the record of what the search finds out about a candidate, for each of ``candidates``
-        (combinations of mesh sizes, microbatch size, schedule and ZeRO stage), with its quickest lower bound. Bounds
-        and errors of an earlier search are taken over. ``left_out``: candidates that are reported but not searched, and
-        the reasons. ``before``: candidate -> its outcome in the earlier search.
-        """
+        """Create an outcome for each of ``candidates`` (combinations of mesh sizes, microbatch size, schedule and ZeRO
+        stage), with its quickest lower bound. An outcome is the record of the search for a candidate. Bounds and errors
+        of an earlier search are taken over. ``left_out``: candidates that are reported but not searched, and the
+        reasons. ``before``: candidate -> its outcome in the earlier search."""
         is_choice = len(candidates) > 1
         first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
         self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}
@@ -502,7 +499,7 @@ Found = TypeVar("Found")
 @dataclass
 class ZeroInfeasibility:
     """Skips candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) that cannot fit in
-    memory, because another candidate did not fit that differs from them only in ZeRO and needs no more bytes for
+    memory, because another candidate did not fit. The other candidate differs only in ZeRO, and needs no more bytes for
     parameters, gradients and optimizer states. ``state_bytes``: function that returns these bytes on a rank of a
     candidate.
 
@@ -517,10 +514,11 @@ class ZeroInfeasibility:
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
         """Return ``solve(candidate)``, the plan of ``candidate``. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage. Raises the :class:`CapacityError` of ``solve`` if the plan does not fit in memory. If an earlier
-        candidate that differs only in ZeRO and needs no more memory did not fit, its error is raised again, without a
-        call of ``solve``; this is checked only for schedules with several stages on a rank or without a formula for the
-        step time.
+        and ZeRO stage. Raises the :class:`CapacityError` of ``solve`` if the plan does not fit in memory.
+
+        ``solve`` is not called if an earlier candidate that differs only in ZeRO and needs no more memory did not fit;
+        its error is raised again. This is checked only for schedules with several stages on a rank or without a formula
+        for the step time.
         """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)

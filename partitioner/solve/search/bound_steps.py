@@ -94,11 +94,13 @@ class BoundCascade:
 
     def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return approximate lower bounds in seconds on the step times of candidates outside the search, shape
-        ``[candidates]``, without a sharding of their own. The seconds of blocks (such as layers) are those of the
-        shardings that the search has computed for equal ``tp``, ``ep`` and ``etp``, in proportion to the tokens of a
-        rank. More ranks for a sequence (``cp``) only add collectives for attention, which are left out. Where the
-        search has computed none, the bound is that of :meth:`times`. ``candidates``: combinations of mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        ``[candidates]``, without a sharding of their own. ``candidates``: combinations of mesh sizes, microbatch size,
+        schedule and ZeRO stage.
+
+        The seconds of blocks (such as layers) are those of the shardings that the search has computed for equal ``tp``,
+        ``ep`` and ``etp``, in proportion to the tokens of a rank. More ranks for a sequence (``cp``) only add
+        collectives for attention, which are left out. Where the search has computed none, the bound is that of the
+        unsharded model.
         """
         solved, known = self.sharded.list_known_floors(), dict[Hashable, Seconds]()
         for kind, candidate in {BY_BLOCKS(candidate): candidate for candidate in candidates}.items():

@@ -85,10 +85,10 @@ class CandidateOutcome:
 
     @property
     def lower_bound_s(self) -> float:
-        """Return the seconds that a step of this candidate takes at least, for use in a later search: the step time of
-        its plan if it was evaluated, otherwise its lower bound or, if it was skipped because no better plan was
-        expected, the step time that its plans were expected to reach at least. Infinite if the candidate has no plan.
-        """
+        """Return a lower bound in seconds on the step time of this candidate, for use in a later search. It is the step
+        time of the best plan if the candidate was evaluated, and infinite if it has no plan. If it was skipped because
+        no better plan was expected, it is the step time that its plans were expected to reach at least. Otherwise it is
+        the proven bound."""
         if self.error is not None:
             return float("inf")
         return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.pruned_s)

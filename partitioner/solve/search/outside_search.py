@@ -1,9 +1,9 @@
 """Try candidates outside the search that may be faster than its best plan: schedules with several virtual stages on a
-rank, and sequences that more ranks share.
+rank, and sequences that are sharded over more ranks.
 
 The search and its bounds use schedules with one stage on each rank. For other schedules the bounds are loose where
-memory is short, because the memory of a rank depends on the order of its actions. They are therefore ranked by an
-estimate of the step time, and solved in this order.
+memory is short, because the memory of a rank depends on the order of its forwards and backwards. These candidates are
+therefore ranked by an estimate of the step time, and solved in this order.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def list_promising_candidates(
     rows: Mapping[MeshCandidate, CandidateOutcome],
     bounds: Bounds,
 ) -> Iterator[MeshCandidate]:
-    """Yield candidates that the search has not tried and that may be faster than the best plan: first the best
-    pipelines of the search with several virtual stages on a rank, then the best plan with twice as many ranks that
-    share a sequence, then others, the most promising first. Stop when none is expected to be faster, or when several in
-    a row were not.
+    """Yield candidates that the search has not tried and that may be faster than the best plan. Stop when none is
+    expected to be faster, or when several in a row were not.
 
-    The others have several virtual stages on a rank, or more ranks share a sequence. The expected step time is a lower
-    bound, plus the recomputation that memory requires, times the least ratio of step time to estimate so far.
+    First come the best candidates of the search with several pipeline stages, changed to several virtual stages on a
+    rank. Then comes the best plan with each sequence sharded over twice as many ranks. Further candidates of both kinds
+    follow, ordered by expected step time: a lower bound, plus the recomputation that memory requires, times the least
+    ratio of step time to estimate so far.
 
     ``best``: the best plan so far. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.
     ``bounds``: computes lower bounds on the step times of candidates. ``space``: the search space (cluster, batch,
@@ -117,10 +117,9 @@ def _list_context_variants(candidate: MeshCandidate, fine: Sequence[MeshCandidat
 def _list_schedules_of_best(
     space: SearchSpace, solved: Mapping[MeshCandidate, EvaluatedCandidate]
 ) -> list[MeshCandidate]:
-    """Return variants of the best pipelines in ``solved`` (candidate -> its plan), with several virtual stages on each
-    rank: of those whose step would be faster than the best one without its bubble. ``space``: the search space
-    (cluster, batch, constraints and sizes of the model).
-    """
+    """Return variants, with several virtual stages on each rank, of the best candidates with several pipeline stages.
+    Only those candidates count whose step without its bubble would be faster than the best step. ``solved``: candidate
+    -> its plan. ``space``: the search space (cluster, batch, constraints and sizes of the model)."""
     enough = min(known.step_time for known in solved.values())
     best: dict[MeshCandidate, MeshCandidate] = {}
     for candidate, known in sorted(solved.items(), key=lambda item: item[1].step_time):
@@ -136,11 +135,13 @@ def _list_untried_candidates(
     rows: Mapping[MeshCandidate, CandidateOutcome],
     fine: Sequence[MeshCandidate],
 ) -> list[MeshCandidate]:
-    """Return the candidates outside the search that may be faster than its best plan: the pipelines of the search, with
-    several virtual stages on a rank; and the 1F1B candidates ``fine``, in which more ranks share a sequence, as they
-    are and with several virtual stages on a rank. Each pipeline of the search has ZeRO stage 1 if possible, else that
-    of its fastest plan. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search. ``space``:
-    the search space (cluster, batch, constraints and sizes of the model).
+    """Return candidates outside the search that may be faster than its best plan. One kind are the candidates of the
+    search with several pipeline stages, changed to several virtual stages on a rank. The other kind are the 1F1B
+    candidates ``fine``, in which more ranks share a sequence, as they are and with several virtual stages on a rank.
+
+    For each mesh and microbatch size of the search there is one variant, with ZeRO stage 1 if possible, else with the
+    ZeRO stage of its fastest plan. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.
+    ``space``: the search space (cluster, batch, constraints and sizes of the model).
     """
     some = [candidate for candidate, row in rows.items() if candidate.pp > 1 and row.status != "infeasible"]
     usual = [candidate for candidate in some if candidate.zero == 1 and not candidate.dp_shard]
@@ -271,10 +272,10 @@ def _add_rows_to_certificate(
     them with several virtual stages on each rank. ``best``: the best plan now: ``found`` itself, or the plan of one of
     ``rows``.
 
-    In the second case, the row of ``best`` is marked as chosen. The copy's ``objective`` becomes the step time of
-    ``best`` in seconds, ``bound`` a lower bound on the step times of the plans of the search and of the chosen row's
-    candidate, and ``gap`` the relative difference of the two. The former lower bound is kept in ``covered_bound``; it
-    holds for the schedules of the search only, which have one stage on each rank.
+    If it is the plan of one of ``rows``, this row is marked as chosen. ``objective`` of the copy becomes the step time
+    of ``best`` in seconds. ``bound`` becomes the smaller of the former bound and the lower bound of the chosen row.
+    ``gap`` is the relative difference of the two. The former bound is kept in ``covered_bound``; it holds for the
+    schedules of the search only, which have one stage on each rank.
     """
     rows = [row.model_copy(update={"beside": True}) for row in rows]
     if best is found:

@@ -104,8 +104,9 @@ def search_for_plan(
     """Return the best plan of all candidates of ``job`` (model, batch, cluster and constraints), with its certificate.
     The certificate says how near the plan is to the optimum.
 
-    If no candidate fits in memory, and the user fixed neither offload nor the mesh, the search is repeated with more
-    and more kinds of data offloaded to host memory, and last with optimizer states on disk if host memory is too small.
+    If no candidate fits in memory, the search is repeated with more and more kinds of data offloaded to host memory. If
+    host memory is too small, the last variants have optimizer states on disk. There is no repetition if the user fixed
+    offload or the mesh.
 
     Args:
     - time_limit_s: time limit of the search in seconds; ``None``: no limit.

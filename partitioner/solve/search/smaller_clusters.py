@@ -38,8 +38,8 @@ Best = Callable[[Job, float], Candidate]  # the best plan of a job that takes le
 
 def smaller_clusters(topology: Topology) -> Iterator[Topology]:
     """Yield copies of ``topology`` without some of its devices, on which a plan may be faster because nothing waits for
-    them: without the slowest devices, those with least memory or network bandwidth, or those of the smallest nodes. At
-    most three are yielded, those that lose least computing speed first."""
+    the removed devices: the slowest ones, those with the least memory or network bandwidth, or those of the smallest
+    nodes. At most three copies are yielded, first those that lose the least computing speed."""
     paces, of_device = topology.paces
     rates = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     sizes = np.bincount(topology.node_of)[topology.node_of]
@@ -56,10 +56,11 @@ def smaller_clusters(topology: Topology) -> Iterator[Topology]:
 
 
 def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
-    """Yield parts of ``topology``, which has equal devices: one group of each level of links (such as one node), the
-    largest first, and last a single device. A plan may be faster on such a part alone. Parts with at most ``num_devices
-    / most_times`` devices are left out. ``most_times``: how many times as long as the ideal step on all devices a step
-    on a part may take.
+    """Yield parts of ``topology``, which has equal devices, that may be faster alone: one group of each level of links
+    (such as one node), the largest first, and last a single device.
+
+    ``most_times``: a part is left out if it has at most ``num_devices / most_times`` devices, because its computation
+    alone would take ``most_times`` times as long as on all devices.
     """
     for kept in sorted({1, *(equal_levels(topology) or ())}, reverse=True):
         if kept == topology.num_devices or topology.num_devices >= most_times * kept:
@@ -90,7 +91,8 @@ def is_even(topology: Topology) -> bool:
 
 def without_laggards(job: Job, best_s: float, lower_bound_s: Callable[[], float], best: Best) -> tuple[Baseline, ...]:
     """Return the smaller clusters whose best plan takes clearly less than ``best_s`` seconds per step, each with that
-    plan. Clusters whose number of nodes is a power of two are returned even if they are only about as fast.
+    plan. Clusters of equal devices whose number of nodes is a power of two are returned even if they are only about as
+    fast.
 
     ``lower_bound_s``: function that returns a lower bound on the step with all devices; it is called only if the
     devices are equal. ``job``: the model, batch, cluster and constraints. ``best``: returns the best plan of a job,

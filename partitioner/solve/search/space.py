@@ -44,8 +44,8 @@ def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
 
 def why_none(space: SearchSpace) -> PlanError | ConstraintError:
     """Return the error to raise if the search space ``space`` (cluster, batch, constraints and sizes of the model) has
-    no candidate. The error message lists the values that the user fixed, and what sizes of the mesh have to satisfy.
-    """
+    no candidate. The error message lists the values that the user fixed, and the conditions that the sizes of the mesh
+    have to satisfy."""
     asked = space.constraints
     if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
         return ConstraintError(asked.too_few(space.world_size))
@@ -162,7 +162,8 @@ class SearchSpace:
       further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples, and 2
       ``cp`` all of these numbers of positions.
 
-    ``topology``: the cluster. ``constraints``: what the user fixed. ``train``: whether plans are for training.
+    ``topology``: the cluster. ``constraints``: the choices that the user fixed. ``train``: whether plans are for
+    training.
     """
 
     topology: Topology
@@ -192,10 +193,10 @@ class SearchSpace:
         return self.global_batch // (self.constraints.group_size or 1)
 
     def splits(self, dp: int) -> bool:
-        """Return whether the batches of all programs of the plan can be distributed over ``dp`` ranks. Batches of
-        further programs, such as an evaluation, must divide evenly. The batch of the main program, such as training,
-        must divide evenly or, if ranks may have different numbers of microbatches, have at least one sample (or group
-        of interacting samples) for each rank."""
+        """Return whether the batches of all programs of the plan can be distributed over ``dp`` ranks. The batch of the
+        main program, such as training, must divide evenly. If its ranks may have different numbers of microbatches, it
+        is enough that each rank gets at least one sample (or group of interacting samples). Batches of further
+        programs, such as an evaluation, must divide evenly."""
         return self.splits_first(dp) and all(samples % dp == 0 for samples in self.further_samples)
 
     def splits_evenly(self, dp: int) -> bool:
@@ -204,8 +205,8 @@ class SearchSpace:
 
     def splits_first(self, dp: int) -> bool:
         """Return whether the batch of the main program of the plan (such as training) can be distributed over ``dp``
-        ranks: evenly or, if ranks may have different numbers of microbatches, with at least one sample (or group of
-        interacting samples) for each rank."""
+        ranks. It must divide evenly; if ranks may have different numbers of microbatches, it is enough that each rank
+        gets at least one sample (or group of interacting samples)."""
         return self.units % dp == 0 or (not self.even and dp <= self.units)
 
     def splits_positions(self, cp: int) -> bool:
@@ -284,14 +285,14 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
     """Return all mesh candidates that the constraints allow, combinations of mesh sizes, microbatch size, schedule and
-    ZeRO stage.
+    ZeRO stage. ``space``: the devices, the batch, the constraints and the sizes of the model.
 
-    ``tp`` divides a dim of some weight. Unless it is fixed, it is at most 8 or the number of devices of the largest
-    node, whichever is more (of two nodes if the user requests a larger search by the constraint ``ahead``). The
-    microbatch size divides the batch, and every rank of ``dp`` has at least one microbatch. Every stage has at least
-    one block call (such as a layer). Features that can be estimated but not executed are included only if the
+    ``tp`` divides a dim of some weight. Unless it is fixed, it is at most 8, or the number of devices of the largest
+    node if that is more. If the user requests a larger search by the constraint ``ahead``, the devices of two nodes
+    count. The microbatch size divides the batch, and every rank of ``dp`` has at least one microbatch. Every stage has
+    at least one block call (such as a layer). Features that can be estimated but not executed are included only if the
     constraints ask for them. Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if
-    no candidate is left. ``space``: the devices, the batch, the constraints and the sizes of the model.
+    no candidate is left.
     """
     pinned = space.constraints
     pinned.check(space.world_size, space.global_batch, space.dims)

@@ -2,8 +2,9 @@
 device.
 
 In the uniform cluster, the nodes' bandwidths to other nodes may also be in any order, so no plan is slower there. Only
-few placements can be optimal on it: each axis has a factor on each level of links, with the nodes in any order. These
-placements are evaluated like plans, with collectives, transfers between stages and a simulated schedule.
+few placements can be optimal on it: those that divide each mesh axis into factors, one for each level of links (inside
+a node, between nodes, ...). These placements are evaluated like plans, with collectives, transfers between stages and a
+simulated schedule.
 """
 
 from __future__ import annotations
@@ -126,11 +127,11 @@ class UniformClusterBound:
         self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
 
     def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. The computation stops
-        early when it shows that no bound from the uniform cluster (the user's, with all devices as good as the best)
-        reaches ``cutoff_s``, since the caller then cannot prune the candidate. Return 0 if devices differ so much that
-        the bound would be loose. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
-        """
+        """Return a lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``. The bound comes from
+        the uniform cluster (the user's, with all devices as good as the best). The computation stops as soon as the
+        bound is known to be below ``cutoff_s``, because the caller then cannot prune the candidate. Return 0 if devices
+        differ so much that the bound would be loose. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage."""
         return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
     def least(self, candidate: MeshCandidate, cutoff_s: float) -> float:

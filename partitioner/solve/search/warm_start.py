@@ -187,8 +187,8 @@ class WarmStart:
 
 
 def _find_adjacent_numbers(numbers: Sequence[int], number: int) -> list[int]:
-    """Return a list with those of the ascending ``numbers`` that are next to ``number``: the greatest below and the
-    least above it, if they exist."""
+    """Return the neighbours of ``number`` among the ascending ``numbers``, as a list: the greatest number below it and
+    the least above it, if they exist."""
     below, above = [n for n in numbers if n < number], [n for n in numbers if n > number]
     return [*below[-1:], *above[:1]]
 

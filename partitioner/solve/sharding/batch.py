@@ -216,8 +216,8 @@ class BatchCosts:
         return 0.0
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Return the cost of ``layout`` for a tensor that blocks (such as layers) pass on to each other, in units
-        without a dimension. ``spec``: its whole shape and dtype.
+        """Return the cost of ``layout`` for a tensor that blocks (such as layers) pass on to each other, a relative
+        number without a unit. ``spec``: the tensor's whole shape and dtype.
 
         A shard costs slightly more on a later dim, so that the first of two possible batch dims is chosen. An input
         with a batch dim costs more if it is not sharded.

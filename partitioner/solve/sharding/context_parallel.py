@@ -126,10 +126,10 @@ def _solve_context_sharding(
 
 
 def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layout]:
-    """Return the layouts that an input may have: replicated, or sharded on any dim but that of the samples, in order or
-    zigzag (each rank has a piece from the start and one from the end). ``spec``: the shape and dtype of the input.
-    ``batch``: the layout that splits its samples. ``num_ranks``: size of ``cp``.
-    """
+    """Return the layouts that an input may have: replicated, or sharded on any dim except the one that indexes samples.
+    The positions on a rank are in order or zigzag (each rank has a piece from the start and one from the end).
+    ``spec``: the shape and dtype of the input. ``batch``: the layout that splits its samples. ``num_ranks``: size of
+    ``cp``."""
     dims = [d for d in range(len(spec.shape)) if not (batch.is_shard and batch.dim == d)]
     found = [make_shard_layout(d, (), zigzag) for d in dims for zigzag in (False, True)]
     return [REPLICATED, *(to for to in found if can_shard_evenly(to, spec.shape, num_ranks))]
@@ -259,8 +259,8 @@ class _ContextRules:
         twice as many pieces as ranks, and each rank has one piece counted from the start and one from the end. A
         strategy is a way to run an operator on the ranks: the layouts of its operands and results.
 
-        Causal attention must if twice the number of ranks divides the sequence, since this balances the work. Other
-        attention, and attention within documents of known lengths, may use the positions that ``strategy`` has.
+        Causal attention must have them if twice the number of ranks divides the sequence, since this balances the work.
+        Other attention, and attention within documents of known lengths, may use the positions that ``strategy`` has.
         """
         seen = find_attention_band(node)
         if seen is None or not seen.is_causal or find_document_lengths(node):

@@ -120,7 +120,7 @@ class TensorCosts:
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
         """Return the seconds of communication that computation does not hide, in an attention whose sequence is sharded
         over ranks. ``operator``: the attention. ``strategy``: layouts of its operands and results, and the algorithm
-        (``strategy.form``, such as ``"ring"``). ``seconds``: those of the computation, which overlaps with a ring's
+        (``strategy.form``, such as ``"ring"``). ``seconds``: time of the computation, which overlaps with a ring's
         messages. ``num_ranks``: size of the mesh axis over which the sequence is sharded."""
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, find_exchanged_band(operator.node) or Band()
@@ -231,8 +231,8 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Return the factor by which fewer key heads of this attention are sent and read if the copies of key heads,
-        which the model makes for groups of query heads, are left out; 1 if it makes none."""
+        """Return how many times fewer key heads of this attention are sent and read if copies of key heads are left
+        out. The model makes such copies for groups of query heads; the result is 1 if it makes none."""
         times = count_head_repetitions(self.node)
         return times // count_exchanged_copies(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
@@ -291,12 +291,13 @@ _UNDIVIDED_RESULTS = 4.0
 
 
 def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Group, precision: str) -> TensorCosts:
-    """Return prices (seconds) for sharding ``model`` over the mesh axis ``axis``, whose ranks communicate as ``group``
-    describes, with a large penalty for matrix products and weights that are not divided over the ranks. On ``cp`` the
-    penalty also applies to all other results, because that axis exists to divide their memory.
+    """Return prices (seconds) for sharding ``model`` over the mesh axis ``axis``, with a large penalty for matrix
+    products and weights that are not divided over the ranks. On ``cp`` the penalty also applies to all other results,
+    because that axis exists to divide their memory.
 
-    ``device``: the device type. ``precision``: number format of most products, such as ``"bf16"``. ``model``: the model
-    as calls of blocks; equal layers share one block.
+    ``group``: the group of ranks along the axis, with the links between them. ``device``: the device type.
+    ``precision``: number format of most products, such as ``"bf16"``. ``model``: the model as calls of blocks; equal
+    layers share one block.
     """
     products = [(often, node) for often, node in _list_weighted_operators(model) if matmul_flops(node)]
     flops = sum(often * matmul_flops(node) for often, node in products)

@@ -96,8 +96,8 @@ def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[
 
 
 def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
-    """Return a function that allows an operator only strategies under which every rank has its own rows (tokens) of the
-    experts' work. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    """Return a function that says whether an operator may be run by a strategy (layouts of its operands and results).
+    It allows only strategies under which every rank has its own rows (tokens) of the experts' work.
 
     ``rows``: operators that work row by row -> dim of rows of their results, on which the result must be sharded.
     ``tables``: nodes that are computed from experts' parameters alone; they must be whole on every rank (the dim that
@@ -115,10 +115,10 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
 
 
 def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
-    """Return a function that allows an operator only strategies under which every rank has all rows (tokens) of the
-    experts' work, while the gradient of a row on a rank is a partial sum, which must be added up over the ranks. So the
-    gradient of a row is counted only once, even if several ranks later send this row to its expert. A strategy is a way
-    to run an operator on the ranks: the layouts of its operands and results.
+    """Return a function that says whether an operator may be run by a strategy (layouts of its operands and results).
+    It allows only strategies under which every rank has all rows (tokens) of the experts' work, and the gradient of a
+    row on a rank is a partial sum, to be added up over the ranks. So the gradient of a row is counted only once, even
+    if several ranks later send this row to its expert.
 
     ``rows``: operators that work row by row; their results must have the layout just described, or be replicated if no
     gradient flows through them. ``tables``: nodes that are computed from experts' parameters alone; they must be whole

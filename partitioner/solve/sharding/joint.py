@@ -2,9 +2,9 @@
 
 A plan has one layout of parameters and buffers, and may have several programs that use it: training steps for other
 batch shapes, evaluation, generation. A layout that is the best one for the main program (such as training) may be
-impossible for another: a table of positions that is read as a whole by the longest batches can be sharded along the
-positions, but not where a shorter batch reads its first rows. The joint problem has the operators of all programs, and
-each state once.
+impossible for another. For example, a table of positions can be sharded along the positions if the program reads the
+whole table, but not if it reads only the first rows, as for a shorter batch. The joint problem has the operators of all
+programs, and each state once.
 """
 
 from __future__ import annotations

@@ -95,8 +95,9 @@ def values_of(block: Block) -> list[BlockValue]:
 
 @dataclass(frozen=True)
 class LayoutTie:
-    """Tensors between blocks (such as layers), or parameters and buffers, that must share one layout because different
-    calls of one block (such as the calls of a repeated layer) read or return them at the same place.
+    """Tensors between blocks (such as layers), or parameters and buffers, that must share one layout. Different calls
+    of one block (such as the calls of a repeated layer) read or return them at the same place, and all calls run the
+    same graph.
 
     ``names``: their names. ``ports``: the places, each a tuple of the block's name, a kind (``"input"``, ``"state"`` or
     ``"output"``) and an index among the block's inputs, states or outputs. ``spec``: their common shape and dtype.
@@ -131,9 +132,9 @@ def tied_states(model: FoldedModel) -> list[LayoutTie]:
 
 
 def _group_connected_ports(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
-    """Group the names of tensors that share a port (an input, parameter, buffer or output of a block, such as a layer),
-    directly or through other names, and return for each group its names and its ports, in order of first appearance.
-    ``pairs``: the name of a tensor and a port through which it passes; ``None`` if it passes through none.
+    """Group the names of tensors that share a port, directly or through other names. A port is an input, parameter,
+    buffer or output of a block (such as a layer). Return for each group its names and its ports, in order of first
+    appearance. ``pairs``: the name of a tensor and a port through which it passes; ``None`` if it passes through none.
     """
     parent: dict[str | Port, str | Port] = {}
 

@@ -98,10 +98,10 @@ def unmark_stopped(block: Block) -> Block:
 
 
 def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
-    """Return the layouts of all tensors of ``local`` over ``tp``, ``ep`` and ``cp``, the axes over which each gradient
-    is a partial sum, and the batch dims of inputs, in the form in which they are written into the program of a plan.
-    ``batch``: the sharding of the batch over microbatches and ``dp``.
-    """
+    """Return all layouts of the model of one rank, ``local``, in the form in which they are written into the program of
+    a plan: the layouts of all tensors over ``tp``, ``ep`` and ``cp``; for each parameter, the mesh axes over which its
+    gradient is a partial sum; and the batch dims of inputs. ``batch``: the sharding of the batch over microbatches and
+    ``dp``."""
     tensor = local.sharding
     axes: dict[str, tuple[str, ...]] = {}
     for name, state in local.model.states.items():

@@ -1,8 +1,9 @@
-"""Represent a value and its readers in the pairwise problem, so that every change of layout is paid for once, however
-many operators read the result.
+"""Add the costs of layout changes to the assignment problem of a sharding (one choice per node, at the least total
+cost). Every change of a value is paid for once, however many operators read the result.
 
-A value with one reader is an edge. A value with several readers is a node. Its choices are pairs of the layout in which
-the value is produced and the set of layouts that are made from it. Layouts that cost nothing are always in the set.
+A value with one reader is an edge of the problem. A value with several readers is a node. Its choices are pairs of the
+layout in which the value is produced and the set of layouts that are made from it. Layouts that cost nothing are always
+in the set.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ ReshardCost = Callable[[TensorSpec, Layout, Layout, bool], float]
 
 
 class ProblemBuilder:
-    """Collects the nodes and edges of an :class:`AssignmentProblem`: choose one layout or strategy for each node, at
-    the least total cost. ``costs``: for each node, the costs of its choices. ``edges``: tuples (node, other node, table
-    of costs of each pair of choices). ``names``: a text for each node, used in error messages.
-    """
+    """Collects the nodes and edges of an assignment problem: choose one layout or strategy for each node, at the least
+    total cost. ``costs``: for each node, the costs of its choices. ``edges``: tuples (node, other node, table of costs
+    of each pair of choices). ``names``: a text for each node, used in error messages."""
 
     def __init__(self) -> None:
         self.costs: list[Vector] = []
@@ -185,8 +185,8 @@ def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
 def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
     """List the ways to provide a value to several readers: the value is produced in one layout and converted to a set
     of others. Return two arrays with one entry for each way: the index of the layout in which the value is produced,
-    and a mask of the layouts in which the value can then be read: the set, and all layouts to which a conversion costs
-    nothing. Return ``None`` if there are more than 400 ways.
+    and a mask of the layouts in which the value can then be read. These are the layouts of the set, and all layouts to
+    which a conversion costs nothing. Return ``None`` if there are more than 400 ways.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
     ``most``: the largest number of layouts that all readers together may need at once.
@@ -220,9 +220,9 @@ def _connect_by_target(
     asked_of: Sequence[NDArray[np.intp]],
 ) -> None:
     """Add to the problem ``builder``, for each layout in which a value is read, one node with the choices (not
-    available, available), which prices the conversion to this layout. This is the form of the problem if there are too
-    many sets of layouts for a node with one choice per set. ``source``: the node that produces the value. ``askers``:
-    those that read it.
+    available, available), which prices the conversion to this layout. This form is used if there are too many sets of
+    layouts for one node with a choice for each set. ``source``: the node that produces the value. ``askers``: the nodes
+    that read it.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
     ``made_of``: for each choice of ``source``, the index of the layout that it produces. ``wants``: for each of

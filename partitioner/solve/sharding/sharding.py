@@ -1,18 +1,20 @@
 """Choose a layout for every value and a strategy for every operator on one mesh axis, at the least expected time.
 
-The folded model becomes a pairwise problem (``partitioner/solve/pairwise/assignment.py``):
+The folded model (calls of blocks, where equal layers share one block) becomes a pairwise assignment problem: one choice
+per node, at the least total cost of nodes and edges (``partitioner/solve/pairwise/assignment.py``).
 
-- A node for each operator: its choices are its strategies; its cost is that of computation, forward and backward, times
-  its calls.
+- A node for each operator: its choices are its strategies; its cost is the seconds of computation, forward and
+  backward, times the number of calls.
 - A node for each value with several readers: its choices are pairs (layout produced, layouts made from it); its cost is
-  that of the changes of layout, each counted once.
-- A node for the values between calls: its choices are ``S(d)`` or ``R``; its cost is that of keeping and sending them.
-- A node for parameters and buffers (states): its choices are ``S(d)``, ``R`` or ``R'``; its cost is that of memory and
-  of the reduction of their gradients.
+  the seconds of the changes of layout, each counted once.
+- A node for the values between calls: its choices are ``S(d)`` (sharded on dim d) or ``R`` (replicated); its cost is
+  the seconds of keeping and sending them.
+- A node for parameters and buffers (states): its choices are ``S(d)``, ``R`` or ``R'`` (replicated, with a partial sum
+  as gradient); its cost stands for their memory and the reduction of their gradients.
 
 A value with one reader is an edge whose table has the costs of the changes of layout. Values between calls, or states,
-that must share a layout because they pass through the same port of a repeated block are one node. All block types are
-solved together.
+that must share a layout because they pass through the same port (input, state or output) of a repeated block are one
+node. All block types are solved together.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
 
 
 class ShardingCosts(Protocol):
-    """Interface of the prices of a sharding. All prices are in one unit, which the implementation chooses, such as
-    seconds per microbatch. ``math.inf`` forbids a choice."""
+    """Interface of the prices by which layouts of tensors and strategies of operators are compared. All prices are in
+    one unit, which the implementation chooses, such as seconds per microbatch. ``math.inf`` forbids a layout or
+    strategy."""
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """Return the cost of one call of the operator ``node`` on ``num_ranks`` ranks, forward and backward, if it is
@@ -300,10 +303,10 @@ class ShardingProblem:
         return state_options(self.model, tie, self.num_ranks, self.rules, trained, asked)
 
     def _connect_value_readers(self, name: str, value: BlockValue) -> None:
-        """Add to the assignment problem (one choice per node, at the least total cost) the costs of converting
-        ``value``, a tensor in a block (such as a layer), from the layout in which a node produces it to the layouts in
-        which other nodes read it. ``name``: name of the block.
-        """
+        """Add the costs of converting ``value``, a tensor in a block (such as a layer), from one layout to another to
+        the assignment problem (one choice per node, at the least total cost). They connect the node that decides in
+        which layout the value is produced with the nodes that decide in which layouts it is read. ``name``: name of the
+        block."""
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
             source = Source(*self.list_port_layouts(block, value, _placeholder_to_port(block, value.source)))

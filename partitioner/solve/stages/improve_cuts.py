@@ -49,10 +49,9 @@ _STEPS = (1, -1, 2, -2)  # numbers of calls by which cuts are moved
 @dataclass(frozen=True)
 class RankedCuts:
     """The result of a search for the best way to cut the block calls (such as layers) of a model into stages. ``cuts``:
-    all ways that were tried, fastest first, as pairs (step time in seconds, way); a way is the index of the first call
-    of each stage, followed by the number of calls. ``bound``: a lower bound in seconds on the step time of every way to
-    cut the calls.
-    """
+    all cuts that were tried, fastest first, as pairs (step time in seconds, positions); the positions are the index of
+    the first call of each stage, followed by the number of calls. ``bound``: a lower bound in seconds on the step time
+    of every way to cut the calls."""
 
     cuts: tuple[tuple[float, tuple[int, ...]], ...]
     bound: float
@@ -67,10 +66,10 @@ def better_cuts(
 
     ``tables``: seconds and bytes of all possible stages. ``timetable``: the order in which the schedule runs the
     forwards and backwards of microbatches. In the results, each virtual stage alone fits on its rank, but all virtual
-    stages of a rank together may not fit; the caller checks that. If a gap remains, all cuts that may still be faster
-    are simulated, unless there are too many or the problem forbids stages. The search stops early if the lower bound
-    reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller. ``quick``: run a quarter of the
-    iterations.
+    stages of a rank together may not fit; the caller checks that. If the best cuts do not reach the lower bound, all
+    cuts that may still be faster are simulated, unless there are too many, ``quick`` is set or the problem forbids
+    stages. The search stops early if the lower bound reaches ``cutoff_s`` seconds, because longer steps are of no use
+    to the caller. ``quick``: run a quarter of the iterations.
     """
     costs = PhaseCosts(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
@@ -111,8 +110,8 @@ def _improve_cuts_locally(
     costs: PhaseCosts, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
     """Search for cuts into stages with a shorter step, starting from the fastest in ``seen`` (cuts -> step time in
-    seconds), and add all that are tried to ``seen``. The search moves single cuts and groups of neighbouring cuts, and
-    stops if no move is faster.
+    seconds), and add all cuts that are tried to ``seen``. The search moves single cuts and groups of neighbouring cuts,
+    and stops if no move is faster.
 
     ``timetable``: the order in which the schedule runs the forwards and backwards of microbatches. ``left``: the
     largest number of cuts to simulate. ``costs``: seconds of all possible stages. ``how``: options of the simulation:
@@ -165,7 +164,8 @@ def _list_cuts_within(
     which some rank works longer, or with which one of ``paths`` is longer. ``None`` if there are too many.
 
     The cuts are built up stage by stage. A path through the first stages is completed by the best cuts into the other
-    stages for this path alone. ``paths``: how often each phase of each stage occurs on them (see :class:`_Bands`).
+    stages for this path alone. ``paths``: paths through the forwards and backwards of the schedule, each given by how
+    often it contains each phase (forward, backward for inputs, and so on) of each stage, shape ``[stages, phases]``.
     ``costs``: seconds of all possible stages. ``timetable``: the order in which the schedule runs the forwards and
     backwards of microbatches. ``most``: the largest number of cuts to return.
     """
@@ -209,10 +209,13 @@ def _list_cuts_within(
 
 
 def _complete_paths(along: Table, fits: NDArray[np.bool_]) -> list[Table]:
-    """Return, for each number of stages from 0 to all, an array of shape ``[paths, calls + 1]``: the least seconds of
-    each path on the other stages if these begin with the call of this index; infinite if they cannot. ``along``: the
-    seconds of the paths on every sequence of block calls (such as layers), shape ``[stages, paths, calls + 1, calls +
-    1]``. ``fits``: whether a stage may consist of the sequence, shape ``[stages, calls + 1, calls + 1]``.
+    """Return the least seconds of each path through a schedule on the last stages: for each number of first stages that
+    are left out, from none to all, an array of shape ``[paths, calls + 1]``. Its second index is the first block call
+    (such as a layer) of the remaining stages. Infinite if these stages cannot hold the remaining calls.
+
+    ``along``: the seconds of the paths on every sequence of calls, shape ``[stages, paths, calls + 1, calls + 1]``,
+    indexed by the first call and the call after the last. ``fits``: whether a stage may consist of the sequence, shape
+    ``[stages, calls + 1, calls + 1]``.
     """
     size = along.shape[-1]
     any_call = np.arange(size)[None, :] > np.arange(size)[:, None]
@@ -234,12 +237,14 @@ def _all_cuts(calls: int, stages: int) -> Places:
 class PhaseCosts:
     """Seconds of every sequence of consecutive block calls (such as layers) on every virtual stage.
 
-    ``of_stage`` has five tables for each stage, of shape ``[calls + 1, calls + 1]``: forward, backward for inputs,
-    backward for weights, wait for values and wait for gradients; and two more, gathers and reductions at the ends of a
-    step, if the problem has them. Rows are the first call, columns the call after the last. The seconds of the backward
-    for inputs are infinite if the calls do not fit in memory. Stages share tables that are equal. ``tables``: seconds
-    and bytes of all possible stages, from which these are taken. ``recomputed``: the backward for inputs includes the
-    recomputation without which the calls alone do not fit in the memory of the stage's rank.
+    ``of_stage``: for each stage a tuple of tables of shape ``[calls + 1, calls + 1]``, one for each phase: forward,
+    backward for inputs, backward for weights, wait for values, wait for gradients; and gathers and reductions at the
+    ends of a step, if the problem has them. Rows are the first call, columns the call after the last. The seconds of
+    the backward for inputs are infinite if the calls do not fit in memory. Stages share tables that are equal.
+
+    ``tables``: seconds and bytes of all possible stages, from which these tables are taken. ``recomputed``: the
+    backward for inputs includes the recomputation without which the calls alone do not fit in the memory of the stage's
+    rank.
     """
 
     def __init__(self, tables: StageTables, *, recomputed: bool = True) -> None:
@@ -287,8 +292,9 @@ class PhaseCosts:
     def taken(
         self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
     ) -> dict[tuple[int, ...], float]:
-        """Simulate a step of the schedule for each row of ``cuts`` (the index of the first call of each stage, followed
-        by the number of block calls, such as layers), and return a dict: cut -> step time in seconds, fastest first.
+        """Simulate a step of the schedule for each row of ``cuts``, and return a dict: cut -> step time in seconds,
+        fastest first. A cut is the index of the first block call (such as a layer) of each stage, followed by the
+        number of calls.
 
         Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results;
         ``None``: no limit. ``how``: options of the simulation: ``train`` (whether there is a backward) and
@@ -306,8 +312,8 @@ class PhaseCosts:
     def bands(self, most: float) -> _Bands:
         """Return the seconds of those sequences of consecutive block calls (such as layers) that take at most ``most``
         seconds per microbatch and fit in memory, together with a mask of these sequences. Both are arrays that are
-        indexed by the end and the length of the sequence; they are small if all of these sequences are short.
-        """
+        indexed by the call after the last and by the number of calls minus one; they are small if these sequences are
+        short."""
         size = len(self.of_stage[0][0])
         stop, start = np.arange(size)[:, None], np.arange(size)[:, None] - np.arange(1, self.longest + 1)[None, :]
         inside, start = start >= 0, np.maximum(start, 0)
@@ -319,9 +325,12 @@ class PhaseCosts:
         return _Bands(np.where(fit[:, None], seconds[..., :width], 0.0), np.where(fit, 0.0, np.inf))
 
     def stack_seconds(self, places: Iterable[tuple[Places, Places]]) -> Table:
-        """Return the seconds of sequences of block calls (such as layers), shape ``[stages, 5, ...]`` (or ``[stages, 7,
-        ...]``); the second dim is that of ``of_stage``. ``places``: for each stage two arrays, the first calls and the
-        calls after the last."""
+        """Return the seconds of sequences of block calls (such as layers), shape ``[stages, phases, ...]``. ``places``:
+        for each stage two arrays, the first calls and the calls after the last.
+
+        The phases are forward, backward for inputs, backward for weights, wait for values and wait for gradients; two
+        more, gathers and reductions at the ends of a step, if the problem has them.
+        """
         both = zip(self.of_stage, places, strict=True)
         return np.stack([np.stack([table[start, stop] for table in of_stage]) for of_stage, (start, stop) in both])
 
@@ -331,10 +340,10 @@ class _Bands:
     """Seconds of sequences of consecutive block calls (such as layers), indexed by the call after the last and by the
     number of calls minus one.
 
-    ``seconds``: shape ``[stages, 5, calls + 1, width]``; the second dim is forward, backward for inputs, backward for
-    weights, wait for values and wait for gradients; it has seven entries with gathers and reductions at the ends of a
-    step. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the stage
-    may consist of these calls, else infinite.
+    ``seconds``: shape ``[stages, phases, calls + 1, width]``. The phases are forward, backward for inputs, backward for
+    weights, wait for values and wait for gradients; two more, gathers and reductions at the ends of a step, if the
+    problem has them. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the stage may consist of these calls, else
+    infinite.
     """
 
     seconds: Table
@@ -345,9 +354,9 @@ class _Bands:
         stages, and the cuts that attain it (the index of the first call of each stage, followed by the number of
         calls).
 
-        ``paths``: the weights, shape ``[stages, 5]`` or ``[stages, 7]``; the second dim is that of the seconds. If they
-        count how often each phase occurs on a path through the forwards and backwards of a schedule, the sum is a lower
-        bound on the step time of all cuts.
+        ``paths``: the weights of the phases (forward, backward for inputs, backward for weights, and so on) of each
+        stage, shape ``[stages, phases]``. If they count how often each phase occurs on a path through the forwards and
+        backwards of a schedule, the sum is a lower bound on the step time of all cuts.
         """
         return find_least_cuts(np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred)
 

@@ -84,7 +84,7 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
     ``cutoff_s``: steps that take at least this many seconds are of no use to the caller, so stages that alone take so
     long are skipped. ``quick``: skip all stages that take much longer than the total work divided by the number of
-    stages, even if every cut that fits has such a stage. Raises :class:`CapacityError` if memory cannot suffice, and
+    stages, even if no cut without such a stage fits. Raises :class:`CapacityError` if memory cannot suffice, and
     :class:`PlanError` if there are more stages than block calls (such as layers).
     """
     tables = StageTables(problem)
@@ -126,11 +126,10 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
     """Return three lower bounds in seconds: on the slowest stage, on the sum of all stages (both per microbatch), and
     on the step (0 if the schedule has a formula). The bounds are minima over the cuts of the block calls (such as
     layers) into stages whose work, without waits and recomputation, takes at most ``limit`` seconds per microbatch
-    each.
+    each. ``tables``: seconds and bytes of all possible stages.
 
-    Return ``None`` if there is no such cut, or if the slowest stage takes more than ``limit`` seconds with waits and
-    recomputation, because a cut with more work in a stage might then be better. ``tables``: seconds and bytes of all
-    possible stages.
+    Return ``None`` if the bounds may not hold for all cuts: if there is no such cut, or if the slowest stage takes more
+    than ``limit`` seconds with waits and recomputation, so that a cut with more work in a stage might be better.
     """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):

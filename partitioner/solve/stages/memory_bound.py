@@ -1,12 +1,12 @@
 """Compute a lower bound on the seconds of a pipeline over all cuts into virtual stages, with the recomputation that
 memory requires.
 
-The bound is a Lagrangian relaxation (Geoffrion 1974). The longest path through the actions of a schedule is relaxed to
-the mean of one path for each rank; ``improve_cuts.py`` has other means. The memory of each rank is relaxed too: instead
-of a limit, its bytes have a price in seconds, and the step gets back the price of the rank's capacity. For given prices
-the best cuts are a shortest path over (stage, cut), and each call is recomputed if that is cheaper than the bytes it
-frees. The result is a lower bound for every price of 0 or more; a line search looks for the price with the highest
-bound.
+The bound is a Lagrangian relaxation (Geoffrion 1974). The time of a schedule is the longest path through its actions
+(forwards and backwards of microbatches). It is relaxed to the mean of several paths, one for each rank. The memory of
+each rank is relaxed, too: instead of a limit, its bytes have a price in seconds, and the step gets back the price of
+the rank's capacity. For given prices the best cuts are a shortest path over (stage, cut), and each call is recomputed
+if that is cheaper than the bytes it frees. The result is a lower bound for every price of 0 or more; a line search
+looks for the price with the highest bound.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ _LEAST_PRICE, _REFINED = 1 / 256, 4  # of a step, for the memory of all ranks; s
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The activations of one pipeline rank at one time in the step. ``stages``: its virtual stages. ``counts``: for
-    each of them, the microbatches that it holds: (backward not begun, between the two halves of a split backward).
-    ``capacity``: usable bytes of the rank.
-    """
+    """The activations that one pipeline rank holds at one time in the step. ``stages``: indices of its virtual stages.
+    ``counts``: for each of them, the number of microbatches that it holds, as a pair (backward not begun, between the
+    two halves of a split backward). ``capacity``: usable bytes of the rank."""
 
     stages: Sequence[int]
     counts: Sequence[Counts]
@@ -56,9 +55,9 @@ def bound_fitting_cuts(
 
     ``tables``: seconds and bytes of all possible stages; each may use all memory of its rank. ``timetable``: the order
     in which the schedule runs the forwards and backwards of microbatches. ``microbatches_left``: how many microbatches
-    a step has more than the timetable. ``phases``: seconds of each virtual stage under some cut; paths through the
-    schedule are found with their mean. ``ranks``: memory of each rank at a moment of the step. ``limit_s``: seconds of
-    a step that is known.
+    a step has more than the timetable. ``phases``: seconds of forward and backward of each virtual stage under some
+    cut; their mean serves to find long paths through the schedule. ``ranks``: the activations of each rank at one time
+    in the step. ``limit_s``: seconds of a step that is known.
     """
     paths = _average_rank_paths(tables, timetable, phases, [rank.stages for rank in ranks])
     paths[:, :3] += microbatches_left / len(ranks)  # each costs a rank its work; a step takes at least the mean of all
@@ -71,10 +70,14 @@ def bound_fitting_cuts(
 def _average_rank_paths(
     tables: StageTables, timetable: Timetable, phases: Sequence[Phases], own: Sequence[Sequence[int]]
 ) -> Table:
-    """Return how often each phase of each virtual stage is on the mean of several paths through the schedule, one for
-    each rank: the longest path if all stages take equally long, except that those of the rank are slower. The shape is
-    that of :func:`longest_path`. ``own``: the virtual stages of each rank; the others are described in
-    :func:`bound_fitting_cuts`.
+    """Return the mean of several paths through the schedule: how often it contains each phase (forward, backward for
+    inputs, backward for weights, waits, collectives at the ends of a step) of each virtual stage, shape ``[stages,
+    7]``. There is one path for each rank: the longest one if all stages take equally long, except that those of the
+    rank are slower.
+
+    ``tables``: seconds and bytes of all possible stages. ``timetable``: the order in which the schedule runs the
+    forwards and backwards of microbatches. ``phases``: seconds of the phases of each virtual stage, of which the mean
+    is taken. ``own``: for each rank, the indices of its virtual stages.
     """
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
     names = list(Phases.__dataclass_fields__)
@@ -89,8 +92,8 @@ def _average_rank_paths(
 
 
 def _maximise(bound: Callable[[float], float], prices: Sequence[float]) -> float:
-    """Return the largest value that was found of ``bound``, a concave function of a price of at least 0. ``prices``:
-    the prices to try, rising; after them the neighbours of the best one are tried.
+    """Return the largest value of ``bound`` that was found. ``bound``: a concave function of a price, for prices of at
+    least 0. ``prices``: the prices to try first, in ascending order; after that, prices next to the best one are tried.
     """
     known = {0.0: bound(0.0)}
     for price in prices:
@@ -108,9 +111,12 @@ def _maximise(bound: Callable[[float], float], prices: Sequence[float]) -> float
 
 
 class _PricedCuts:
-    """The relaxed problem: cuts into virtual stages whose cost is the seconds on ``paths`` plus the price of their
-    memory. ``paths``: how often each phase of each stage counts. ``most_s``: seconds of a microbatch that a stage may
-    take. ``tables`` and ``ranks`` are described in :func:`bound_fitting_cuts`.
+    """The relaxed problem of cutting block calls (such as layers) into virtual stages: memory has no limit but a price.
+    The cost of a cut is its seconds on ``paths`` plus the price of its memory.
+
+    ``tables``: seconds and bytes of all possible stages. ``paths``: weight of each phase (forward, backward for inputs,
+    and so on) of each virtual stage, shape ``[stages, phases]``. ``ranks``: the activations of each rank at one time in
+    the step. ``most_s``: seconds that a stage may take for a microbatch.
     """
 
     def __init__(self, tables: StageTables, paths: Table, ranks: Sequence[RankMemory], most_s: float) -> None:
@@ -145,13 +151,14 @@ class _PricedCuts:
 
 
 class _Recomputation:
-    """The cost of all sequences of block calls (such as layers) under one way of selective recomputation: none, or of
-    all calls. Each call may be recomputed in full in addition.
+    """The cost of all sequences of block calls (such as layers) if either no call or every call recomputes selectively
+    (cheap operators only). In addition, each call may be recomputed in full.
 
-    ``tables``: those of this way. ``seconds``: of a microbatch without full recomputation, shape ``[stages, phases,
-    calls + 1, width]``, indexed by the call after the last and the number of calls minus one; infinite if a stage may
-    not consist of the calls. ``start``, ``stop``: the first call and the call after the last of the same sequences.
-    ``paths`` and ``ranks`` are described in :class:`_PricedCuts`.
+    ``tables``: seconds and bytes of all possible stages in this case. ``seconds``: of a microbatch without full
+    recomputation, shape ``[stages, phases, calls + 1, width]``, indexed by the call after the last and the number of
+    calls minus one; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first call and the call
+    after the last of the same sequences. ``paths``: weight of each phase (forward, backward for inputs, and so on) of
+    each stage, shape ``[stages, phases]``. ``ranks``: the activations of each rank at one time in the step.
     """
 
     def __init__(
@@ -183,8 +190,9 @@ class _Recomputation:
         self._start, self._stop = start, stop
 
     def price_calls(self, prices: Table) -> Table:
-        """Return the seconds of all sequences of block calls (such as layers) on the paths plus the price of their
-        memory, shape ``[stages, calls + 1, width]``, if each call is recomputed in full where that is cheaper.
+        """Return the seconds of all sequences of block calls (such as layers), weighted by phase, plus the price of
+        their memory, shape ``[stages, calls + 1, width]``. Each call is recomputed in full where that is cheaper.
+
         ``prices``: seconds per byte, shape ``[3, stages]``: of bytes that do not depend on the number of microbatches,
         of those of a microbatch whose backward has not begun, and of one between the two halves of its backward.
         """

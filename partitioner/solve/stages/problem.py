@@ -32,10 +32,10 @@ class StageCall:
     Two fields count weights and gradients that a rank has whole for a short time, although they are sharded.
     ``gathered_bytes``: these bytes while the call runs: its own, the weights of the call before or after it that are
     gathered at the same time, and the gradients of the call after it that are still being sent. ``at_ends``: three
-    numbers of bytes for a call at an end of a pipeline stage: (1) if the call is the last of its stage, all temporary
-    bytes during its backward; (2) if it is the first, the bytes of its gradients that are still being sent while the
-    last call of the stage runs backward for the next microbatch, where they are added to number (1) of that call; (3)
-    if it is the first, all temporary bytes after its backward, while its gradients are sent.
+    numbers of bytes for a call at an end of a pipeline stage. (1) For the last call of a stage: all temporary bytes
+    during its backward. (2) For the first call: the bytes of its gradients that are still being sent while the last
+    call runs the backward of the next microbatch; they add to number (1) of the last call. (3) For the first call: all
+    temporary bytes after its backward, while its gradients are sent.
     """
 
     path: str
@@ -149,10 +149,9 @@ class StageProblem:
         return Pace(tuple(call.cost for call in self.calls), self.overhead)
 
     def held(self, stage: int) -> tuple[Counts, ...]:
-        """Return the numbers of microbatches whose activations the stage with index ``stage`` holds at a time, as pairs
-        (backward not begun, between the two halves of a split backward). The memory of the stage peaks at one of these
-        pairs.
-        """
+        """Return the numbers of microbatches whose activations the stage with index ``stage`` holds at the same time,
+        as pairs (backward not begun, between the two halves of a split backward). There is one pair for each time in a
+        step at which the memory of the stage may peak."""
         if not self.train:
             return ((1, 0),)
         return self.flying[stage] if self.flying else self._count_formula_in_flight(stage)

@@ -36,10 +36,10 @@ class Holding(NamedTuple):
     ``output_grads`` (whether the output receives a gradient). ``saved_bytes``: kept from forward to backward besides
     inputs. ``carried_bytes``: held between backward for inputs and backward for weights. ``working_bytes``: temporary.
 
-    ``at_ends``: three numbers of bytes for a call at an end of a pipeline stage: (1) if the call is the last of its
-    stage, all temporary bytes during its backward; (2) if it is the first, the bytes of its gradients that are still
-    being sent while the last call of the stage runs backward for the next microbatch, where they are added to number
-    (1) of that call; (3) if it is the first, all temporary bytes after its backward, while its gradients are sent.
+    ``at_ends``: three numbers of bytes for a call at an end of a pipeline stage. (1) For the last call of a stage: all
+    temporary bytes during its backward. (2) For the first call: the bytes of its gradients that are still being sent
+    while the last call runs the backward of the next microbatch; they add to number (1) of the last call. (3) For the
+    first call: all temporary bytes after its backward, while its gradients are sent.
     """
 
     inputs: tuple[str, ...]
@@ -115,10 +115,9 @@ class Segments:
     @cached_property
     def largest_working(self) -> Table:
         """Return a table whose entry ``[start, stop]`` is the largest temporary bytes of the block calls ``start:stop``
-        (such as layers) at any moment. This is the larger of two numbers: the maximum over the calls, and the bytes
-        during the backward of the last call together with the gradients of the first call that are still being sent for
-        the previous microbatch.
-        """
+        (such as layers) at any time. This is the larger of two numbers. One is the maximum over the calls. The other is
+        the bytes during the backward of the last call, plus the gradients of the first call that are still being sent
+        for the previous microbatch."""
         table = self._tabulate_run_maxima([c.working_bytes for c in self.calls])
         last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)
         if not any(lingering):
@@ -177,9 +176,8 @@ class Segments:
 
     @cached_property
     def boundary(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of the send and receive buffers of a stage of the
-        block calls ``start:stop`` (such as layers), for values and gradients at its start and at its end.
-        """
+        """Return a table whose entry ``[start, stop]`` is the bytes of the buffers in which a stage of the block calls
+        ``start:stop`` (such as layers) sends and receives values and gradients, at its start and at its end."""
         both: Table = self.forward + self.backward
         return both[:, None] + both[None, :]
 
@@ -275,13 +273,13 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
 
 
 def _index_first_occurrences(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find, for each item (such as a parameter) that a call reads, the earliest start of a sequence of block calls
-    (such as layers) in which no earlier call reads the item, so that sums over a sequence count shared items once.
-    ``names``: for each call, the names of its items.
+    """Find the sequences of block calls (such as layers) in which a call is the first to read an item, such as a
+    parameter, so that sums over a sequence count shared items once. For each item that a call reads, only the earliest
+    start of these sequences is needed: the call after the previous call that reads the item. ``names``: for each call,
+    the names of its items.
 
     Return two parallel arrays: flat indices ``start * calls + call``, and the position of the item in the concatenated
-    ``names``. The start is the call after the previous call that has the item. An item that one call names twice is
-    listed once.
+    ``names``. An item that one call names twice is listed once.
     """
     n, previous = len(names), dict[str, int]()
     places: list[int] = []

@@ -34,8 +34,8 @@ _HOW = {
 
 def check_room(takes: str, needed: float, room: float) -> None:
     """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room``, the bytes of memory that are available.
-    ``takes``: the start of the error message, which names what needs the memory, such as ``"one layer takes 12 GB"``.
-    """
+    ``takes``: the start of the error message, which names the data that need the memory, such as ``"one layer takes 12
+    GB"``."""
     if (missing := math.ceil(needed - room)) > 0:
         text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
         raise CapacityError(text, missing_bytes=missing, at_least=True)
@@ -43,9 +43,10 @@ def check_room(takes: str, needed: float, room: float) -> None:
 
 def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
     """Find the cut of the block calls (such as layers) into stages whose worst memory shortage over its stages is
-    smallest. Return that shortage in bytes (negative if memory is left over), the index of the worst stage, and the
-    cuts (the index of the first call of each stage, followed by the number of calls). ``tables``: seconds and bytes of
-    all possible stages.
+    smallest. ``tables``: seconds and bytes of all possible stages.
+
+    Return three values: that shortage in bytes (negative if memory is left over); the index of the worst stage; and the
+    cuts, which are the index of the first call of each stage, followed by the number of calls.
     """
     least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
     excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
@@ -148,10 +149,11 @@ class StageSplit:
     pipeline.
 
     ``pipeline_s``: the least seconds that were found; ``stages`` may take slightly longer, because stages of about
-    equal time are preferred. ``lower_bound_s``: lower bound over all cuts on the pipeline's seconds, with those of the
-    collectives at the ends of a step that the problem has. ``microbatch_s``: seconds of one microbatch through all
-    calls, forward and backward, by the calls' own costs. ``virtual``: the virtual stages if a rank has several, else
-    empty. ``with_ends_s``: like ``pipeline_s``, with those collectives; 0 if there are none.
+    equal time are preferred. ``with_ends_s``: like ``pipeline_s``, with the collectives at the ends of a step (gathers
+    of parameters, reductions of gradients); 0 if there are none. ``lower_bound_s``: lower bound over all cuts on the
+    pipeline's seconds, including those collectives if there are any. ``microbatch_s``: seconds of one microbatch
+    through all calls, forward and backward, by the calls' own costs. ``virtual``: the virtual stages if a rank has
+    several, else empty.
     """
 
     stages: tuple[StagePlan, ...]
@@ -203,9 +205,8 @@ class _Splitter:
     def best(self) -> StageSplit | None:
         """Return the cut into stages that minimises ``(m - b) * slowest + b * total``, the time of the pipeline;
         ``None`` if no cut fits in memory. ``slowest`` and ``total`` are the maximum and the sum of the stage times per
-        microbatch, ``m`` is the number of microbatches (times virtual stages), and ``b`` the factor of the problem
-        (``bubble``) for filling and draining the pipeline.
-        """
+        microbatch. ``m`` is the number of microbatches (times virtual stages). ``b`` (the field ``bubble`` of the
+        problem) says how much of the time is filling and draining the pipeline."""
         bubble = self.problem.bubble
         often = self.problem.num_rounds - bubble
         free = self.path(np.inf)
@@ -235,9 +236,10 @@ class _Splitter:
         return self.split(self.balanced(best), best_cost)
 
     def balanced(self, best: list[int]) -> list[int]:
-        """Return the cuts of the block calls (such as layers) into stages that have the least time of the slowest stage
-        among all cuts whose pipeline time is at most 1 % longer than that of ``best``, the cuts with the least pipeline
-        time. Cuts are the index of the first call of each stage, followed by the number of calls.
+        """Return cuts of the block calls (such as layers) into stages of nearly equal time: of all cuts whose pipeline
+        time is at most 1 % longer than that of ``best``, those with the least time of the slowest stage. Cuts are the
+        index of the first call of each stage, followed by the number of calls. ``best``: the cuts with the least
+        pipeline time.
 
         With few microbatches the step time hardly depends on the cuts. Equal stages then need less memory and suit
         other schedules.

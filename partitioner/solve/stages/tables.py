@@ -34,8 +34,8 @@ class _MeasuredRuns(NamedTuple):
 
     ``seconds``: per microbatch, without recomputation. ``kept_bytes``: peak bytes without full recomputation.
     ``allowed``: whether the stage may consist of the calls. ``may_recompute``: whether it may recompute some of them in
-    full; ``None``: no stage may. ``least_bytes``: peak bytes if all are recomputed in full; ``None`` if the problem
-    requires that.
+    full; ``None``: no stage may. ``least_bytes``: peak bytes if all calls are recomputed in full; ``None`` if the
+    problem requires full recomputation, or forbids it.
     """
 
     seconds: Table
@@ -107,9 +107,8 @@ class StageTables:
         """Return two lists with one entry for each pipeline stage. The first has tables whose entry ``[start, stop]``
         is the seconds per microbatch (forward, backward, recomputation and waits) of the block calls ``start:stop``
         (such as layers). The second has masks whose entry ``[start, stop]`` says whether these calls recompute
-        selectively, which means cheap operators only, because this is required or takes less time; it is empty if
-        selective recomputation is not allowed.
-        """
+        selectively (cheap operators only), because this is required or takes less time. The second list is empty if
+        selective recomputation is not allowed."""
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
         times = [table for stages in chunks for table in self._tabulate_segment_times(stages)]
@@ -122,16 +121,15 @@ class StageTables:
 
     @property
     def hopeless(self) -> bool:
-        """Return whether parameters, gradients and optimizer states alone need more bytes than all stages have
-        together; then no cut into stages fits."""
+        """Return whether no cut into stages can fit, because parameters, gradients and optimizer states alone need more
+        bytes than all stages have together."""
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
         """Return, for each pair of entries of ``start`` and ``stop``, whether the stage with the index ``stage``
         recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop`` (such as layers).
         The stage does so if this is required, or takes less time than keeping or fully recomputing activations. Its
-        seconds and bytes are then those in the tables :attr:`slim`.
-        """
+        seconds and bytes are then those of the tables for selective recomputation."""
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
@@ -162,10 +160,9 @@ class StageTables:
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
     def _tabulate_segment_times(self, stages: Counts) -> Table:
-        """Return the seconds per microbatch (forward, backward, full recomputation and waits for other stages) of every
-        sequence of consecutive block calls (such as layers) on each of ``stages`` (indices), shape ``[stages, calls +
-        1, calls + 1]``; infinite if the calls do not fit in memory or are not allowed.
-        """
+        """Return the seconds per microbatch of every sequence of consecutive block calls (such as layers) on each of
+        ``stages`` (indices), shape ``[stages, calls + 1, calls + 1]``: forward, backward, full recomputation and waits
+        for other stages. Infinite if the calls do not fit in memory or are not allowed."""
         start, stop = self._segment_ranges
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         every = len(stages) == self.problem.num_stages
@@ -182,9 +179,8 @@ class StageTables:
     @property
     def _segment_ranges(self) -> tuple[Counts, Counts]:
         """Return two arrays: the first call, and the index after the last call, of all sequences of consecutive block
-        calls that are short enough to leave one call for each other stage. With stages that may be empty, these are
-        all sequences, empty ones too.
-        """
+        calls (such as layers) that leave at least one call for each other stage. If stages may be empty, these are all
+        sequences, and empty ones are included."""
         n = len(self.problem.calls)
         if self.problem.may_be_empty:
             return _runs_of(n, n, 0)
@@ -222,10 +218,10 @@ class StageTables:
         return _MeasuredRuns(time, plain, allowed, again, least)
 
     def _limit_by_memory(self, measured: _MeasuredRuns, stages: Counts, start: Counts, stop: Counts) -> Table:
-        """Return the seconds per microbatch of the block calls ``start:stop`` on each of ``stages``, shape ``[stages,
-        pairs]``, with the recomputation that the memory of the stages requires; infinite if they do not fit.
-        ``measured``: their seconds and bytes without that. The other arguments are those of :meth:`run_times`.
-        """
+        """Return the seconds per microbatch of the block calls ``start:stop`` (such as layers), with the recomputation
+        that the memory of the stages requires, shape ``[stages, pairs]``; infinite if the calls do not fit. ``start``,
+        ``stop``: index arrays, one entry for each pair. ``stages``: indices of the stages. ``measured``: seconds and
+        bytes of the same calls without a memory limit."""
         usable, time = self._capacity[stages][:, None], measured.seconds
         fits = measured.allowed & (measured.kept_bytes <= usable + ROUNDING_BYTES)
         if measured.may_recompute is not None:
@@ -270,10 +266,10 @@ class StageTables:
         return self._mask_pinned_segments(start, stop)
 
     def _mask_pinned_segments(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
-        """Return, for each stage, a mask that says whether the block calls ``start:stop`` are not empty (unless the
-        problem allows that), contain every call that is fixed to the stage, and no call that is fixed to another.
-        ``start``, ``stop``: arrays that are broadcast to a table.
-        """
+        """Return, for each stage, a mask that says whether it may hold exactly the block calls ``start:stop`` (such as
+        layers), given the calls whose stage is fixed. The calls must include every call that is fixed to the stage, and
+        none that is fixed to another. Empty stages are excluded unless the problem allows them. ``start``, ``stop``:
+        arrays that are broadcast to a table."""
         runs = start <= stop if self.problem.may_be_empty else start < stop
         if not self.problem.pinned:
             return [runs] * self.problem.num_stages
@@ -287,10 +283,8 @@ class StageTables:
         return tables
 
     def pace_number(self, stage: int) -> int:
-        """Return a number for the speed of a stage's devices, which is a key for tables that stages can share: it is
-        equal for two stages if every block call (such as a layer) takes equally long on both. ``stage``: index of the
-        stage.
-        """
+        """Return a number that is equal for two stages if every block call (such as a layer) takes equally long on
+        both. It is the key of tables of seconds that such stages share. ``stage``: index of the stage."""
         return int(self._pace_of[stage])
 
     def seconds(self, stage: int) -> tuple[Table, Table]:
@@ -301,10 +295,9 @@ class StageTables:
         return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
-        """Return two arrays: the seconds that the stage with index ``stage`` waits for values from the stage before,
-        shape ``[calls + 1, 1]``, and for gradients from the stage behind, shape ``[1, calls + 1]``. The index is the
-        number of block calls (such as layers) before the cut between the two stages.
-        """
+        """Return the seconds that the stage with index ``stage`` waits for other stages, as two arrays: for values from
+        the stage before, shape ``[calls + 1, 1]``, and for gradients from the stage behind, shape ``[1, calls + 1]``.
+        The index is the number of block calls (such as layers) before the cut between the two stages."""
         before, after = self._end_wait_seconds
         return before[stage][:, None], after[stage][None, :]
 
@@ -340,10 +333,10 @@ class StageTables:
 
     def recomputed(self, stage: int | Counts, start: Counts, stop: Counts) -> Counts:
         """Return, for each pair of entries of the index arrays ``start`` and ``stop``, how many of the block calls
-        ``start:stop`` (such as layers), counted from the first, a stage recomputes in full. If full recomputation is
-        required, this is the number in :attr:`most_recomputed`. Otherwise it is the least number with which the calls
-        fit in memory, or the number in :attr:`most_recomputed` if they fit with none; the caller has to compare their
-        bytes with the memory.
+        ``start:stop`` (such as layers), counted from the first, a stage recomputes in full. If the user requires full
+        recomputation, this is the largest number allowed. Otherwise it is the least number with which the calls fit in
+        memory. If they fit with none, it is the largest number allowed; the caller has to compare their bytes with the
+        memory.
 
         ``stage``: index of one stage for all pairs, or an array with one for each pair. Recomputed calls keep all their
         inputs; the other calls keep what they save. A prefix sum of the saved bytes gives the number of calls to
@@ -435,9 +428,9 @@ class StageTables:
     def _bound_in_flight_bytes(
         self, stage: int | Counts, whole: Table, half: Table, gone: Table | float = 0.0
     ) -> Table:
-        """Return the largest total bytes of activations of the microbatches that a stage holds at a time, over all
-        moments of the schedule. ``whole``, ``half``, ``gone`` and the result are tables of bytes of one shape, with an
-        entry for each sequence of block calls (such as layers).
+        """Return the largest total bytes of activations of the microbatches that a stage holds at the same time, over
+        all times of the schedule. ``whole``, ``half``, ``gone`` and the result are arrays of bytes of one shape, with
+        an entry for each sequence of block calls (such as layers).
 
         ``stage``: index of the stage, or an array of indices. ``whole``: bytes of a microbatch whose backward has not
         begun. ``half``: bytes of a microbatch between the two halves of its backward. ``gone``: bytes that one of the
@@ -451,9 +444,9 @@ class StageTables:
         return held
 
     def _compute_peak_without_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers), for each pair of
-        ``start`` and ``stop``, if no call is recomputed in full. ``stage``: index of the stage, or an array of indices.
-        """
+        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers) if no call is recomputed
+        in full; one number for each pair of ``start`` and ``stop``. ``stage``: index of the stage, or an array of
+        indices."""
         inputs = self.segments.saved_inputs[start, stop]
         carried = self.segments.carried[start, stop] + inputs
         held = self.segments.saved[start, stop] + inputs, carried
@@ -464,12 +457,12 @@ class StageTables:
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
         """Return the larger of ``peak`` and the bytes at the end of a microbatch's backward, for stages of the block
-        calls ``start:stop`` (such as layers). At that moment gradients are sent to the ranks that own them, and one
+        calls ``start:stop`` (such as layers). At that time gradients are sent to the ranks that own them, and one
         microbatch is already freed.
 
-        ``peak``: bytes at other moments. ``stage``: index of the stage, or an array of indices. ``start``, ``stop``:
-        arrays. ``whole``: bytes of a microbatch whose backward has not begun. ``half``: bytes of a microbatch between
-        the two halves of its backward.
+        ``peak``: peak bytes at all other times. ``stage``: index of the stage, or an array of indices. ``start``,
+        ``stop``: arrays. ``whole``: bytes of a microbatch whose backward has not begun. ``half``: bytes of a microbatch
+        between the two halves of its backward.
         """
         closing = self.segments.closing[start]
         if not closing.any():
@@ -490,20 +483,19 @@ class StageTables:
         return self.fixed_memory - self.segments.largest_working
 
     def _compute_peak_with_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers), for each pair of
-        ``start`` and ``stop``, if all of them are recomputed in full, so that only inputs are kept. ``stage``: index of
-        the stage, or an array of indices.
-        """
+        """Return the peak bytes of a stage of the block calls ``start:stop`` (such as layers) if all of them are
+        recomputed in full, so that only inputs are kept; one number for each pair of ``start`` and ``stop``. ``stage``:
+        index of the stage, or an array of indices."""
         inputs = self.segments.all_inputs[start, stop]
         held = inputs, inputs + self.segments.carried[start, stop]
         peak: Table = self._fixed_again[start, stop] + self._bound_in_flight_bytes(stage, *held)
         return self._closed(peak, stage, start, stop, *held)
 
     def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
-        """Return two arrays of bytes for a stage of the block calls ``start:stop`` (such as layers), for each pair of
-        ``start`` and ``stop``: of one microbatch whose backward has not begun, and of one between the two halves of its
-        backward. The first ``recomputed`` calls are recomputed in full.
-        """
+        """Return the activation bytes of one microbatch on a stage of the block calls ``start:stop`` (such as layers),
+        as two arrays with an entry for each pair of ``start`` and ``stop``. The first is for a microbatch whose
+        backward has not begun, the second for one between the two halves of its backward. The first ``recomputed``
+        calls are recomputed in full."""
         cut, prefix = self.segments, self.segments.saved[0]
         made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         inputs = np.where(recomputed > 0, cut.all_inputs[start, stop], cut.saved_inputs[start, stop])

@@ -207,9 +207,12 @@ def _bound_with_memory(
     limit_s: float,
 ) -> float:
     """Return a lower bound in seconds on the pipeline over all cuts into virtual stages, with the recomputation that
-    memory requires; 0 if that would take long or ``problem`` does not leave cuts and recomputation free. ``split``: a
-    cut that fits. ``schedule``, ``num_ranks``, ``chunks``: those of :func:`solve_virtual`. ``limit_s``: the largest
-    bound that is of use.
+    memory requires. Return 0 if the bound would take long to compute, if ``problem`` fixes recomputation or stages, or
+    if there is no backward.
+
+    ``split``: a cut that fits. ``schedule``: its name or table. ``num_ranks``: number of pipeline ranks. ``chunks``:
+    number of virtual stages on each rank; ``None``: the number that the schedule fixes. ``limit_s``: a bound of this
+    many seconds is tight enough.
     """
     fixed = problem.recompute is not None or problem.may_be_empty or bool(problem.barred)
     timetable, more = shorten_timetable(schedule, num_ranks, problem.num_microbatches, chunks)
@@ -267,8 +270,8 @@ class _VirtualStageRanks:
 
     @cached_property
     def flying(self) -> InFlightMicrobatches:
-        """Return, for each virtual stage, how many microbatches it holds under the schedule at each time at which
-        memory may peak, as pairs (backward not begun, between the two halves of a split backward)."""
+        """Return how many microbatches each virtual stage holds under the schedule, for each time at which memory may
+        peak. The numbers are pairs (backward not begun, between the two halves of a split backward)."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
     @cached_property
@@ -407,10 +410,9 @@ def set_scheduled_in_flight(
 
 
 def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks) -> StageSplit | None:
-    """Return ``split``, a cut into virtual stages, with the same cuts and enough recomputation for every rank to fit in
-    memory; ``None`` if some rank cannot fit. ``ranks``: the virtual stages of each rank. ``tables``: seconds and bytes
-    of all possible stages.
-    """
+    """Return a copy of ``split``, a cut into virtual stages, with enough recomputation for every rank to fit in memory;
+    the cuts stay as they are. Return ``None`` if some rank cannot fit. ``ranks``: the virtual stages of each rank.
+    ``tables``: seconds and bytes of all possible stages."""
     stages = list(split.stages)
     for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
         taken = partial(ranks.taken, tables, rank)
@@ -487,10 +489,9 @@ def _improve_virtual_cuts(
 
 
 def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
-    """Return whether stages of ``split`` recompute block calls (such as layers) only to fit in memory, and not because
-    ``problem`` requires it. The cuts may then not be the best ones, because the search for cuts does not count the time
-    of such recomputation.
-    """
+    """Return whether stages of ``split`` recompute block calls (such as layers) although ``problem`` does not require
+    it, that is, only to fit in memory. Other cuts may then be faster, because the search for cuts does not count the
+    time of this recomputation."""
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 

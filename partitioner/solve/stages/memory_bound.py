@@ -1,22 +1,30 @@
 """Compute a lower bound on the seconds of a pipeline over all cuts into virtual stages, with the recomputation that
 memory requires.
 
-The bound is a Lagrangian relaxation (Geoffrion 1974). The time of a schedule is the longest path through its actions
-(forwards and backwards of microbatches). It is relaxed to the mean of several paths, one for each rank. The memory of
-each rank is relaxed, too: instead of a limit, its bytes have a price in seconds, and the step gets back the price of
-the rank's capacity. For given prices the best cuts are a shortest path over (stage, cut), and each call is recomputed
-if that is cheaper than the bytes it frees. The result is a lower bound for every price of 0 or more; a line search
-looks for the price with the highest bound.
+The bound is a Lagrangian relaxation (Geoffrion 1974) that is maximised by column generation (Dantzig and Wolfe 1960).
+Two kinds of constraints are relaxed. The time of a step is the longest path through the actions of its schedule; a
+weighted mean of some paths is a lower bound on it. The memory of each rank has a limit at each time of the step; in the
+relaxed problem, the bytes that are in use at that time have a price in seconds instead, and the step gets back the
+price of the rank's capacity. For given weights and prices the best cuts are a shortest path over (stage, cut), and each
+call is recomputed if that is cheaper than the bytes it frees. The result is a lower bound for all weights that sum up
+to 1 and all prices of 0 or more.
+
+Weights and prices are the duals of a linear program: the least time of a mixture of the cuts so far, such that the
+mixture fits in memory. The best cut for these duals is then added to the program, until its optimum is reached. A
+sequence of calls is dropped if even the best cut with it takes as long as the caller asks for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from ortools.math_opt.python import mathopt
 
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.formulas import Counts
@@ -28,17 +36,23 @@ Table = NDArray[np.float64]
 
 _SLOWER = 1.15  # factor on the seconds of a rank, so that the longest path goes through it
 _INPUTS = 1  # the phase that contains recomputation: backward for inputs
-_LEAST_PRICE, _REFINED = 1 / 256, 4  # of a step, for the memory of all ranks; steps of the line search
+_FIRST_PRICES = tuple(2.0**-k for k in range(8, 0, -1))  # of the memory of all ranks, as fractions of a step
+_KEPT = 0.5  # the weight of the best duals so far in those that are tried next (Wentges 1997)
+_EVERY = 7  # cuts after which the longest path of the last one is added
+_SAME = 1e-3  # relative difference of bound and program at which the search stops
+_MOST_CUTS, _MOST_WORK = 150, 200_000_000  # cuts to add, and sequences of calls to price in all of them together
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The activations that one pipeline rank holds at one time in the step. ``stages``: indices of its virtual stages.
-    ``counts``: for each of them, the number of microbatches that it holds, as a pair (backward not begun, between the
-    two halves of a split backward). ``capacity``: usable bytes of the rank."""
+    """The activations of one pipeline rank at several times of the step.
+
+    ``stages``: its virtual stages. ``moments``: for each time and each of these stages, the microbatches in flight, as
+    a pair (backward not begun, between the two halves of a split backward). ``capacity``: usable bytes of the rank.
+    """
 
     stages: Sequence[int]
-    counts: Sequence[Counts]
+    moments: Sequence[Sequence[Counts]]
     capacity: float
 
 
@@ -49,132 +63,282 @@ def bound_fitting_cuts(
     ranks: Sequence[RankMemory],
     microbatches_left: int,
     limit_s: float,
+    *,
+    goal_s: float,
 ) -> float:
     """Return a lower bound in seconds on the pipeline, over all cuts of the block calls (such as layers) into virtual
-    stages with which every rank fits in memory, and over all ways to recompute calls. The bound is at most ``limit_s``.
+    stages with which every rank fits in memory, and over all ways to recompute calls. The bound is at most ``goal_s``.
 
     ``tables``: seconds and bytes of all possible stages; each may use all memory of its rank. ``timetable``: the order
     in which the schedule runs the forwards and backwards of microbatches. ``microbatches_left``: how many microbatches
     a step has more than the timetable. ``phases``: seconds of forward and backward of each virtual stage under some
-    cut; their mean serves to find long paths through the schedule. ``ranks``: the activations of each rank at one time
-    in the step. ``limit_s``: seconds of a step that is known.
+    cut; their mean serves to find long paths through the schedule. ``ranks``: the memory of each rank. ``limit_s``:
+    seconds of a step that is known; no stage alone may take longer. ``goal_s``: a bound that is good enough, at most
+    ``limit_s``.
     """
-    paths = _average_rank_paths(tables, timetable, phases, [rank.stages for rank in ranks])
-    paths[:, :3] += microbatches_left / len(ranks)  # each costs a rank its work; a step takes at least the mean of all
     microbatches = count_microbatches(timetable) + microbatches_left
-    relaxed = _PricedCuts(tables, paths, ranks, limit_s / microbatches)
-    prices = limit_s * np.exp2(np.arange(np.log2(_LEAST_PRICE), 1.0))
-    return min(limit_s, _maximise(relaxed.bound, prices.tolist()))
-
-
-def _average_rank_paths(
-    tables: StageTables, timetable: Timetable, phases: Sequence[Phases], own: Sequence[Sequence[int]]
-) -> Table:
-    """Return the mean of several paths through the schedule: how often it contains each phase (forward, backward for
-    inputs, backward for weights, waits, collectives at the ends of a step) of each virtual stage, shape ``[stages,
-    7]``. There is one path for each rank: the longest one if all stages take equally long, except that those of the
-    rank are slower.
-
-    ``tables``: seconds and bytes of all possible stages. ``timetable``: the order in which the schedule runs the
-    forwards and backwards of microbatches. ``phases``: seconds of the phases of each virtual stage, of which the mean
-    is taken. ``own``: for each rank, the indices of its virtual stages.
-    """
+    relaxed = _RelaxedCuts(tables, ranks, limit_s / microbatches)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
+    more = np.zeros((tables.problem.num_stages, relaxed.num_phases))
+    more[:, :3] = microbatches_left / len(ranks)  # each costs a rank its work; a step takes at least the mean of all
+
+    def find_path(of_stages: Sequence[Phases]) -> Table:
+        path: Table = longest_path(timetable, of_stages, **how)[1][:, : relaxed.num_phases] + more
+        return path
+
+    mixture = _CutMixture(relaxed.memory, limit_s)
+    for of_stages in _slow_each_rank(phases, ranks):
+        mixture.add_path(find_path(of_stages))
+    best = _Duals(-np.inf, np.full(len(ranks), 1 / len(ranks)), np.zeros(len(relaxed.memory)))
+    even = np.concatenate([np.full(len(rank.moments), 1 / len(rank.moments) / len(ranks)) for rank in ranks])
+    first = [best.prices, *(limit_s * price * even for price in _FIRST_PRICES)]
+    for number in range(max(len(first), min(_MOST_CUTS, _MOST_WORK // relaxed.num_sequences))):
+        tried, optimum_s = best._replace(prices=first[number]) if number < len(first) else best, np.inf
+        if number >= len(first):
+            optimum_s, tried = mixture.solve(best)
+            if best.bound_s >= optimum_s * (1 - _SAME):
+                break
+        bound_s, cut = relaxed.find_best_cut(mixture.weigh_paths(tried.weights), tried.prices, goal_s)
+        if cut is None or bound_s >= goal_s:
+            return goal_s
+        mixture.add_cut(cut)
+        if bound_s > best.bound_s:
+            best = tried._replace(bound_s=bound_s)
+        elif number < len(first):
+            first = first[: number + 1]  # higher prices are too high, too
+        if number % _EVERY == 0:
+            mixture.add_path(find_path([Phases(*of_stage) for of_stage in cut.seconds.tolist()]))
+    return best.bound_s
+
+
+def drop_smaller_counts(moments: Sequence[Sequence[Counts]]) -> list[Sequence[Counts]]:
+    """Return ``moments`` without those at which another of them has at least as many microbatches of each kind in
+    flight on each virtual stage. ``moments``: for each time of the step and each virtual stage of a rank, a pair of
+    microbatches (backward not begun, between the two halves of a split backward).
+    """
+    distinct = list(dict.fromkeys(tuple(counts) for counts in moments))
+    flat = np.array(distinct).reshape(len(distinct), -1)
+    smaller: NDArray[np.bool_] = np.all(flat[:, None, :] <= flat[None, :, :], axis=2)  # [a, b]: a nowhere above b
+    smaller &= ~np.eye(len(distinct), dtype=np.bool_)
+    return [counts for counts, of_others in zip(distinct, smaller, strict=True) if not of_others.any()]
+
+
+def _slow_each_rank(phases: Sequence[Phases], ranks: Sequence[RankMemory]) -> Iterator[list[Phases]]:
+    """Yield, for each of ``ranks``, seconds of all virtual stages: all stages take equally long (the mean of
+    ``phases``), except that those of the rank are slower. The longest path then goes through this rank.
+    """
     names = list(Phases.__dataclass_fields__)
     mean = {name: sum(getattr(of_stage, name) for of_stage in phases) / len(phases) for name in names}
     even, slow = Phases(**mean), Phases(**{name: seconds * _SLOWER for name, seconds in mean.items()})
-    paths = []
-    for stages in own:
-        uneven = [slow if k in stages else even for k in range(len(phases))]
-        paths.append(longest_path(timetable, uneven, **how)[1])
-    average: Table = np.mean(paths, axis=0)
-    return average
+    for rank in ranks:
+        yield [slow if k in rank.stages else even for k in range(len(phases))]
 
 
-def _maximise(bound: Callable[[float], float], prices: Sequence[float]) -> float:
-    """Return the largest value of ``bound`` that was found. ``bound``: a concave function of a price, for prices of at
-    least 0. ``prices``: the prices to try first, in ascending order; after that, prices next to the best one are tried.
-    """
-    known = {0.0: bound(0.0)}
-    for price in prices:
-        known[price] = bound(price)
-        if known[price] < max(known.values()):
-            break
-    for _ in range(_REFINED):
-        tried = sorted(known)
-        at = tried.index(max(known, key=known.__getitem__))
-        gaps = [
-            (tried[k + 1] - tried[k], (tried[k + 1] + tried[k]) / 2) for k in (at - 1, at) if 0 <= k < len(tried) - 1
-        ]
-        known[max(gaps)[1]] = bound(max(gaps)[1])
-    return max(known.values())
-
-
-class _PricedCuts:
-    """The relaxed problem of cutting block calls (such as layers) into virtual stages: memory has no limit but a price.
-    The cost of a cut is its seconds on ``paths`` plus the price of its memory.
-
-    ``tables``: seconds and bytes of all possible stages. ``paths``: weight of each phase (forward, backward for inputs,
-    and so on) of each virtual stage, shape ``[stages, phases]``. ``ranks``: the activations of each rank at one time in
-    the step. ``most_s``: seconds that a stage may take for a microbatch.
+class _Duals(NamedTuple):
+    """Values of the dual variables. ``bound_s``: the lower bound in seconds that they give. ``weights``: of each path,
+    shape ``[paths]``, with the sum 1. ``prices``: seconds for all memory of a rank at one time of the step, shape
+    ``[moments]``; the moments are those of all ranks, one after the other.
     """
 
-    def __init__(self, tables: StageTables, paths: Table, ranks: Sequence[RankMemory], most_s: float) -> None:
+    bound_s: float
+    weights: Table
+    prices: Table
+
+
+class _PricedCut(NamedTuple):
+    """One way to cut the block calls (such as layers) into virtual stages and to recompute some of them. ``seconds``:
+    of each phase of each stage for one microbatch, shape ``[stages, phases]``. ``bytes``: of each stage, shape ``[3,
+    stages]``: bytes that do not depend on the number of microbatches in flight, bytes of a microbatch whose backward
+    has not begun, and bytes of one between the two halves of its backward.
+    """
+
+    seconds: Table
+    bytes: Table
+
+
+class _CutMixture:
+    """The linear program over mixtures of cuts: the least seconds of a step such that each path through the schedule is
+    at most as long and the memory of each rank suffices at each moment, for weights of the cuts that sum up to 1.
+
+    ``memory``: of each moment, the fraction of its rank's capacity that a byte takes; for its shape see
+    :class:`_RelaxedCuts`. ``limit_s``: the seconds that lacking all memory of a rank costs, so that there always is a
+    solution.
+    """
+
+    def __init__(self, memory: Table, limit_s: float) -> None:
+        self._memory = memory
+        self._paths: list[Table] = []
+        self._cuts: list[_PricedCut] = []
+        self._shares: list[mathopt.Variable] = []
+        self._model = mathopt.Model()
+        self._seconds, lacking = self._model.add_variable(lb=0.0), self._model.add_variable(lb=0.0)
+        self._model.minimize(self._seconds + limit_s * lacking)
+        self._whole = self._model.add_linear_constraint(lb=1.0, ub=1.0)
+        self._longer: list[mathopt.LinearConstraint] = []
+        self._fits = [self._model.add_linear_constraint(ub=1.0) for _ in memory]
+        for row in self._fits:
+            row.set_coefficient(lacking, -1.0)
+        self._solver = mathopt.IncrementalSolver(self._model, mathopt.SolverType.GLOP)
+
+    def add_path(self, path: Table) -> None:
+        """Add a path through the schedule. ``path``: how often each phase of each virtual stage is on it, shape
+        ``[stages, phases]``.
+        """
+        row = self._model.add_linear_constraint(lb=0.0)
+        row.set_coefficient(self._seconds, 1.0)
+        for cut, share in zip(self._cuts, self._shares, strict=True):
+            row.set_coefficient(share, -float(np.vdot(path, cut.seconds)))
+        self._paths.append(path)
+        self._longer.append(row)
+
+    def add_cut(self, cut: _PricedCut) -> None:
+        """Add ``cut`` to the cuts of which mixtures consist."""
+        share = self._model.add_variable(lb=0.0)
+        self._whole.set_coefficient(share, 1.0)
+        for row, path in zip(self._longer, self._paths, strict=True):
+            row.set_coefficient(share, -float(np.vdot(path, cut.seconds)))
+        for row, used in zip(self._fits, np.einsum("tbk,bk->t", self._memory, cut.bytes).tolist(), strict=True):
+            row.set_coefficient(share, used)
+        self._cuts.append(cut)
+        self._shares.append(share)
+
+    def weigh_paths(self, weights: Table) -> Table:
+        """Return the mean of the paths with ``weights``, shape ``[stages, phases]``. Paths without a weight, those that
+        were added last, do not count.
+        """
+        mean: Table = np.tensordot(weights, np.stack(self._paths[: len(weights)]), axes=1)
+        return mean
+
+    def solve(self, best: _Duals) -> tuple[float, _Duals]:
+        """Return the least seconds of all mixtures of the cuts so far, and the duals to try next: halfway between those
+        of this solution and ``best``, the duals with the highest bound so far.
+        """
+        result = self._solver.solve()
+        values = result.dual_values()
+        weights = np.maximum(0.0, [values[row] for row in self._longer])
+        prices = np.maximum(0.0, [-values[row] for row in self._fits])
+        known = np.zeros_like(weights)
+        known[: len(best.weights)] = best.weights
+        mean = _KEPT * known + (1 - _KEPT) * weights / weights.sum()
+        return result.objective_value(), _Duals(-np.inf, mean, _KEPT * best.prices + (1 - _KEPT) * prices)
+
+
+class _RelaxedCuts:
+    """The relaxed problem: cuts into virtual stages whose cost is the seconds on a mean of paths plus the price of
+    their memory.
+
+    ``memory``: of each moment of each rank, the fraction of the rank's capacity that a byte takes, shape ``[moments, 3,
+    stages]``; the second dim is that of the bytes of :class:`_PricedCut`. ``num_phases``: how many phases a stage has.
+    ``num_sequences``: how many pairs there are of a virtual stage and a sequence of block calls (such as layers).
+
+    ``tables``: seconds and bytes of all possible stages. ``ranks``: the memory of each rank. ``most_s``: the most
+    seconds of a microbatch in a stage.
+    """
+
+    def __init__(self, tables: StageTables, ranks: Sequence[RankMemory], most_s: float) -> None:
         problem = tables.problem
         size = len(problem.calls) + 1
         stop, length = np.arange(size)[:, None], np.arange(1, size - problem.num_stages + 1)[None, :]
         start = np.maximum(stop - length, 0)
-        each = [way for way in (tables, tables.slim) if way is not None]
+        ways = [way for way in (tables, tables.slim) if way is not None]
         seconds = [
-            PhaseCosts(way, recomputed=False).stack_seconds([(start, stop)] * problem.num_stages) for way in each
+            PhaseCosts(way, recomputed=False).stack_seconds([(start, stop)] * problem.num_stages) for way in ways
         ]
         fastest = np.min([of_way[:, :3].sum(axis=1) for of_way in seconds], axis=0)
         fit = (fastest <= most_s * (1 + TINY)) & (stop >= length)
         width = 1 + int(np.flatnonzero(fit.any(axis=(0, 1))).max(initial=0))  # 1 if nothing is quick enough
-        start, fit = start[:, :width], fit[..., :width]
+        self._start, self._stop, chunks = start[:, :width], stop, max(len(rank.stages) for rank in ranks)
         self._ways = [
-            _Recomputation(way, np.where(fit[:, None], of_way[..., :width], np.inf), paths, ranks, start, stop)
-            for way, of_way in zip(each, seconds, strict=True)
+            _Recomputation.of(
+                way, np.where(fit[:, None, :, :width], of_way[..., :width], np.inf), self._start, stop, chunks
+            )
+            for way, of_way in zip(ways, seconds, strict=True)
         ]
-        self._prices = np.zeros((3, problem.num_stages))  # of a byte: once, per microbatch not begun, and half done
+        self.num_phases = seconds[0].shape[1]
+        self.num_sequences = problem.num_stages * size * width * len(ways)
+        self.memory = np.zeros((sum(len(rank.moments) for rank in ranks), 3, problem.num_stages))
+        rows = iter(self.memory)
         for rank in ranks:
-            per_byte = 1 / (rank.capacity - problem.overhead.working_bytes) / len(ranks)
-            self._prices[0, list(rank.stages)] = per_byte
-            self._prices[1:, list(rank.stages)] = np.array(rank.counts).T * per_byte
+            per_byte = 1 / (rank.capacity - problem.overhead.working_bytes)
+            for counts in rank.moments:
+                row = next(rows)
+                row[0, list(rank.stages)] = per_byte
+                row[1:, list(rank.stages)] = np.array(counts, dtype=np.float64).T * per_byte
 
-    def bound(self, price: float) -> float:
-        """Return a lower bound in seconds on the pipeline. ``price``: seconds for the memory of all ranks together; it
-        is divided evenly over the ranks.
+    def find_best_cut(self, path: Table, prices: Table, goal_s: float) -> tuple[float, _PricedCut | None]:
+        """Return a lower bound in seconds on the pipeline, and the cut of the relaxed problem that attains it. Drop all
+        sequences of block calls (such as layers) with which no cut is below ``goal_s``. The cut is ``None`` if no cut
+        is left; all cuts then take at least ``goal_s``.
+
+        ``path``: how often each phase counts, shape ``[stages, phases]``. ``prices``: seconds for all memory of a rank,
+        one for each moment.
         """
-        costs = np.min([way.price_calls(self._prices * price) for way in self._ways], axis=0)
-        return find_least_cuts(costs)[0] - price
+        per_byte = np.einsum("t,tbk->bk", prices, self.memory)
+        costs = np.stack([way.price_sequences(path, per_byte, self._start, self._stop) for way in self._ways])
+        least, ways = costs.min(axis=0), costs.argmin(axis=0)
+        seconds, cuts = find_least_cuts(least)
+        if not np.isfinite(seconds):
+            return goal_s, None
+        others = _complete_cuts(least, self._start)
+        for way, of_way in zip(self._ways, costs, strict=True):
+            way.allowed &= of_way + others < goal_s + prices.sum()
+        runs = [(k, start, stop) for k, (start, stop) in enumerate(pairwise(cuts))]
+        chosen = [
+            self._ways[ways[k, stop, stop - start - 1]].read_stage(k, start, stop, path, per_byte)
+            for k, start, stop in runs
+        ]
+        both = _PricedCut(np.stack([each[0] for each in chosen]), np.stack([each[1] for each in chosen], axis=1))
+        return seconds - float(prices.sum()), both
 
 
+def _complete_cuts(costs: Table, start: NDArray[np.int64]) -> Table:
+    """Return, for each stage and each sequence of block calls (such as layers), the least sum of the costs of the other
+    stages; infinite if they cannot consist of the other calls. ``costs``: of each stage for each sequence, shape
+    ``[stages, calls + 1, width]``, indexed by the call after the last and by the number of calls minus one. ``start``:
+    the first call of each of these sequences.
+    """
+    _, size, width = costs.shape
+    before, behind = np.full((len(costs) + 1, size), np.inf), np.full((len(costs) + 1, size), np.inf)
+    before[0, 0] = behind[-1, -1] = 0.0
+    for k, of_stage in enumerate(costs):
+        before[k + 1] = (before[k][start] + of_stage).min(axis=1)
+    later = np.minimum(np.arange(size)[:, None] + np.arange(1, width + 1)[None, :], size - 1)  # [first call, length]
+    inside = np.arange(size)[:, None] + np.arange(1, width + 1)[None, :] < size
+    for k in range(len(costs) - 1, -1, -1):
+        of_stage = np.where(inside, costs[k][later, np.arange(width)[None, :]], np.inf)
+        behind[k] = (of_stage + behind[k + 1][later]).min(axis=1)
+    others: Table = before[:-1][:, start] + behind[1:][:, :, None]
+    return others
+
+
+@dataclass
 class _Recomputation:
-    """The cost of all sequences of block calls (such as layers) if either no call or every call recomputes selectively
-    (cheap operators only). In addition, each call may be recomputed in full.
+    """The cost of all sequences of block calls (such as layers) under one way of selective recomputation: none, or of
+    all calls. Each call may be recomputed in full in addition.
 
-    ``tables``: seconds and bytes of all possible stages in this case. ``seconds``: of a microbatch without full
-    recomputation, shape ``[stages, phases, calls + 1, width]``, indexed by the call after the last and the number of
-    calls minus one; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first call and the call
-    after the last of the same sequences. ``paths``: weight of each phase (forward, backward for inputs, and so on) of
-    each stage, shape ``[stages, phases]``. ``ranks``: the activations of each rank at one time in the step.
+    ``seconds``: of a microbatch without full recomputation, shape ``[stages, phases, calls + 1, width]``, indexed by
+    the call after the last and the number of calls minus one. ``allowed``: whether the stage may consist of the
+    sequence, shape ``[stages, calls + 1, width]``. ``bytes``: of each sequence, shape ``[3, calls + 1, width]``; the
+    first dim is that of the bytes of :class:`_PricedCut`. ``again_s``: seconds to recompute each call in full, shape
+    ``[stages, calls]``. ``freed``: bytes that this frees, shape ``[calls]``.
     """
 
-    def __init__(
-        self,
-        tables: StageTables,
-        seconds: Table,
-        paths: Table,
-        ranks: Sequence[RankMemory],
-        start: NDArray[np.int64],
-        stop: NDArray[np.int64],
-    ) -> None:
+    seconds: Table
+    allowed: NDArray[np.bool_]
+    bytes: Table
+    again_s: Table
+    freed: Table
+
+    @classmethod
+    def of(
+        cls, tables: StageTables, seconds: Table, start: NDArray[np.int64], stop: NDArray[np.int64], chunks: int
+    ) -> _Recomputation:
+        """Return the costs under the way of selective recomputation of ``tables``.
+
+        ``seconds``: as in the class; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first
+        call and the call after the last of the sequences. ``chunks``: the most virtual stages of a rank.
+        """
         problem, cut = tables.problem, tables.segments
-        may = np.isfinite(np.sum(seconds, axis=1))
-        on_paths = np.einsum("kc,kcjw->kjw", paths[:, : seconds.shape[1]], np.where(may[:, None], seconds, 0.0))
-        self._seconds = np.where(may, on_paths, np.inf)
-        chunks = max(len(rank.stages) for rank in ranks)
         # what several stages of a rank share, and temporary memory, counts once: at least the mean over its stages
         readers = Counter(name for call in problem.calls for name in set(call.states))
         sizes = {
@@ -183,24 +347,47 @@ class _Recomputation:
         }
         fixed = cut.states_of(sizes) + cut.boundary + cut.largest_working / chunks
         kept = fixed, cut.saved + cut.saved_inputs, cut.carried + cut.saved_inputs
-        self._bytes = np.stack([of_kind[start, stop] for of_kind in kept])
-        again = [[cost.recompute_s for cost in problem.pace(k).costs] for k in range(problem.num_stages)]
-        self._again_s = np.array(again) * paths[:, _INPUTS, None]
-        self._freed = np.array([call.cost.saved_bytes for call in problem.calls])
-        self._start, self._stop = start, stop
+        allowed = np.isfinite(np.sum(seconds, axis=1))
+        return cls(
+            np.where(allowed[:, None], seconds, 0.0),
+            allowed,
+            np.stack([of_kind[start, stop] for of_kind in kept]),
+            np.array([[cost.recompute_s for cost in problem.pace(k).costs] for k in range(problem.num_stages)]),
+            np.array([call.cost.saved_bytes for call in problem.calls]),
+        )
 
-    def price_calls(self, prices: Table) -> Table:
-        """Return the seconds of all sequences of block calls (such as layers), weighted by phase, plus the price of
-        their memory, shape ``[stages, calls + 1, width]``. Each call is recomputed in full where that is cheaper.
+    def price_sequences(self, path: Table, per_byte: Table, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Table:
+        """Return the seconds of all sequences of block calls (such as layers) on ``path`` plus the price of their
+        memory, shape ``[stages, calls + 1, width]``, if each call is recomputed in full where that is cheaper. The
+        result is infinite if a stage may not consist of the sequence.
 
-        ``prices``: seconds per byte, shape ``[3, stages]``: of bytes that do not depend on the number of microbatches,
-        of those of a microbatch whose backward has not begun, and of one between the two halves of its backward.
+        ``path``: how often each phase counts, shape ``[stages, phases]``. ``per_byte``: the price of a byte in seconds,
+        shape ``[3, stages]``; the first dim is that of the bytes of :class:`_PricedCut`. ``start``, ``stop``: the first
+        call and the call after the last of the sequences.
         """
-        saved = np.minimum(0.0, self._again_s - prices[1][:, None] * self._freed)
+        saved = np.minimum(0.0, self._price_recomputation(path, per_byte))
         sums = np.concatenate([np.zeros((len(saved), 1)), np.cumsum(saved, axis=1)], axis=1)
-        held = np.einsum("bk,bjw->kjw", prices, self._bytes)
-        priced: Table = self._seconds + held + sums[:, self._stop] - sums[:, self._start]
-        return priced
+        priced = np.einsum("kc,kcjw->kjw", path, self.seconds) + np.einsum("bk,bjw->kjw", per_byte, self.bytes)
+        return np.where(self.allowed, priced + sums[:, stop] - sums[:, start], np.inf)
+
+    def read_stage(self, stage: int, start: int, stop: int, path: Table, per_byte: Table) -> tuple[Table, Table]:
+        """Return seconds, shape ``[phases]``, and bytes, shape ``[3]``, of one stage with the calls ``start:stop``, if
+        each call is recomputed in full where that is cheaper. The other arguments are those of
+        :meth:`price_sequences`.
+        """
+        again = self._price_recomputation(path, per_byte)[stage, start:stop] < 0
+        seconds = self.seconds[stage, :, stop, stop - start - 1].copy()
+        seconds[_INPUTS] += self.again_s[stage, start:stop][again].sum()
+        taken = self.bytes[:, stop, stop - start - 1].copy()
+        taken[1] -= self.freed[start:stop][again].sum()
+        return seconds, taken
+
+    def _price_recomputation(self, path: Table, per_byte: Table) -> Table:
+        """Return the seconds on ``path`` that full recomputation of each call adds, less the price of the bytes that it
+        frees, shape ``[stages, calls]``. ``path``, ``per_byte``: see :meth:`price_sequences`.
+        """
+        added: Table = self.again_s * path[:, _INPUTS, None] - per_byte[1][:, None] * self.freed
+        return added
 
 
-__all__ = ["RankMemory", "bound_fitting_cuts"]
+__all__ = ["RankMemory", "bound_fitting_cuts", "drop_smaller_counts"]

@@ -39,7 +39,7 @@ from partitioner.schedules.formulas import (
 from partitioner.schedules.makespan import Phases
 from partitioner.schedules.registry import ranks_of
 from partitioner.solve.stages.improve_cuts import better_cuts
-from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts
+from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts, drop_smaller_counts
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan, StageSplit, solve_stages, stage_plan
 from partitioner.solve.stages.tables import StageTables
@@ -136,7 +136,7 @@ def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[S
 
 _MOST_IMPROVED = 0.1  # of a pipeline's seconds: better cuts saved up to 5 % on models of 32 to 126 layers
 _ROUNDS = 6  # rounds of dividing a rank's memory
-_CLOSE = 0.005  # relative gap at which a tighter bound is not computed
+_CLOSE = 0.005  # relative gap that is small enough: a tighter bound is not computed
 _MOST_PATHS = 400_000  # actions to simulate for a path for each rank
 
 _ENOUGH = 1 << 60  # bytes
@@ -220,14 +220,13 @@ def _bound_with_memory(
         return 0.0
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     tables = StageTables(ranks.problem)
-    sizes = [_in_flight_sizes(tables, plan) for plan in split.virtual]
-    memory = []
-    for rank, (stages, capacity) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
-        own = [sizes[k] for k in stages]
-        fullest = max(ranks.flying.together[rank], key=lambda counts: sum(map(_sum_in_flight_bytes, counts, own)))
-        memory.append(RankMemory(stages, fullest, capacity))
+    memory = [
+        RankMemory(stages, drop_smaller_counts(moments), capacity)
+        for stages, moments, capacity in zip(ranks.own, ranks.flying.together, ranks.capacity, strict=True)
+    ]
     phases = [phases_of(problem, k, plan, ends=True) for k, plan in enumerate(split.virtual)]
-    return bound_fitting_cuts(tables, timetable, phases, memory, more[2] if more is not None else 0, limit_s)
+    left, goal_s = more[2] if more is not None else 0, limit_s * (1 - _CLOSE)
+    return bound_fitting_cuts(tables, timetable, phases, memory, left, limit_s, goal_s=goal_s)
 
 
 def _bound_recomputed_seconds(problem: StageProblem, num_ranks: int, how: str) -> float:

@@ -82,6 +82,7 @@ class ValueGradients:
         for position, call in enumerate(self.calls):
             for value in call.gives:
                 self.readers.setdefault(value, []).append(position)
+        self._needed = {value: frozenset(positions) for value, positions in self.readers.items()}
         self.added: dict[Key, set[Adder]] = {}
         self.taken: dict[Key, int] = {}  # -> instruction: the backward of the call that made the value, or SEND_B
         self.freed: dict[Key, int] = {}
@@ -131,7 +132,8 @@ class ValueGradients:
                 f"uses the gradient of {_format_key(key)} after instruction {self.taken[key]} has used it: remove one",
             )
         added = self.added.get(key, set())
-        for position in self.readers.get(key[0], ()):
+        needed = self._needed.get(key[0], frozenset())
+        for position in () if needed <= added else self.readers[key[0]]:
             if position not in added:
                 late = self.calls[position].data.path
                 raise Refusal(

@@ -314,13 +314,15 @@ def _complete_cuts(costs: Table, start: NDArray[np.int64]) -> Table:
 @dataclass
 class _Recomputation:
     """The cost of all sequences of block calls (such as layers) under one way of selective recomputation: none, or of
-    all calls. Each call may be recomputed in full in addition.
+    all calls. Each call may be recomputed in full in addition. The last two dims of the tables are the index of the
+    call after the last one of the sequence, and the number of its calls minus one.
 
-    ``seconds``: of a microbatch without full recomputation, shape ``[stages, phases, calls + 1, width]``, indexed by
-    the call after the last and the number of calls minus one. ``allowed``: whether the stage may consist of the
-    sequence, shape ``[stages, calls + 1, width]``. ``bytes``: of each sequence, shape ``[3, calls + 1, width]``; the
-    first dim is that of the bytes of :class:`_PricedCut`. ``again_s``: seconds to recompute each call in full, shape
-    ``[stages, calls]``. ``freed``: bytes that this frees, shape ``[calls]``.
+    ``seconds``: of one microbatch without full recomputation, shape ``[stages, phases, calls + 1, width]``; the phases
+    are forward, backward for inputs, backward for weights, two waits for messages, and collectives at the ends of a
+    step. ``allowed``: whether the stage may consist of the sequence, shape ``[stages, calls + 1, width]``. ``bytes``:
+    shape ``[3, calls + 1, width]``: bytes that do not depend on the number of microbatches in flight, bytes of one
+    microbatch whose backward has not begun, and of one between the two halves of its backward. ``again_s``: seconds to
+    recompute each call in full, shape ``[stages, calls]``. ``freed``: bytes that this frees, shape ``[calls]``.
     """
 
     seconds: Table

@@ -10,7 +10,7 @@ from typing import Any
 
 from partitioner.interop.layout import LayoutError, OptionValueError, UnknownOptionError
 from partitioner.interop.options import describe_unknown, load_known_options
-from partitioner.interop.shell_script import ShellScript
+from partitioner.interop.shell_script import ShellScript, describe_output
 from partitioner.topology.validate import format_suggestion
 
 _SHORT = {"nproc_per_node": "per_node", "nnodes": "nodes", "num_processes": "all", "ntasks": "all"}
@@ -25,11 +25,27 @@ _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 @dataclass(frozen=True)
 class CommandLine:
     """The words of a Megatron-LM command. ``doubts``: conditions and files of the script on which the words depend and
-    that are not known without running it -> what is assumed.
+    that are not known without running it -> what is assumed. ``text``: the script or command line that they are from.
     """
 
     words: list[str]
     doubts: dict[str, str]
+    text: str = ""
+
+    def explain_value(self, value: str) -> str:
+        """Return, for a message, ``value``, a word, with the reason why it is not known without running the script, and
+        what to do; an empty text if it is known.
+        """
+        if told := describe_output(value, self.text):
+            return told
+        if found := _VARIABLE.fullmatch(value):
+            return (
+                f"{value!r}, which is not set in the script; set the variable {found[1] or found[2]} there, or write "
+                "its value out"
+            )
+        if value.startswith("$(("):
+            return f"{value!r}, in which a variable is not set in the script; set it there, or write its value out"
+        return ""
 
 
 def read_words(text: str) -> CommandLine:
@@ -45,17 +61,18 @@ def read_words(text: str) -> CommandLine:
     words = started[-1] if started else [word for words in with_options for word in words]
     if not words:
         words = [word for value in script.variables.values() if "--" in value for word in script.split(value)]
-    return CommandLine(words, script.doubts)
+    return CommandLine(words, script.doubts, text)
 
 
-def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dict[str, Any], int | None]:
+def parse_arguments(line: CommandLine, ignore: Collection[str] = ()) -> tuple[dict[str, Any], int | None]:
     """Return the options of a Megatron-LM command line (name -> value), and the number of devices that its launcher
-    starts; ``None`` if it does not say it. ``words``: the command line's words; those before the Python script belong
-    to the launcher. ``ignore``: names of options that the training script itself defines; they are not reported as
+    starts; ``None`` if it does not say it. ``line``: the command line; words before the Python script belong to the
+    launcher. ``ignore``: names of options that the training script itself defines; they are not reported as
     unknown.
 
     Raise :class:`UnknownOptionError` for an unknown option, and :class:`OptionValueError` for a missing value.
     """
+    words = line.words
     start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), None)
     if start is None:  # words of a launcher or of a shell come before the first option
         start = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
@@ -73,7 +90,7 @@ def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dic
             given[word] = True
             continue
         if not word.startswith("--"):
-            raise _describe_stray(word, words)
+            raise _describe_stray(word, line)
         name, equals, value = word[2:].partition("=")
         name = name.replace("_", "-")
         if name not in kinds:
@@ -85,7 +102,7 @@ def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dic
         given[name] = _read_value(name, kind, values[:taken])
         index += 0 if equals else taken
     if unknown and (overrides := _list_overrides(rest)):
-        raise _describe_stray(overrides[0], overrides)
+        raise _describe_stray(overrides[0], CommandLine(overrides, {}))
     if unknown:
         unknown = list(dict.fromkeys(unknown))
         meant = format_suggestion(unknown[0], sorted(kinds))
@@ -114,17 +131,15 @@ def _list_overrides(words: list[str]) -> list[str]:
     return [word for word in words if (found := _OVERRIDE.fullmatch(word)) and found[1] in sections]
 
 
-def _describe_stray(word: str, words: list[str]) -> LayoutError:
-    """Return the error that says that ``word``, one of ``words`` of a command line, belongs to no option."""
-    if overrides := _list_overrides(words):
+def _describe_stray(word: str, line: CommandLine) -> LayoutError:
+    """Return the error that says that ``word`` of the command line ``line`` belongs to no option."""
+    if overrides := _list_overrides(line.words):
         return OptionValueError(
             f"{overrides[0]!r} changes a recipe of Megatron-Bridge, whose other values are not in the script; expected "
             "the whole configuration: write it to a YAML file with ConfigContainer.to_yaml()"
         )
-    if _VARIABLE.fullmatch(word):
-        return OptionValueError(
-            f"{word!r} is not set in the script; expected its value: set the variable there, or write the options out"
-        )
+    if told := line.explain_value(word):
+        return OptionValueError(f"expected options of Megatron-LM, got {told}")
     return OptionValueError(
         f"{word!r} follows no option that takes a value; expected --name value: correct the command line"
     )

@@ -393,8 +393,59 @@ bf16: true
         "compile": {"disable": false, "backend": "inductor"}, "tensor_parallel": {"autotp_size": 2}}""",
         {"tp": 2, "microbatch_size": 1, "precision": None},
     ),
+    "megatron: functions whose output is options": (
+        "functions.sh",
+        """#!/bin/bash
+model() {
+  local size=$1
+  case $size in
+    small) echo "--num-layers 2 --hidden-size 64 --num-attention-heads 8" ;;
+    large) echo "--num-layers 32 --hidden-size 4096 --num-attention-heads 32" ;;
+  esac
+  echo "a model of size $size" >&2
+}
+tp() { if [ "$1" -gt 8 ]; then printf '%s\\n' 4; else echo -n 2; fi; }
+NODES=2
+TP=$(tp $((NODES * 8)))
+DAY=`date +%Y-%m-%d`
+torchrun --nproc_per_node 8 --nnodes $NODES a.py $(model large) --tensor-model-parallel-size "$TP" \\
+  --micro-batch-size `echo 1` --global-batch-size $((8 * $(echo 8))) --data-path <(cat a b) --save runs/$(date +%s)/$DAY
+""",
+        {"tp": 4, "global_batch": 64, "microbatch_size": 1, "devices": 16},
+    ),
 }
 REFUSED: dict[str, tuple[str, str, str]] = {
+    "megatron: options that are the output of a command": (
+        "output.sh",
+        "cd /tmp\nF=args.txt\ntorchrun a.py \\\n  $(cat $F) \\\n  --bf16\n",
+        r"got '\$\(cat args.txt\)' in line 4, the output of a command that is not run here; run the script once with "
+        "`bash -x`",
+    ),
+    "megatron: a size that is the output of a command": (
+        "size.sh",
+        "TP=$(nvidia-smi -L | wc -l)\ntorchrun a.py --tensor-model-parallel-size $TP\n",
+        r"parallel-size: expected a whole number of 1 or more, got '\$\(nvidia-smi -L \| wc -l\)' in line 1",
+    ),
+    "megatron: arithmetic with the output of a command": (
+        "nodes.sh",
+        "set -e\nN=`cat hosts | wc -l`\ntorchrun a.py --micro-batch-size 1 --global-batch-size $((N * 8))\n",
+        "--global-batch-size: expected a whole number of 1 or more, got '`cat hosts . wc -l`' in line 2",
+    ),
+    "megatron: a function that does more than echo": (
+        "function.sh",
+        "f() {\n  touch met\n  echo 2\n}\ntorchrun a.py --tensor-model-parallel-size $(f)\n",
+        r"got '\$\(f\)' in line 5, the output of a command",
+    ),
+    "megatron: a function whose output is that of itself": (
+        "endless.sh",
+        "f() {\n  echo $(f)\n}\ntorchrun a.py --tensor-model-parallel-size $(f)\n",
+        r"got '\$\(f\)' in line 2, the output of a command",
+    ),
+    "megatron: arithmetic with a variable that is not set": (
+        "unset.sh",
+        "torchrun a.py --micro-batch-size 1 --global-batch-size $((8 * N)) --bf16\n",
+        r"-batch-size: expected a whole number of 1 or more, got '\$\(\(8 \* N\)\)', in which a variable is not",
+    ),
     "megatron: several options of the training script": (
         "own.sh",
         "torchrun train.py --bf16 --freeze-tower --tile-size 4 8 --micro-batch-size 1 --tower-type vit\n",
@@ -403,7 +454,7 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     "megatron: options in a variable that is not set": (
         "variable.sh",
         "torchrun pretrain_gpt.py --bf16 ${MODEL_ARGS}\n",
-        "'..MODEL_ARGS.' is not set in the script",
+        "'..MODEL_ARGS.', which is not set in the script; set the variable MODEL_ARGS there",
     ),
     "megatron: a function that calls itself": (
         "endless.sh",

@@ -62,7 +62,8 @@ class InputSpec:
 
     ``shape``: shape of the tensor. ``placeholder``, ``places``: for token ids: the id that stands for a feature of an
     image, and how many of these ids follow the first token of each sample. ``fixed``: if it is not ``None``, the input
-    is this Python value instead of a tensor.
+    is this Python value instead of a tensor. ``unit``: numbers are from 0 to below 1 instead of normally distributed,
+    because the model rounds some of them down to an index.
     """
 
     shape: tuple[int, ...]
@@ -71,6 +72,7 @@ class InputSpec:
     placeholder: int = 0
     places: int = 0
     fixed: bool | None = None
+    unit: bool = False
 
     def make(self, device: str, generator: torch.Generator) -> Any:
         """Return a tensor with the shape of this spec on ``device``, filled with random numbers of ``generator``; on
@@ -81,7 +83,7 @@ class InputSpec:
         if device == "meta":
             return torch.empty(self.shape, dtype=torch.int64 if self.high else torch.float32, device="meta")
         if not self.high:
-            return torch.randn(self.shape, generator=generator)
+            return (torch.rand if self.unit else torch.randn)(self.shape, generator=generator)
         made = torch.randint(self.low, self.high, self.shape, generator=generator)
         if self.places:
             made[:, 1 : 1 + self.places] = self.placeholder
@@ -119,7 +121,10 @@ def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) 
             assert first is not None
             shapes = ", ".join(f"{name} {list(spec.shape)}" for name, spec in every[0].items())
             raise build_error(
-                first, f"{type(model).__name__} accepts none of the batches that were tried, the first with {shapes}"
+                first,
+                f"{type(model).__name__} accepts none of the batches that were tried, the first with {shapes}",
+                "correct the fields of the configuration, or give FILE.py:FUNCTION, your own function that returns the "
+                "model and a batch",
             )
         inputs = unsure
     model.train(training)
@@ -189,6 +194,14 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
             "one of them, or name the class of a part in the field architectures"
         )
     parameters = inspect.signature(model.forward).parameters
+    needed = _list_needed(parameters)
+    sizes = next((n for n in parameters if n == "spatial_shapes" or (n in needed and n.endswith("grid_thw"))), None)
+    if sizes is not None:
+        raise PretrainedError(
+            f"{type(model).__name__} reads the sizes of images from the values of {sizes}, on which the shapes in its "
+            "forward depend, and a plan has fixed shapes; give FILE.py:FUNCTION, your own function that returns a "
+            "model for images of one size"
+        )
     if request.labels == "pairs":
         yield from _list_pairs(model, found, request)
         return
@@ -199,8 +212,6 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
         main = "pixel_values"  # of a model that takes inputs of several kinds
     if main not in parameters:
         main = next(iter(parameters))
-    named = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    makers = [[(n, spec) for spec in _list_specs(n, found, request)] for n in dict.fromkeys((main, *named))]
     label: dict[str, InputSpec] = {}
     if request.trains:
         if "labels" not in parameters:
@@ -211,8 +222,17 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
         label = {"labels": _label_spec(found.config, request)}
     elif "decoder_input_ids" in parameters:
         label = {"decoder_input_ids": _token_spec(found.config, request.samples, _text_length(found.config, request))}
-    for given in product(*([each for each in maker if each[0] != "labels"] for maker in makers if maker)):
-        yield dict(given) | label
+    mains = [main, "input_ids"] if reads_images(model) and request.labels == "tokens" else [main]
+    for first in dict.fromkeys(mains):  # a text without images is tried last
+        names = [n for n in dict.fromkeys((first, *needed)) if n != "labels"]
+        makers = [[(n, spec) for spec in _list_specs(n, found, request)] for n in names]
+        for given in product(*(maker for maker in makers if maker)):
+            yield dict(given) | label
+
+
+def _list_needed(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of those of ``parameters``, the arguments of a model's forward, that have no default."""
+    return [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def reads_images(model: nn.Module) -> bool:
@@ -237,15 +257,21 @@ def _list_pairs(model: nn.Module, found: Configuration, request: BatchRequest) -
     the batch. Raise :class:`PretrainedError` if the model has no such loss.
     """
     parameters = inspect.signature(model.forward).parameters
-    if not reads_images(model) or (request.trains and "return_loss" not in parameters):
+    images = next((n for n in ("pixel_values", "pixel_values_videos") if n in parameters), None)
+    if images is None or "input_ids" not in parameters:
+        raise PretrainedError(
+            f"{type(model).__name__} does not read images with texts; give FILE.py:FUNCTION, your own function that "
+            "returns a model and a batch"
+        )
+    if request.trains and "return_loss" not in parameters:
         raise PretrainedError(
             f"{type(model).__name__} has no loss that compares images with texts; plan it for inference (--objective "
             "infer), or give FILE.py:FUNCTION with a loss"
         )
     text = _token_spec(found.config, request.samples, request.length or choose_length(found.config))
-    for pixels in _list_specs("pixel_values", found, request):
+    for pixels in _list_specs(images, found, request):
         loss = {"return_loss": InputSpec((), fixed=True)} if request.trains else {}
-        yield {"input_ids": text, "pixel_values": pixels} | loss
+        yield {"input_ids": text, images: pixels} | loss
 
 
 def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
@@ -263,6 +289,8 @@ def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequ
     text = _token_spec(found.config, request.samples, length)
     placeholder = read_number(found.config, "image_token_id", "image_token_index")
     kinds = {"token_type_ids": replace(text, low=0, high=1)} if "token_type_ids" in parameters else {}
+    needed = [n for n in _list_needed(parameters) if n not in ("input_ids", "pixel_values", "labels")]
+    kinds |= {name: next(_list_specs(name, found, request)) for name in needed}
     for pixels in _list_specs("pixel_values", found, request):
         places = 0 if placeholder is None else _count_image_features(model, pixels)
         if places >= length:
@@ -272,6 +300,9 @@ def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequ
             )
         marked = replace(text, placeholder=placeholder or 0, places=places)
         batch = {"input_ids": marked, "pixel_values": pixels} | kinds
+        if len(pixels.shape) == 5:  # says which of the images a token sees
+            seen = InputSpec((*text.shape, pixels.shape[1]), low=1, high=2)
+            batch |= {n: seen for n in parameters if n.startswith("image") and n.endswith("attention_mask")}
         yield batch | ({"labels": text} if request.trains else {})
 
 
@@ -329,12 +360,19 @@ def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Itera
     batch.
     """
     config, samples = found.config, request.samples
-    if name.startswith("pixel_values"):
+    if name.endswith("patches"):  # each with its row and column before the pixels
+        channels, side = read_number(config, "num_channels") or 3, read_number(config, "patch_size") or 16
+        count = request.length or read_number(config, "max_patches", "seq_len") or choose_length(config)
+        pixels = read_number(config, "patch_embed_hidden_size") or channels * side**2
+        yield InputSpec((samples, count, 2 + pixels), unit=True)
+    elif name.startswith("pixel_values"):
         channels = read_number(config, "num_channels", "in_channels", "in_chans") or 3
         frames = read_number(config, "num_frames", "frames_per_clip")
         for height, width in _list_image_sizes(found):
             image = InputSpec((samples, channels, height, width))
             clip = () if frames is None else (InputSpec((samples, frames, channels, height, width)),)
+            if request.labels == "tokens" and name == "pixel_values":  # of several images or frames for each text
+                clip = (*clip, InputSpec((samples, 1, channels, height, width)))
             yield from (*clip, image) if name.endswith("_videos") else (image, *clip)
     elif name.startswith(("input_values", "input_features", "audio_values", "features")):
         waveforms, spectra = [*_list_waveforms(found, request)], [*_list_spectra(found, request)]

@@ -285,12 +285,21 @@ def _choose_class(found: Configuration, asked: str | None, objective: str = "tra
         return ModelChoice(other, _find_labels(other), "inference", "as architectures says")
     of_task = [each for each in every if each[2] == (asked or each[2])]
     if not of_task:
-        have = ", ".join(dict.fromkeys(task for _, _, task in every)) or "none"
+        kind, base = found.config.model_type, _find_base_class(found.config)
+        if base is not None and asked is None and objective == "infer":
+            why = f"{base} is the class of the type {kind}, which has none for a task that is known here"
+            about = "" if stated else "The configuration has no architectures. "
+            return ModelChoice(base, _find_labels(base), "inference", why, (f"{about}The plan is for {base}: {why}.",))
+        have = ", ".join(dict.fromkeys(task for _, _, task in every))
         what = f"for the task {asked}" if asked else "for a task that is known here"
-        way = f"plan {other} for inference (--objective infer)" if other and not asked else "give another --task"
+        untrained = None if objective == "infer" else other or base
+        ways = [f"give --task {' or --task '.join(dict.fromkeys(task for _, _, task in every))}"] if every else []
+        ways += [f"plan {untrained} for inference (--objective infer)"] if untrained else []
+        if not ways and not stated:
+            ways = ["name the class in the field architectures"]
         raise PretrainedError(
-            f"{found.source}: transformers has no {found.config.model_type} model {what} (it has: {have}); {way}, or "
-            "give FILE.py:FUNCTION with a loss"
+            f"{found.source}: transformers has no {kind} model {what} (it has: {have or 'none'}); "
+            + ", or ".join([*ways, "give FILE.py:FUNCTION" + ("" if objective == "infer" else " with a loss")])
         )
     if asked is not None:
         name, labels, task = of_task[0]
@@ -371,6 +380,16 @@ def _is_model_class(name: str) -> bool:
     transformers = import_transformers()
     cls = getattr(transformers, name, None)
     return isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+
+
+def _find_base_class(config: Any) -> str | None:
+    """Return the name of the class without a task that transformers has for the ``PreTrainedConfig`` ``config``;
+    ``None`` if it has none."""
+    from transformers.models.auto import modeling_auto
+
+    found = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
+    names = [found] if isinstance(found, str) else found or ()
+    return next((name for name in names if _is_model_class(name)), None)
 
 
 def _find_labels(name: str) -> Labels:

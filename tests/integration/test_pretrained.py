@@ -214,6 +214,56 @@ def test_a_class_of_no_known_task_is_planned_for_inference(
         load_pretrained(config, batch=2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "inputs"),
+    [
+        ("canine", "CanineModel", {"input_ids": (2, 64)}),
+        ("dinov3_vit", "DINOv3ViTModel", {"pixel_values": (2, 3, 64, 64)}),
+    ],
+)
+def test_a_type_without_a_task_is_planned_for_inference_by_its_own_class(
+    tmp_path: Path, kind: str, name: str, inputs: dict[str, tuple[int, ...]]
+) -> None:
+    found = load_pretrained(write_config(tmp_path, kind), batch=2, objective="infer")
+    assert type(found.model).__name__ == name
+    assert {name: tuple(tensor.shape) for name, tensor in found.inputs.items()} == inputs
+
+
+def test_a_type_without_a_task_is_no_reason_to_give_another_task(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "canine")
+    with pytest.raises(
+        PretrainedError, match=r"it has: none\); plan CanineModel for inference .--objective infer., or"
+    ):
+        load_pretrained(config, batch=2)
+    with pytest.raises(
+        PretrainedError, match=r"no bert model for the task image .it has: masked, causal\); give --task"
+    ):
+        load_pretrained(write_config(tmp_path / "bert", "bert"), batch=2, task="image")
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("siglip2", "spatial_shapes"), ("glm4v_vision", "grid_thw")])
+def test_a_model_whose_shapes_are_values_of_an_input_is_refused(tmp_path: Path, kind: str, sizes: str) -> None:
+    with pytest.raises(PretrainedError, match=f"sizes of images from the values of {sizes}.* give FILE.py:FUNCTION"):
+        load_pretrained(write_config(tmp_path, kind), batch=2, objective="infer")
+
+
+def test_patches_have_their_places_before_the_pixels(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "pix2struct")
+    found = load_pretrained(config, seq=16, batch=2, values=True)
+    patches = found.inputs["flattened_patches"]
+    assert tuple(patches.shape) == (2, 16, 2 + found.model.config.vision_config.patch_embed_hidden_size)
+    assert float(patches.min()) >= 0 and float(patches.max()) < 1  # rows and columns that a model has
+    assert found.model(**found.inputs).loss.isfinite()
+
+
+def test_images_of_a_text_come_with_all_that_forward_needs(tmp_path: Path) -> None:
+    found = load_pretrained(write_config(tmp_path, "idefics"), batch=2)
+    assert tuple(found.inputs["pixel_values"].shape)[:2] == (2, 1)
+    assert tuple(found.inputs["image_attention_mask"].shape) == (*found.inputs["input_ids"].shape, 1)
+    found = load_pretrained(write_config(tmp_path / "clip", "instructblipvideo"), batch=2)
+    assert {"input_ids", "pixel_values", "qformer_input_ids", "labels"} == found.inputs.keys()
+
+
 @pytest.mark.parametrize("kind", ["timesformer", "videomae", "vjepa2"])
 def test_a_video_has_frames(tmp_path: Path, kind: str) -> None:
     found = load_pretrained(write_config(tmp_path, kind), batch=2)

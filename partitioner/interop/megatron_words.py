@@ -19,6 +19,8 @@ _DEFAULT = re.compile(r"\$\{(\w+):?[-=][^{}]*\}")  # use of a variable that the 
 _PLACEHOLDER = re.compile(r"<([A-Za-z][\w .,/-]*)>")  # such as <path to the data>
 _CALLERS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")  # options that the caller of a script adds
 _OVERRIDE = re.compile(r"\+{0,2}(\w+)\.\w+=.*", re.DOTALL)
+_LAUNCHER = re.compile(r"torch\.distributed\.|accelerate\.|deepspeed\.launcher|pip\b|-|\$")
+_LIST = re.compile(r"\[\s*([A-Za-z_][\w\s]*)\]")
 _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
 
@@ -51,13 +53,13 @@ class CommandLine:
 def read_words(text: str) -> CommandLine:
     """Return the words of a Megatron-LM command. ``text``: the command line, or a shell script that contains it.
 
-    In a script, the command is the last one that has options and starts a Python script. If there is no such command,
-    the words of all commands with options are returned, or else those of all variables and arrays with options. Raise
-    :class:`LayoutError` for an unbalanced quote.
+    In a script, the command is the last one that has options and starts a Python script or module. If there is no such
+    command, the words of all commands with options are returned, or else those of all variables and arrays with
+    options. Raise :class:`LayoutError` for an unbalanced quote.
     """
     script = ShellScript(_PLACEHOLDER.sub(lambda found: found[0].replace(" ", "_"), text))
     with_options = [words for words in script.commands if any(word.startswith("--") for word in words)]
-    started = [words for words in with_options if any(word.endswith(".py") for word in words)]
+    started = [words for words in with_options if _find_arguments(words) is not None]
     words = started[-1] if started else [word for words in with_options for word in words]
     if not words:
         words = [word for value in script.variables.values() if "--" in value for word in script.split(value)]
@@ -73,7 +75,7 @@ def parse_arguments(line: CommandLine, ignore: Collection[str] = ()) -> tuple[di
     Raise :class:`UnknownOptionError` for an unknown option, and :class:`OptionValueError` for a missing value.
     """
     words = line.words
-    start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), None)
+    start = _find_arguments(words)
     if start is None:  # words of a launcher or of a shell come before the first option
         start = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     rest = words[start:]
@@ -113,12 +115,21 @@ def parse_arguments(line: CommandLine, ignore: Collection[str] = ()) -> tuple[di
     return given, _count_devices(words[:start])
 
 
+def _find_arguments(words: list[str]) -> int | None:
+    """Return the index of the first word after the Python script, or after the module (``-m tools.train``), that the
+    command ``words`` starts; ``None`` if it starts none. Modules that are launchers are passed over.
+    """
+    scripts = [i + 1 for i, word in enumerate(words) if word.endswith(".py")]
+    modules = [i + 1 for i in range(1, len(words)) if words[i - 1] == "-m" and not _LAUNCHER.match(words[i])]
+    return next(iter(scripts or modules), None)
+
+
 def depends_on_environment(text: str) -> bool:
     """Return whether the number of devices that the launcher in ``text``, a shell script, starts depends on a variable
     that the environment may set, such as ``${SLURM_NNODES:-1}``, and no option of the training script depends on it.
     """
     words = read_words(_DEFAULT.sub(r"${\1}", text)).words
-    start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
+    start = _find_arguments(words) or 0
     if _count_devices(words[:start]) is not None:
         return False
     names = {match[1] or match[2] for word in words[:start] for match in _VARIABLE.finditer(word)}
@@ -150,7 +161,7 @@ def list_option_words(nested: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     ``--micro-batch-size``, and the names of all other entries of the file. No words if there is no such key.
 
     ``nested``: the content of the file. Its options are at the top, or in sections that have nothing else. A value of
-    ``true`` is a flag, and one of ``false`` or nothing leaves the option out.
+    ``true`` is a flag, and one of ``false`` or nothing leaves the option out. The text ``[a b]`` is two words.
     """
     words: list[str] = []
     others: list[str] = []
@@ -162,8 +173,13 @@ def list_option_words(nested: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         for key, given in section.items():
             values = given if isinstance(given, list) else [given]
             if given is not None and given is not False:
-                words += [str(key), *(str(each) for each in values if each is not True)]
+                words += [str(key), *(word for each in values if each is not True for word in _split_list(str(each)))]
     return words, others
+
+
+def _split_list(text: str) -> list[str]:
+    found = _LIST.fullmatch(text)
+    return [text] if found is None else found[1].split()
 
 
 def _count_values(kind: str, values: list[str]) -> int:

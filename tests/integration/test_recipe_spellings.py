@@ -413,6 +413,23 @@ torchrun --nproc_per_node 8 --nnodes $NODES a.py $(model large) --tensor-model-p
 """,
         {"tp": 4, "global_batch": 64, "microbatch_size": 1, "devices": 16},
     ),
+    "megatron: a module in place of a script": (
+        "module.sh",
+        "NPROC=${NPROC:-4}\npython -m torch.distributed.run --nproc-per-node 4 -m examples.train \\\n"
+        "  --tensor-model-parallel-size 2 --micro-batch-size 1 --bf16\n",
+        {"tp": 2, "microbatch_size": 1, "devices": 4},
+    ),
+    "megatron: a list of words in a text of YAML": (
+        "model_config.yaml",
+        """MODEL_ARGS:
+  --micro-batch-size: 4
+  --tensor-model-parallel-size: 2
+  --recompute-granularity: selective
+  --recompute-modules: "[layernorm moe_act]"
+  --moe-layer-freq: "[0, 1]"
+""",
+        {"tp": 2, "microbatch_size": 4, "recompute": "selective"},
+    ),
 }
 REFUSED: dict[str, tuple[str, str, str]] = {
     "megatron: options that are the output of a command": (

@@ -228,6 +228,8 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
         makers = [[(n, spec) for spec in _list_specs(n, found, request)] for n in names]
         for given in product(*(maker for maker in makers if maker)):
             yield dict(given) | label
+    if len(mains) > 1:
+        yield from _list_image_texts(model, found, request, lists=True)
 
 
 def _list_needed(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
@@ -274,9 +276,12 @@ def _list_pairs(model: nn.Module, found: Configuration, request: BatchRequest) -
         yield {"input_ids": text, images: pixels} | loss
 
 
-def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
+def _list_image_texts(
+    model: nn.Module, found: Configuration, request: BatchRequest, *, lists: bool = False
+) -> Iterator[dict[str, InputSpec]]:
     """Yield the batches with an image for each sample to try with ``model``, which reads text with images. Each is
-    argument name -> shape and content of the input.
+    argument name -> shape and content of the input. ``lists``: each sample has a list of one image, in a dim of its
+    own.
 
     Nothing is yielded if labels are requested and the model takes none, or if its images have no fixed shape, because
     images of different sizes are joined to one list of patches. ``found``: the model's configuration. ``request``: kind
@@ -292,6 +297,10 @@ def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequ
     needed = [n for n in _list_needed(parameters) if n not in ("input_ids", "pixel_values", "labels")]
     kinds |= {name: next(_list_specs(name, found, request)) for name in needed}
     for pixels in _list_specs("pixel_values", found, request):
+        if lists:
+            if len(pixels.shape) != 4:
+                continue
+            pixels = replace(pixels, shape=(pixels.shape[0], 1, *pixels.shape[1:]))
         places = 0 if placeholder is None else _count_image_features(model, pixels)
         if places >= length:
             raise PretrainedError(
@@ -300,7 +309,7 @@ def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequ
             )
         marked = replace(text, placeholder=placeholder or 0, places=places)
         batch = {"input_ids": marked, "pixel_values": pixels} | kinds
-        if len(pixels.shape) == 5:  # says which of the images a token sees
+        if lists:  # says which of the images a token sees
             seen = InputSpec((*text.shape, pixels.shape[1]), low=1, high=2)
             batch |= {n: seen for n in parameters if n.startswith("image") and n.endswith("attention_mask")}
         yield batch | ({"labels": text} if request.trains else {})
@@ -371,8 +380,6 @@ def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Itera
         for height, width in _list_image_sizes(found):
             image = InputSpec((samples, channels, height, width))
             clip = () if frames is None else (InputSpec((samples, frames, channels, height, width)),)
-            if request.labels == "tokens" and name == "pixel_values":  # of several images or frames for each text
-                clip = (*clip, InputSpec((samples, 1, channels, height, width)))
             yield from (*clip, image) if name.endswith("_videos") else (image, *clip)
     elif name.startswith(("input_values", "input_features", "audio_values", "features")):
         waveforms, spectra = [*_list_waveforms(found, request)], [*_list_spectra(found, request)]

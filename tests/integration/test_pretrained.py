@@ -262,6 +262,8 @@ def test_images_of_a_text_come_with_all_that_forward_needs(tmp_path: Path) -> No
     assert tuple(found.inputs["image_attention_mask"].shape) == (*found.inputs["input_ids"].shape, 1)
     found = load_pretrained(write_config(tmp_path / "clip", "instructblipvideo"), batch=2)
     assert {"input_ids", "pixel_values", "qformer_input_ids", "labels"} == found.inputs.keys()
+    found = load_pretrained(write_config(tmp_path / "list", "idefics2"), batch=2)  # leaves out images of zeros
+    assert {"input_ids", "labels"} == found.inputs.keys()
 
 
 @pytest.mark.parametrize("kind", ["timesformer", "videomae", "vjepa2"])

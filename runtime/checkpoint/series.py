@@ -17,7 +17,6 @@ then stop after the same step or batch, and save the state together.
 from __future__ import annotations
 
 import importlib
-import json
 import signal
 import time
 import warnings
@@ -40,7 +39,7 @@ from partitioner.runtime.checkpoint.run_state import CheckpointedEngine
 from partitioner.runtime.checkpoint.save import Saving
 from partitioner.runtime.checkpoint.training_state import Optimizers, Stateful
 from partitioner.runtime.errors import CheckpointError, DamagedCheckpointError
-from partitioner.runtime.files import write_text
+from partitioner.runtime.files import parse_json, write_text
 
 _SAME_REQUEST_S = 2.0  # torchrun passes a signal on within its monitor interval of 0.1 s, later on a busy host
 
@@ -290,6 +289,6 @@ def _read_published(folder: Path) -> tuple[str, str] | None:
     """
     try:
         name = (folder / LATEST).read_text().strip()
-        return name, str(json.loads((folder / name / MANIFEST).read_text())["token"])
+        return name, str(parse_json((folder / name / MANIFEST).read_text())["token"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

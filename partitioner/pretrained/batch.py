@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from partitioner.pretrained.configuration import Configuration, PretrainedError, build_error, read_number
 
-Labels = Literal["tokens", "class", "text", "few", "pairs"]
+Labels = Literal["tokens", "class", "classes", "text", "few", "pairs"]
 
 _LENGTH = 2048  # tokens of a sample, if the model has as many positions
 _MULTIPLE = 64  # a chosen length is a multiple of it: it then divides well
@@ -41,8 +41,8 @@ class BatchRequest:
 
     Attributes:
         labels: kind of the targets: ``tokens``: one for each token of the sample; ``class``: one for each sample;
-            ``text``: a transcript; ``few``: a transcript that is shorter than the sample; ``pairs``: none, since each
-            image belongs to the text of its own sample.
+            ``classes``: a class for each token; ``text``: a transcript; ``few``: a transcript that is shorter than the
+            sample; ``pairs``: none, since each image belongs to the text of its own sample.
         samples: number of samples.
         length: length of a sample: tokens, samples of a waveform, or frames of a spectrogram. ``None``: the default of
             the model.
@@ -176,7 +176,12 @@ def longest_sample(config: Any) -> int | None:
 
 def _check_length(config: Any, request: BatchRequest) -> None:
     most = read_number(config, *_POSITIONS)
-    if request.length is not None and most is not None and request.labels == "tokens" and request.length > most:
+    if (
+        request.length is not None
+        and most is not None
+        and request.labels in ("tokens", "classes")
+        and request.length > most
+    ):
         raise PretrainedError(
             f"a sample of {request.length:,} tokens is longer than the {most:,} positions of the model; give a "
             "smaller --seq, or increase max_position_embeddings in the configuration"
@@ -331,11 +336,12 @@ def _count_image_features(model: nn.Module, pixels: InputSpec) -> int:
 
 
 def _label_spec(config: Any, request: BatchRequest) -> InputSpec:
-    if request.labels == "class":
+    if request.labels in ("class", "classes"):
         classes = getattr(config, "num_labels", None)
-        if classes == 1:  # a regression
+        if classes == 1 and request.labels == "class":  # a regression
             return InputSpec((request.samples, 1))
-        return InputSpec((request.samples,), high=classes if isinstance(classes, int) and classes > 1 else 2)
+        length = () if request.labels == "class" else (request.length or choose_length(config),)
+        return InputSpec((request.samples, *length), high=classes if isinstance(classes, int) and classes > 1 else 2)
     return _token_spec(config, request.samples, _text_length(config, request))
 
 

@@ -105,9 +105,37 @@ def test_the_class_is_that_of_the_architectures_or_of_the_task(tmp_path: Path) -
     named = load_pretrained(config, batch=2)
     assert (type(named.model).__name__, named.task, named.notes) == ("BertLMHeadModel", "causal", ())
     assert load_pretrained(config, batch=2, task="masked").task == "masked"
-    write_config(tmp_path, "bert", architectures=["BertForTokenClassification"])
+    write_config(tmp_path, "bert", architectures=["BertForQuestionAnswering"])
     (note,) = load_pretrained(config, batch=2).notes
-    assert "BertForTokenClassification" in note and "BertForMaskedLM" in note
+    assert "BertForQuestionAnswering" in note and "BertForMaskedLM" in note
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "labels"),
+    [
+        ("bert", "BertForSequenceClassification", (4,)),
+        ("bert", "BertForTokenClassification", (4, 16)),
+        ("llama", "LlamaForSequenceClassification", (4,)),
+        ("canine", "CanineForSequenceClassification", (4,)),
+    ],
+)
+def test_classifiers_of_texts_are_planned_if_they_are_named(
+    tmp_path: Path, kind: str, name: str, labels: tuple[int, ...]
+) -> None:
+    config = write_config(
+        tmp_path, kind, architectures=[name], pad_token_id=0, id2label={str(i): str(i) for i in range(3)}
+    )
+    found = load_pretrained(config, batch=4, seq=16)
+    assert (type(found.model).__name__, found.task, found.why) == (name, "text", "as architectures says")
+    assert {n: tuple(x.shape) for n, x in found.inputs.items()} == {"input_ids": (4, 16), "labels": labels}
+    plan = partition_pretrained(config, Topology.local(2), batch=4, seq=16)
+    assert plan.global_batch == 4 and plan.program.loss is not None
+
+
+def test_a_classifier_of_texts_is_the_only_class_of_its_type_or_is_asked_for(tmp_path: Path) -> None:
+    assert load_pretrained(write_config(tmp_path, "bert"), batch=2).task == "masked"
+    assert type(load_pretrained(tmp_path, batch=2, task="text").model).__name__ == "BertForSequenceClassification"
+    assert load_pretrained(write_config(tmp_path / "only", "canine"), batch=2).task == "text"
 
 
 # Type of a configuration without architectures -> class and task that follow, or the tasks that an error names. clip to
@@ -163,7 +191,7 @@ def test_every_type_of_transformers_has_one_task_or_an_error_that_names_the_choi
         except Exception:  # a type without default fields
             continue
         every = _list_classes(config)
-        tasks = {task for _, _, task in every}
+        tasks = {task for _, _, task in every} - {"text"}
         if len(tasks) < 2:
             continue
         several += 1
@@ -194,7 +222,7 @@ def test_architectures_in_a_class_of_several_tasks_are_as_the_type_says(tmp_path
 UNTRAINED = {
     ("dinov3_vit", "DINOv3ViTModel"): {"pixel_values": (2, 3, 64, 64)},
     ("sam", "SamModel"): {"pixel_values": (2, 3, 64, 64)},
-    ("canine", "CanineForSequenceClassification"): {"input_ids": (2, 64)},
+    ("canine", "CanineForQuestionAnswering"): {"input_ids": (2, 64)},
     ("xclip", "XCLIPModel"): {"input_ids": (2, 64), "pixel_values": (2, 8, 3, 64, 64)},
     ("patchtst", "PatchTSTForPrediction"): {"past_values": (2, 32, 1)},
     ("timesfm", "TimesFmModelForPrediction"): {"past_values": (2, 64)},
@@ -217,7 +245,7 @@ def test_a_class_of_no_known_task_is_planned_for_inference(
 @pytest.mark.parametrize(
     ("kind", "name", "inputs"),
     [
-        ("canine", "CanineModel", {"input_ids": (2, 64)}),
+        ("clip_text_model", "CLIPTextModel", {"input_ids": (2, 64)}),
         ("dinov3_vit", "DINOv3ViTModel", {"pixel_values": (2, 3, 64, 64)}),
     ],
 )
@@ -230,13 +258,13 @@ def test_a_type_without_a_task_is_planned_for_inference_by_its_own_class(
 
 
 def test_a_type_without_a_task_is_no_reason_to_give_another_task(tmp_path: Path) -> None:
-    config = write_config(tmp_path, "canine")
+    config = write_config(tmp_path, "dinov3_vit")
     with pytest.raises(
-        PretrainedError, match=r"it has: none\); plan CanineModel for inference .--objective infer., or"
+        PretrainedError, match=r"it has: none\); plan DINOv3ViTModel for inference .--objective infer., or"
     ):
         load_pretrained(config, batch=2)
     with pytest.raises(
-        PretrainedError, match=r"no bert model for the task image .it has: masked, causal\); give --task"
+        PretrainedError, match=r"no bert model for the task image .it has: masked, causal, text\); give --task"
     ):
         load_pretrained(write_config(tmp_path / "bert", "bert"), batch=2, task="image")
 

@@ -201,7 +201,8 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
     parameters = inspect.signature(model.forward).parameters
     needed = _list_needed(parameters)
     sizes = next((n for n in parameters if n == "spatial_shapes" or (n in needed and n.endswith("grid_thw"))), None)
-    if sizes is not None:
+    text_only = reads_images(model) and request.labels == "tokens" and sizes not in needed
+    if sizes is not None and not text_only:
         raise PretrainedError(
             f"{type(model).__name__} reads the sizes of images from the values of {sizes}, on which the shapes in its "
             "forward depend, and a plan has fixed shapes; give FILE.py:FUNCTION, your own function that returns a "
@@ -293,7 +294,8 @@ def _list_image_texts(
     and size of the batch. Raise :class:`PretrainedError` if a sample is too short for the placeholders of an image.
     """
     parameters = inspect.signature(model.forward).parameters
-    if any(name.endswith("grid_thw") for name in parameters) or (request.trains and "labels" not in parameters):
+    shaped = any(name.endswith("grid_thw") or name == "spatial_shapes" for name in parameters)
+    if shaped or (request.trains and "labels" not in parameters):
         return
     length = request.length or choose_length(found.config)
     text = _token_spec(found.config, request.samples, length)

@@ -275,6 +275,12 @@ def test_a_model_whose_shapes_are_values_of_an_input_is_refused(tmp_path: Path, 
         load_pretrained(write_config(tmp_path, kind), batch=2, objective="infer")
 
 
+def test_a_text_is_planned_without_images_whose_shapes_are_values(tmp_path: Path) -> None:
+    found = load_pretrained(write_config(tmp_path, "lfm2_vl"), batch=2)
+    assert {"input_ids", "labels"} == found.inputs.keys()
+    assert any("The batch has no images" in note for note in found.notes)
+
+
 def test_patches_have_their_places_before_the_pixels(tmp_path: Path) -> None:
     config = write_config(tmp_path, "pix2struct")
     found = load_pretrained(config, seq=16, batch=2, values=True)

@@ -99,6 +99,7 @@ class ShellScript:
         self._num_characters = 0
         self._depth = 0
         self._output: list[str] | None = None  # lines that the substituted command has printed so far
+        self._ended = ""  # ``return`` or ``exit``, once the substituted command has met it
         self._run(_parse_script(text), active=True, doubt="")
 
     def _run(self, nodes: tuple[Node, ...], *, active: bool, doubt: str) -> None:
@@ -106,6 +107,8 @@ class ShellScript:
         condition around them if it is not known whether it holds, otherwise empty."""
         before, tested = _UNKNOWN, ""
         for node in nodes:
+            if self._ended:
+                return
             self._num_steps += 1
             if self._num_steps > _MOST_STEPS:
                 raise LayoutError(
@@ -127,6 +130,8 @@ class ShellScript:
         if isinstance(node, Function):
             self._functions[node.name] = node.body
         elif isinstance(node, Loop):
+            if active and self._output is not None:  # how often it would print is not known
+                self.commands.append(["for"])
             self._run(node.condition, active=active, doubt=doubt)
             self._run(node.body, active=active, doubt=doubt)
         elif isinstance(node, Condition):
@@ -193,6 +198,9 @@ class ShellScript:
             if self._output is not None and first in ("echo", "printf"):
                 self._note(doubt)
                 self._print(first, given[number + 1 :])
+            elif self._output is not None:
+                self._note(doubt)
+                self._ended = first
             return
         if first == ":":  # sets variables that are empty
             self._fill_in(text)
@@ -215,7 +223,7 @@ class ShellScript:
         if words[0] in _DECLARATION or len(names) == len(words):
             for name in names:
                 self.variables.setdefault(name, "")
-        if names or "--" in text:
+        if names or "--" in text or (self._output is not None and words[0] in _SILENT):
             self._note(doubt)
 
     def _note(self, doubt: str) -> None:
@@ -238,6 +246,7 @@ class ShellScript:
                 "other; expected a script that starts a training run: write out its command"
             )
         self._run(self._functions[name], active=True, doubt=doubt)
+        self._ended = "" if self._ended == "return" else self._ended
         self._depth -= 1
         self._arguments = before
 
@@ -336,6 +345,7 @@ class ShellScript:
             return None if self.commands else "\n".join(self._output).strip()
         finally:
             self._depth -= 1
+            self._ended = ""
             self.variables, self.commands, self._functions, self._output = kept
 
     def _print(self, command: str, words: list[str]) -> None:

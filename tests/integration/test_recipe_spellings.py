@@ -404,7 +404,7 @@ model() {
   esac
   echo "a model of size $size" >&2
 }
-tp() { if [ "$1" -gt 8 ]; then printf '%s\\n' 4; else echo -n 2; fi; }
+tp() { if [ "$1" -gt 8 ]; then printf '%s\\n' 4; return; fi; echo -n 2; }
 NODES=2
 TP=$(tp $((NODES * 8)))
 DAY=`date +%Y-%m-%d`
@@ -452,6 +452,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "function.sh",
         "f() {\n  touch met\n  echo 2\n}\ntorchrun a.py --tensor-model-parallel-size $(f)\n",
         r"got '\$\(f\)' in line 5, the output of a command",
+    ),
+    "megatron: a function that prints in a loop": (
+        "loop.sh",
+        "f() {\n  for x in 1 2; do echo $x; done\n}\ntorchrun a.py --tensor-model-parallel-size $(f)\n",
+        r"got '\$\(f\)' in line 4, the output of a command",
     ),
     "megatron: a function whose output is that of itself": (
         "endless.sh",
@@ -597,3 +602,16 @@ def test_a_deepspeed_file_is_found_from_the_folder_where_a_script_starts(tmp_pat
     (tmp_path / "examples" / "sft.yaml").write_text("output_dir: x\nbf16: true\ndeepspeed: examples/ds.json\n")
     monkeypatch.chdir(tmp_path)
     assert read_layout(tmp_path / "examples" / "sft.yaml").zero == 3
+
+
+def test_an_output_that_depends_on_the_environment_is_listed(tmp_path: Path) -> None:
+    script = tmp_path / "maybe.sh"
+    script.write_text(
+        'f() {\n  if [ "$WIDE" = yes ]; then echo 4; return; fi\n  echo 2\n}\n'
+        "torchrun a.py --tensor-model-parallel-size $(f)\n"
+    )
+    layout = read_layout(script)
+    assert layout.tp == 2
+    assert ('if [ "$WIDE" = yes ]', "WIDE may be set outside of the script; taken as false") in {
+        (each.option, each.reason) for each in layout.unused
+    }

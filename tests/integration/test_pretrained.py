@@ -780,7 +780,7 @@ def test_a_name_on_the_hub_needs_the_hub() -> None:
     ("options", "pattern"),
     [
         ({"task": "speech"}, "no task 'speech'; expected one of causal, seq2seq"),
-        ({"task": "image"}, re.escape("no llama model for the task image (it has: causal)")),
+        ({"task": "image"}, re.escape("no llama model for the task image (it has: causal, text)")),
         ({"seq": 33}, "longer than the 32 positions"),
         ({"seq": 0}, "seq must be a whole number"),
         ({"batch": 1.5}, "batch must be a whole number"),

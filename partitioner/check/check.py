@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,15 @@ from partitioner.check.compare import (
     compare_gradient,
     compare_loss,
     compare_output,
+    largest_gradient,
     place_shards,
 )
-from partitioner.check.output_causes import find_first_wrong_module, find_reduced_precision, name_output_cause
+from partitioner.check.output_causes import (
+    find_first_wrong_backward,
+    find_first_wrong_module,
+    find_reduced_precision,
+    name_output_cause,
+)
 from partitioner.check.plain_run import PlainResults, run_plain, split_gradients
 from partitioner.check.rank_run import RankOutcome, run_rank
 from partitioner.check.setup import CheckSetupError, Setup
@@ -187,8 +193,14 @@ def _explain(
     outputs_differ = any(not name.startswith("grad ") for name in wrong)
     first = find_reduced_precision(outcomes) or (find_first_wrong_module(plain, outcomes) if outputs_differ else None)
     compared = any(o.outputs for o in outcomes) and not any(name.startswith("output ") for name in wrong)
+    unknown = [name for name, cause in causes.items() if cause == UNKNOWN]
     if first is None and compared and causes.get("loss") == UNKNOWN:
-        first = _WRONG_LOSS
+        first = _name_wrong_term(plain, wrong, unknown) or _WRONG_LOSS
+    if first is None and compared and unknown and "loss" not in wrong:
+        backward = find_first_wrong_backward(plain, outcomes)
+        place = max(range(len(unknown)), key=lambda i: [*plain.grads].index(unknown[i].removeprefix("grad ")))
+        if backward is not None:
+            causes[unknown[place]] = backward
     _explain_unknown(causes, plain, first, foreign)
     groups: dict[Cause, list[str]] = defaultdict(list)
     for name, cause in causes.items():
@@ -199,6 +211,29 @@ def _explain(
         text = f"{cause.text}. {detail}" if detail else cause.text
         found.append(LayoutDifference(cause.kind, text, tuple(names), max(wrong[n] for n in names)))
     return sorted(found, key=lambda d: (d.kind == "unknown", d.kind == "follows", -len(d.names)))
+
+
+def _name_wrong_term(plain: PlainResults, wrong: Mapping[str, float], unknown: Sequence[str]) -> Cause | None:
+    """Return the cause that only a term of the loss is wrong, if the loss is wrong although the gradient of the
+    matrix that forward uses last is right; ``None`` if it is wrong, or if a wrong gradient has a cause of its own. That
+    of a bias does not count: it is right also if samples have the targets of others.
+
+    ``plain``: results of the plain model (the user's model on one process). ``wrong``: name of each result that differs
+    -> relative error. ``unknown``: the names of those without a cause.
+    """
+    reached = [name for name in wrong if name.startswith("grad ")]
+    least = 1e-6 * largest_gradient(plain)
+    grads = {n: g for n, g in plain.grads.items() if g is not None and g.dim() > 1 and float(g.abs().max()) > least}
+    last = [f"grad {name}" for name in grads][-1:]
+    if not reached or not last or last[0] in wrong or not {*reached} <= {*unknown}:
+        return None
+    named = ", ".join(name.removeprefix("grad ") for name in reached[:3]) + (" and others" if len(reached) > 3 else "")
+    return Cause(
+        "loss-term",
+        f"the outputs are right and the loss is not, but only the gradients that one term of it reaches are wrong "
+        f"({named}): a term that is no mean over samples, such as load balancing, is computed on a rank's own samples, "
+        "or has another weight",
+    )
 
 
 def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong: Cause | None, foreign: bool) -> None:
@@ -223,7 +258,7 @@ def _explain_unknown(causes: dict[str, Cause], plain: PlainResults, first_wrong:
         if foreign:
             causes[name] = Cause("follows", "follows from the other weights")
         elif any(causes[n] != UNKNOWN for n in results):
-            what = "loss" if first_wrong == _WRONG_LOSS else "outputs"
+            what = "outputs" if first_wrong is None or "loss" not in first_wrong.kind else "loss"
             causes[name] = Cause("follows", f"follows from the wrong {what}")
         elif name == "loss" and last and causes[last].kind in ("mean-of-means", "reweighted", "dropped"):
             causes[name] = Cause("follows", "follows from the weights of samples or tokens in the gradients")

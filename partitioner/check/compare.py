@@ -203,16 +203,19 @@ def compare_loss(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[
 
 def compare_output(expected: Tensor, given: Tensor) -> float:
     """Return the relative error of ``given``, an output of one rank of a distributed model, against ``expected``, the
-    output of the user's model on one process, or against the slice of ``expected`` that is nearest to it. Infinite if
-    ``given`` cannot be a slice.
+    output of the user's model on one process, or against the part of ``expected`` that is nearest to it: a slice, or
+    some of its slices along one dim in ascending order, such as the two chunks of a sequence that a rank has where the
+    work of a causal mask is balanced. Infinite if ``given`` cannot be a part.
     """
     if given.dim() != expected.dim() or any(g > e for g, e in zip(given.shape, expected.shape, strict=True)):
         return math.inf
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     parts = _slices_with_element(expected, given, scale) or _aligned_slices(expected, given.shape)
+    parts += _select_ascending(expected, given)
     return min((relative_error(given, part, scale) for part in parts), default=math.inf)
 
 
+_MOST_SELECTED = 4096  # slices along a dim of an output among which those of a rank are searched
 _MOST_SLICES = 256  # slices of the plain model's output that are compared with an output of a rank
 
 
@@ -228,6 +231,18 @@ def _slices_with_element(whole: Tensor, part: Tensor, scale: float) -> list[Tens
     room = torch.tensor(whole.shape) - torch.tensor(part.shape)
     offsets = found[((found >= 0) & (found <= room)).all(1)][:_MOST_SLICES]
     return [_cut_slice(whole, offset, part.shape) for offset in offsets.tolist()]
+
+
+def _select_ascending(whole: Tensor, part: Tensor) -> list[Tensor]:
+    """Return, as a list of one, the slices of ``whole`` that are nearest to those of ``part``, along the only dim in
+    which ``part`` is shorter. Return an empty list if their order is not ascending, or if there is no such dim.
+    """
+    dims = [dim for dim, (w, p) in enumerate(zip(whole.shape, part.shape, strict=True)) if w != p]
+    if len(dims) != 1 or part.numel() == 0 or max(whole.shape[dims[0]], part.shape[dims[0]]) > _MOST_SELECTED:
+        return []
+    rows, wanted = (tensor.movedim(dims[0], 0).flatten(1).double() for tensor in (whole, part))
+    order = torch.cdist(wanted, rows).argmin(1)
+    return [whole.index_select(dims[0], order)] if bool((order.diff() > 0).all()) else []
 
 
 def _aligned_slices(whole: Tensor, shape: Sequence[int]) -> list[Tensor]:

@@ -88,6 +88,36 @@ def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]
     return None
 
 
+def find_first_wrong_backward(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
+    """Return a cause that names the first module, in the order of backward, the gradient of whose output is wrong,
+    although all outputs are right. ``None`` if there is none, or if no gradient before it is right.
+
+    ``plain``: the results of the plain model (the user's model on one process), with the gradient of the output of each
+    module. ``outcomes``: the results of the distributed model on each rank. A gradient is right if, but for one factor,
+    each rank has a part of the plain model's gradient, or if a sum over a group of ranks is such a part.
+    """
+    by_rank = [{_match_name(plain, n): calls for n, calls in o.module_gradients.items()} for o in outcomes]
+    last, factor = "", 0.0
+    for name, expected in plain.module_gradients.items():
+        given = {o.rank: calls[name] for o, calls in zip(outcomes, by_rank, strict=True) if name in calls}
+        if not given or len(expected) != 1 or any(len(calls) != 1 for calls in given.values()):
+            continue
+        factors = [factor] if factor else [1.0, float(len(outcomes)), 1.0 / len(outcomes)]
+        right = next((f for f in factors if _is_right([f * expected[0]], given, len(outcomes))), 0.0)
+        if right:
+            last, factor = name, right
+        elif last:
+            return Cause(
+                "wrong-backward",
+                f"backward is wrong first at the output of {name}: the output is right on every rank and its gradient "
+                f"is not, while the gradient of the output of {last}, which backward computes before, is right; a "
+                "collective between them has no backward, or another one than its forward needs",
+            )
+        else:
+            return None
+    return None
+
+
 def find_reduced_precision(outcomes: Sequence[RankOutcome]) -> Cause | None:
     """Return the cause that a module computed its output in another type than float64, such as under mixed precision;
     ``None`` if none did. ``outcomes``: for each rank, what the distributed model computed, with the outputs of its

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from partitioner.check.setup import CheckSetupError, Setup, load_setup, loss_of, run_model, seed_generators
 from partitioner.runtime.engine.batches import flatten_by_path
@@ -40,6 +41,8 @@ class PlainResults:
         clip_norm: largest L2 norm of all gradients, if they were clipped; else ``None``.
         modules: module name -> its output at each call, in the order in which modules returned.
         biases: module name -> its bias.
+        module_gradients: module name -> gradient of its output at each call, in the order in which backward has
+            computed them.
     """
 
     weights: dict[str, Tensor]
@@ -52,21 +55,26 @@ class PlainResults:
     clip_norm: float | None
     modules: dict[str, list[Tensor]]
     biases: dict[str, Tensor]
+    module_gradients: dict[str, list[Tensor]]
 
 
 class ModuleTrace:
-    """Records the outputs of ``modules`` and all modules inside them while their forward runs, until :meth:`close`.
+    """Records the outputs of ``modules`` and all modules inside them while their forward runs, and the gradients of
+    these outputs while backward runs, until :meth:`close`.
 
     Attributes:
         outputs: module name -> the output at each call, in the order in which modules returned. Modules that return
             something other than a floating-point tensor are left out. Of a ``DTensor``, this rank's part is kept.
+        gradients: module name -> the gradient of the output at each call, in the order in which backward computes them.
+            Those of a ``DTensor`` are left out.
         entered: names of the modules in the order in which they were first called.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.outputs: dict[str, list[Tensor]] = {}
+        self.gradients: dict[str, list[Tensor]] = {}
         self.entered: list[str] = []
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
         for root in modules:
             for name, module in root.named_modules():
                 self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
@@ -80,9 +88,15 @@ class ModuleTrace:
         if _is_number(output):
             local = output.to_local() if isinstance(output, DTensor) else output
             self.outputs.setdefault(name, []).append(local.detach().clone())
+            if output.requires_grad and not isinstance(output, DTensor):
+                self._handles.append(output.register_hook(partial(self._keep_gradient, name)))
+
+    def _keep_gradient(self, name: str, gradient: Tensor) -> None:
+        if not isinstance(gradient, DTensor):
+            self.gradients.setdefault(name, []).append(gradient.detach().clone())
 
     def close(self) -> None:
-        """Stop recording: remove the forward hooks from the modules."""
+        """Stop recording: remove the hooks from modules and outputs."""
         for handle in self._handles:
             handle.remove()
 
@@ -169,6 +183,7 @@ def run_plain(target: str) -> PlainResults:
         clip_norm=setup.clip_norm,
         modules=trace.outputs,
         biases={n: m.bias.detach().clone() for n, m in model.named_modules() if _has_bias(m)},
+        module_gradients=trace.gradients,
     )
 
 

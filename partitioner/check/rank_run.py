@@ -50,6 +50,7 @@ class RankOutcome:
         outputs: path in the model's result -> tensor.
         shards: the elements of each parameter that this rank holds, with their gradients.
         modules: module name -> its output at each call, if they were recorded.
+        module_gradients: module name -> gradient of its output at each call, if they were recorded.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class RankOutcome:
     outputs: dict[str, Tensor]
     shards: list[RankShard]
     modules: dict[str, list[Tensor]]
+    module_gradients: dict[str, list[Tensor]]
 
 
 def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOutcome:
@@ -95,6 +97,7 @@ def run_rank(target: str, dropout: bool = False, trace: bool = False) -> RankOut
         outputs={p: _whole_tensor(x).detach().clone() for p, x in outputs.items() if isinstance(x, Tensor)},
         shards=shards,
         modules=traced.outputs,
+        module_gradients=traced.gradients,
     )
 
 

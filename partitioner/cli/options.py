@@ -81,8 +81,8 @@ TaskName = Annotated[
     str | None,
     typer.Option(
         "--task",
-        help="For a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio` or `contrastive`; default: the task "
-        "of its `architectures`, or of its model type.",
+        help="For a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio`, `contrastive` or `text`; default: "
+        "the task of its `architectures`, or of its model type.",
         show_default=False,
     ),
 ]

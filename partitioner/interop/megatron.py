@@ -96,7 +96,7 @@ def read_megatron(text: str | list[str], ignore: Collection[str] = ()) -> Traini
     Raise :class:`LayoutError` for unknown options, wrong values and contradictions.
     """
     line = read_words(text) if isinstance(text, str) else CommandLine(text, {})
-    given, devices = parse_arguments(line.words, ignore)
+    given, devices = parse_arguments(line, ignore)
     if devices is not None and isinstance(text, str) and depends_on_environment(text):
         devices = None
     if not given:
@@ -105,7 +105,7 @@ def read_megatron(text: str | list[str], ignore: Collection[str] = ()) -> Traini
         )
     own = [name.replace("_", "-") for name in ignore]
     added = {name: name for name in given if name.startswith("$")}
-    options = Options(given, "Megatron-LM", "--{}", written=added, ignore=own)
+    options = Options(given, "Megatron-LM", "--{}", written=added, ignore=own, explain=line.explain_value)
     for name in added:
         options.note(name, "what the caller of the script adds is not known")
     layout = _build_layout(options, "megatron", devices)

@@ -10,7 +10,7 @@ from typing import Any
 
 from partitioner.interop.layout import LayoutError, OptionValueError, UnknownOptionError
 from partitioner.interop.options import describe_unknown, load_known_options
-from partitioner.interop.shell_script import ShellScript
+from partitioner.interop.shell_script import ShellScript, describe_output
 from partitioner.topology.validate import format_suggestion
 
 _SHORT = {"nproc_per_node": "per_node", "nnodes": "nodes", "num_processes": "all", "ntasks": "all"}
@@ -19,43 +19,63 @@ _DEFAULT = re.compile(r"\$\{(\w+):?[-=][^{}]*\}")  # use of a variable that the 
 _PLACEHOLDER = re.compile(r"<([A-Za-z][\w .,/-]*)>")  # such as <path to the data>
 _CALLERS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")  # options that the caller of a script adds
 _OVERRIDE = re.compile(r"\+{0,2}(\w+)\.\w+=.*", re.DOTALL)
+_LAUNCHER = re.compile(r"torch\.distributed\.|accelerate\.|deepspeed\.launcher|pip\b|-|\$")
+_LIST = re.compile(r"\[\s*([A-Za-z_][\w\s]*)\]")
 _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
 
 @dataclass(frozen=True)
 class CommandLine:
     """A Megatron-LM command. ``words``: its words. ``doubts``: a condition or file of the shell script on which the
-    words depend, and whose value is unknown without running the script -> the assumption about it."""
+    words depend, and whose value is unknown without running the script -> the assumption about it. ``text``: the script
+    or command line from which the words are taken."""
 
     words: list[str]
     doubts: dict[str, str]
+    text: str = ""
+
+    def explain_value(self, value: str) -> str:
+        """Return, for a message, ``value``, a word, with the reason why it is not known without running the script, and
+        what to do; an empty text if it is known.
+        """
+        if told := describe_output(value, self.text):
+            return told
+        if found := _VARIABLE.fullmatch(value):
+            return (
+                f"{value!r}, which is not set in the script; set the variable {found[1] or found[2]} there, or write "
+                "its value out"
+            )
+        if value.startswith("$(("):
+            return f"{value!r}, in which a variable is not set in the script; set it there, or write its value out"
+        return ""
 
 
 def read_words(text: str) -> CommandLine:
     """Return the words of a Megatron-LM command. ``text``: the command line, or a shell script that contains it.
 
-    In a script, the command is the last one that has options and starts a Python script. If there is no such command,
-    the words of all commands with options are returned, or else those of all variables and arrays with options. Raise
-    :class:`LayoutError` for an unbalanced quote.
+    In a script, the command is the last one that has options and starts a Python script or module. If there is no such
+    command, the words of all commands with options are returned, or else those of all variables and arrays with
+    options. Raise :class:`LayoutError` for an unbalanced quote.
     """
     script = ShellScript(_PLACEHOLDER.sub(lambda found: found[0].replace(" ", "_"), text))
     with_options = [words for words in script.commands if any(word.startswith("--") for word in words)]
-    started = [words for words in with_options if any(word.endswith(".py") for word in words)]
+    started = [words for words in with_options if _find_arguments(words) is not None]
     words = started[-1] if started else [word for words in with_options for word in words]
     if not words:
         words = [word for value in script.variables.values() if "--" in value for word in script.split(value)]
-    return CommandLine(words, script.doubts)
+    return CommandLine(words, script.doubts, text)
 
 
-def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dict[str, Any], int | None]:
+def parse_arguments(line: CommandLine, ignore: Collection[str] = ()) -> tuple[dict[str, Any], int | None]:
     """Return the options of a Megatron-LM command line (name -> value), and the number of devices that its launcher
-    starts; ``None`` if it does not say it. ``words``: the command line's words; those before the Python script belong
-    to the launcher. ``ignore``: names of options that the training script itself defines; they are not reported as
+    starts; ``None`` if it does not say it. ``line``: the command line; words before the Python script belong to the
+    launcher. ``ignore``: names of options that the training script itself defines; they are not reported as
     unknown.
 
     Raise :class:`UnknownOptionError` for an unknown option, and :class:`OptionValueError` for a missing value.
     """
-    start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), None)
+    words = line.words
+    start = _find_arguments(words)
     if start is None:  # words of a launcher or of a shell come before the first option
         start = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     rest = words[start:]
@@ -72,7 +92,7 @@ def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dic
             given[word] = True
             continue
         if not word.startswith("--"):
-            raise _describe_stray(word, words)
+            raise _describe_stray(word, line)
         name, equals, value = word[2:].partition("=")
         name = name.replace("_", "-")
         if name not in kinds:
@@ -84,7 +104,7 @@ def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dic
         given[name] = _read_value(name, kind, values[:taken])
         index += 0 if equals else taken
     if unknown and (overrides := _list_overrides(rest)):
-        raise _describe_stray(overrides[0], overrides)
+        raise _describe_stray(overrides[0], CommandLine(overrides, {}))
     if unknown:
         unknown = list(dict.fromkeys(unknown))
         meant = format_suggestion(unknown[0], sorted(kinds))
@@ -95,12 +115,21 @@ def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dic
     return given, _count_devices(words[:start])
 
 
+def _find_arguments(words: list[str]) -> int | None:
+    """Return the index of the first word after the Python script, or after the module (``-m tools.train``), that the
+    command ``words`` starts; ``None`` if it starts none. Modules that are launchers are passed over.
+    """
+    scripts = [i + 1 for i, word in enumerate(words) if word.endswith(".py")]
+    modules = [i + 1 for i in range(1, len(words)) if words[i - 1] == "-m" and not _LAUNCHER.match(words[i])]
+    return next(iter(scripts or modules), None)
+
+
 def depends_on_environment(text: str) -> bool:
     """Return whether the number of devices that the launcher in ``text``, a shell script, starts depends on a variable
     that the environment may set, such as ``${SLURM_NNODES:-1}``, and no option of the training script depends on it.
     """
     words = read_words(_DEFAULT.sub(r"${\1}", text)).words
-    start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
+    start = _find_arguments(words) or 0
     if _count_devices(words[:start]) is not None:
         return False
     names = {match[1] or match[2] for word in words[:start] for match in _VARIABLE.finditer(word)}
@@ -113,17 +142,15 @@ def _list_overrides(words: list[str]) -> list[str]:
     return [word for word in words if (found := _OVERRIDE.fullmatch(word)) and found[1] in sections]
 
 
-def _describe_stray(word: str, words: list[str]) -> LayoutError:
-    """Return the error that says that ``word``, one of ``words`` of a command line, belongs to no option."""
-    if overrides := _list_overrides(words):
+def _describe_stray(word: str, line: CommandLine) -> LayoutError:
+    """Return the error that says that ``word`` of the command line ``line`` belongs to no option."""
+    if overrides := _list_overrides(line.words):
         return OptionValueError(
             f"{overrides[0]!r} changes a recipe of Megatron-Bridge, whose other values are not in the script; expected "
             "the whole configuration: write it to a YAML file with ConfigContainer.to_yaml()"
         )
-    if _VARIABLE.fullmatch(word):
-        return OptionValueError(
-            f"{word!r} is not set in the script; expected its value: set the variable there, or write the options out"
-        )
+    if told := line.explain_value(word):
+        return OptionValueError(f"expected options of Megatron-LM, got {told}")
     return OptionValueError(
         f"{word!r} follows no option that takes a value; expected --name value: correct the command line"
     )
@@ -135,7 +162,7 @@ def list_option_words(nested: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
     Options are keys that start with ``--``, such as ``--micro-batch-size``. They are at the top of the file, or in
     sections that contain nothing else. An option with the value ``true`` becomes a flag; one with ``false`` or no value
-    is left out.
+    is left out. The text ``[a b]`` is two words.
     """
     words: list[str] = []
     others: list[str] = []
@@ -147,8 +174,13 @@ def list_option_words(nested: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         for key, given in section.items():
             values = given if isinstance(given, list) else [given]
             if given is not None and given is not False:
-                words += [str(key), *(str(each) for each in values if each is not True)]
+                words += [str(key), *(word for each in values if each is not True for word in _split_list(str(each)))]
     return words, others
+
+
+def _split_list(text: str) -> list[str]:
+    found = _LIST.fullmatch(text)
+    return [text] if found is None else found[1].split()
 
 
 def _count_values(kind: str, values: list[str]) -> int:

@@ -163,7 +163,8 @@ class Options:
     ``given``: the options. ``where``: the file or framework that the configuration is from, for error messages.
     ``write``: a template for an option in messages, with ``{}`` for its name, such as ``--{}``. ``written``: name ->
     text in messages, for options that the template does not fit. ``ignore``: names of options, or of sections, that the
-    training script itself defines; they are not reported as unknown.
+    training script itself defines; they are not reported as unknown. ``explain``: returns, for messages on a wrong
+    value, the value with the reason why it is not known and what to do, or an empty text.
     """
 
     def __init__(
@@ -173,8 +174,10 @@ class Options:
         write: str = "{}",
         written: Mapping[str, str] | None = None,
         ignore: Collection[str] = (),
+        explain: Callable[[str], str] = lambda value: "",
     ) -> None:
         self.given = dict(given)
+        self._explain = explain
         self.where = where
         self.write = write
         self.written = written or {}
@@ -279,7 +282,11 @@ class Options:
         """Return the error that says that ``option`` has a wrong value. ``expected``: a description of the right
         values. ``meant``: a question with a blank after it, such as "did you mean full? ".
         """
-        got = repr(self.given.get(option))
+        value = self.given.get(option)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (reason := self._explain(text)):
+                return OptionValueError(f"{self.where}: {self.name(option)}: expected {expected}, got {reason}")
+        got = repr(value)
         got = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}..."
         return OptionValueError(
             f"{self.where}: {self.name(option)}: {meant}expected {expected}, got {got}; correct the value"

@@ -41,13 +41,17 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "<": lambda a, b: a < b, "-lt": lambda a, b: a < b, "<=": lambda a, b: a <= b, "-le": lambda a, b: a <= b,
 }  # fmt: skip
 _SILENT = ("echo", "printf", "exit", "return")
+_SUBSTITUTION = re.compile(r"\\.|'|\"|`|\$\(\(|[$<>]\(|[()]", re.DOTALL)
+_OUTPUT = re.compile("\ue000(\\d{1,6})\ue001")  # stands for the output of a command while words are split
+_FLAGS = re.compile(r"-[neE]+")  # of echo
+_TO_OTHERS = (">&2", "1>&2", ">/dev/stderr", ">/dev/null")  # where an output goes that is not the substituted one
 
 # the tree of statements
 _DEEPEST = 50  # conditions, loops and functions inside each other
 
 _PART = re.compile(  # what the search for the end of a statement passes over, or looks at
-    r"""\\.|'[^']*'|"(?:[^"\\]|\\.)*"|(?<!\S)\#[^\n]*|\$\(\(|\$\(|\$\{|\+?=\(|\(\(|(?<!\S)\[\[(?=\s)|\]\]|[(){}]"""
-    r"|;;&|;;|;&|;|&&|\|\||\s+|[^\s\\'\"#$+=(\[\]){};&|]+|.",
+    r"""\\.|'[^']*'|"(?:[^"\\]|\\.)*"|`[^`]*`|(?<!\S)\#[^\n]*|\$\(\(|\$\(|\$\{|\+?=\(|\(\(|(?<!\S)\[\[(?=\s)|\]\]|[(){}]"""
+    r"|;;&|;;|;&|;|&&|\|\||\s+|[^\s\\'\"`#$+=(\[\]){};&|]+|.",
     re.DOTALL,
 )
 _CLOSED_BY = {"$((": "))", "((": "))", "$(": ")", "=(": ")", "+=(": ")", "${": "}", "[[": "]"}
@@ -75,9 +79,10 @@ class ShellScript:
     """The commands and variables of a shell script, found by interpreting its text without running it.
 
     Variables, arrays, functions, arithmetic, ``if``, ``case``, ``&&`` and ``||`` are interpreted; the body of a loop is
-    interpreted once. A variable that the script does not set counts as empty in a condition, and stays as written
-    (``$NAME``) in a command. A test for a file or folder counts as false. Any other condition that cannot be evaluated
-    counts as true.
+    interpreted once. The output of a command, as in ``$(f 2)`` or between backquotes, is known if the command is
+    ``echo``, or a function that only calls ``echo``; any other stays as it is written, and is one word. A variable that
+    the script does not set counts as empty in a condition, and stays as written (``$NAME``) in a command. A test for a
+    file or folder counts as false. Any other condition that cannot be evaluated counts as true.
 
     ``commands``: the words of each command, in order. ``variables``: name -> value. ``doubts``: a condition or sourced
     file whose value or content is unknown and on which a command or variable depends -> the assumption about it, as
@@ -95,6 +100,8 @@ class ShellScript:
         self._num_steps = 0
         self._num_characters = 0
         self._depth = 0
+        self._output: list[str] | None = None  # lines that the substituted command has printed so far
+        self._ended = ""  # ``return`` or ``exit``, once the substituted command has met it
         self._run(_parse_script(text), active=True, doubt="")
 
     def _run(self, nodes: tuple[Node, ...], *, active: bool, doubt: str) -> None:
@@ -103,6 +110,8 @@ class ShellScript:
         ``doubt``: the text of an enclosing condition whose value is unknown; empty if there is none."""
         before, tested = _UNKNOWN, ""
         for node in nodes:
+            if self._ended:
+                return
             self._num_steps += 1
             if self._num_steps > _MOST_STEPS:
                 raise LayoutError(
@@ -124,6 +133,8 @@ class ShellScript:
         if isinstance(node, Function):
             self._functions[node.name] = node.body
         elif isinstance(node, Loop):
+            if active and self._output is not None:  # how often it would print is not known
+                self.commands.append(["for"])
             self._run(node.condition, active=active, doubt=doubt)
             self._run(node.body, active=active, doubt=doubt)
         elif isinstance(node, Condition):
@@ -189,6 +200,12 @@ class ShellScript:
             return
         first = given[number]
         if first in _SILENT:
+            if self._output is not None and first in ("echo", "printf"):
+                self._note(doubt)
+                self._print(first, given[number + 1 :])
+            elif self._output is not None:
+                self._note(doubt)
+                self._ended = first
             return
         if first == ":":  # sets variables that are empty
             self._fill_in(text)
@@ -213,7 +230,7 @@ class ShellScript:
         if words[0] in _DECLARATION or len(names) == len(words):
             for name in names:
                 self.variables.setdefault(name, "")
-        if names or "--" in text:
+        if names or "--" in text or (self._output is not None and words[0] in _SILENT):
             self._note(doubt)
 
     def _note(self, doubt: str) -> None:
@@ -237,6 +254,7 @@ class ShellScript:
                 "other; expected a script that starts a training run: write out its command"
             )
         self._run(self._functions[name], active=True, doubt=doubt)
+        self._ended = "" if self._ended == "return" else self._ended
         self._depth -= 1
         self._arguments = before
 
@@ -259,9 +277,10 @@ class ShellScript:
         word that contains several options (such as the value of a variable, ``--tp 2 --pp 4``) is split into these,
         unless ``whole`` is true. Raise :class:`LayoutError` for an unbalanced quote."""
         text = self._fill_in(text)
+        text, outputs = _hide_outputs(text)
         try:
             return [
-                word
+                _OUTPUT.sub(lambda found: "".join(outputs[int(found[1]) :][:1]) or found[0], word)
                 for part in shlex.split(text)
                 for word in (
                     shlex.split(part)
@@ -300,7 +319,62 @@ class ShellScript:
                 f"the values of variables have more than {_MOST_CHARACTERS:,} characters; expected a script that "
                 "starts a training run: write out its command"
             )
-        return _ARITHMETIC.sub(lambda found: self._compute(found[1]) or found[0], text)
+        text = self._substitute(text)
+        return _ARITHMETIC.sub(lambda found: self._compute(found[1]) or self._show_outputs(found[0]), text)
+
+    def _show_outputs(self, text: str) -> str:
+        """Return ``text``, arithmetic without a value, in which variables that have the output of a command are
+        replaced by this command.
+        """
+        values = {name: value for name in _NAME.findall(text) if list_outputs(value := self.variables.get(name, ""))}
+        return _NAME.sub(lambda name: values.get(name[1], name[0]), text)[:_LONGEST] if values else text
+
+    def _substitute(self, text: str) -> str:
+        """Return ``text`` with each command whose output is known replaced by the output."""
+        pieces: list[str] = []
+        end = 0
+        for start, stop in _find_outputs(text):
+            output = None if text[start] in "<>" else self._run_silently(_unwrap_output(text[start:stop]))
+            if output is not None:
+                pieces += text[end:start], output
+                end = stop
+        return "".join([*pieces, text[end:]])
+
+    def _run_silently(self, command: str) -> str | None:
+        """Return what ``command`` prints, if it and the functions that it calls do nothing but ``echo``; otherwise
+        ``None``. Variables and commands of the script stay as they are.
+        """
+        if self._depth >= _MOST_CALLS:
+            return None
+        kept = self.variables, self.commands, self._functions, self._output
+        self.variables, self.commands, self._functions, self._output = dict(kept[0]), [], dict(kept[2]), []
+        self._depth += 1
+        try:
+            self._run(_parse_script(command), active=True, doubt="")
+            return None if self.commands else "\n".join(self._output).strip()
+        finally:
+            self._depth -= 1
+            self._ended = ""
+            self.variables, self.commands, self._functions, self._output = kept
+
+    def _print(self, command: str, words: list[str]) -> None:
+        """Add the line that ``command``, ``echo`` or ``printf``, prints to the output. ``words``: those that follow the
+        command, as they are written. What is not known is added to the commands.
+        """
+        assert self._output is not None
+        if words and words[-1] in _TO_OTHERS:
+            return
+        values = self.split(" ".join(words), whole=True)
+        if command == "echo":
+            while values and _FLAGS.fullmatch(values[0]):
+                values = values[1:]
+        elif len(values) == 2 and re.fullmatch(r"%s(\\n)?", values[0]):
+            values = values[1:]
+        unclear = len(values) != 1 if command == "printf" else any("\\" in value for value in values)
+        if unclear or any(word[0] not in "'\"" and {*word} & {*"|<>&"} for word in words):
+            self.commands.append([command, *words])
+        else:
+            self._output.append(" ".join(values))
 
     def _value_of(self, match: re.Match[str]) -> str | None:
         """Return the value of a variable, or of a positional parameter of the called function; ``None`` if it has none.
@@ -379,8 +453,10 @@ class ShellScript:
 
     def _is_unset(self, text: str) -> bool:
         """Return whether the value of ``text``, a word of a condition, is unknown: it contains a variable without a
-        value, or the output of a command (``$(...)``)."""
-        return any(self._value_of(found) is None for found in _VARIABLE.finditer(text)) or "$(" in text or "`" in text
+        value, or the output of a command that is not known."""
+        return any(self._value_of(found) is None for found in _VARIABLE.finditer(text)) or bool(
+            list_outputs(self._substitute(text))
+        )
 
 
 def _join(left: Truth, right: Truth, operator: str) -> Truth:
@@ -403,6 +479,98 @@ def _evaluate_sum(node: ast.expr) -> int:
     if abs(value) > _LARGEST:
         raise ValueError
     return value
+
+
+# --- the output of commands -------------------------------------------------------------------------------------------
+
+
+def list_outputs(text: str) -> list[str]:
+    """Return the commands in ``text`` whose output the shell would fill in, as they are written, such as ``$(cat x)``.
+    Those inside of others, and in single quotes, are not listed.
+    """
+    return [text[start:stop] for start, stop in _find_outputs(text)] if "(" in text or "`" in text else []
+
+
+def describe_output(value: str, script: str) -> str:
+    """Return, for a message, the part of ``value``, a word of a command line, that is not known without running
+    ``script``, the text of the shell script that it is from, and what to do; an empty text if it does not depend on a
+    command's output.
+    """
+    outputs = list_outputs(value)
+    if not outputs:
+        return ""
+    written = " ".join(outputs[0].split())
+    written = written if len(written) <= 80 else f"{written[:80]}..."
+    line = _find_line(outputs[0], script)
+    place = f" in line {line}" if line else ""
+    return (
+        f"{written!r}{place}, the output of a command that is not run here; run the script once with `bash -x` on a "
+        "machine of the job, which prints the command with all values, and give that command, or write the output into "
+        "the script"
+    )
+
+
+def _find_line(output: str, script: str) -> int:
+    """Return the number of the line of ``script`` that has ``output``, a command in ``$()`` or backquotes whose
+    variables may be filled in; 0 if there is none.
+    """
+    command = _unwrap_output(output).split()[:1]
+    for part in (output, *(f"{opening}{command[0]}" for opening in ("$(", "`", "$( ") if command)):
+        place = script.find(part)
+        if place >= 0:
+            return script.count("\n", 0, place) + 1
+    return 0
+
+
+def _unwrap_output(output: str) -> str:
+    return output[1:-1] if output[0] == "`" else output[2:-1]
+
+
+def _hide_outputs(text: str) -> tuple[str, list[str]]:
+    """Return ``text`` with a placeholder without blanks in place of each command whose output the shell would fill in
+    and of each arithmetic expression, and these as they are written.
+    """
+    pieces: list[str] = []
+    outputs: list[str] = []
+    end = 0
+    for start, stop in _find_outputs(text, arithmetic=True):
+        pieces += text[end:start], f"\ue000{len(outputs)}\ue001"
+        outputs.append(text[start:stop])
+        end = stop
+    return "".join([*pieces, text[end:]]), outputs
+
+
+def _find_outputs(text: str, *, arithmetic: bool = False) -> list[tuple[int, int]]:
+    """Return where the commands of ``text`` start and end whose output the shell would fill in: ``$(command)``,
+    commands in backquotes, and ``<(command)``, the name of a file that has the output. ``arithmetic``: include
+    ``$((expression))``.
+    """
+    openings = ("$(", "<(", ">(", "$((") if arithmetic else ("$(", "<(", ">(")
+    found: list[tuple[int, int]] = []
+    closing: list[str] = []  # kinds of the parentheses that are open
+    start, quoted, doubled = -1, False, False
+    for part in _SUBSTITUTION.finditer(text):
+        token = part[0]
+        if token == "'" and (quoted or not doubled) and not closing:
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif token == '"' and not closing:
+            doubled = not doubled
+        elif token == "`" and closing[-1:] == ["`"]:
+            closing.pop()
+            if not closing:
+                found.append((start, part.end()))
+        elif token == "`" and not closing:
+            start, closing = part.start(), ["`"]
+        elif token[-1] == "(" and (closing or token in openings):
+            start = start if closing else part.start()
+            closing += [")"] * (2 if token == "$((" else 1)
+        elif token == ")" and closing[-1:] == [")"]:
+            closing.pop()
+            if not closing:
+                found.append((start, part.end()))
+    return found
 
 
 # --- the tree of statements -------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from partitioner.pretrained.configuration import Configuration, PretrainedError, build_error, read_number
 
-Labels = Literal["tokens", "class", "text", "few", "pairs"]
+Labels = Literal["tokens", "class", "classes", "text", "few", "pairs"]
 
 _LENGTH = 2048  # tokens of a sample, if the model has as many positions
 _MULTIPLE = 64  # a chosen length is a multiple of it: it then divides well
@@ -41,8 +41,8 @@ class BatchRequest:
 
     Attributes:
         labels: kind of the targets: ``tokens``: one for each token of the sample; ``class``: one for each sample;
-            ``text``: a transcript; ``few``: a transcript that is shorter than the sample; ``pairs``: none, since each
-            image belongs to the text of its own sample.
+            ``classes``: a class for each token; ``text``: a transcript; ``few``: a transcript that is shorter than the
+            sample; ``pairs``: none, since each image belongs to the text of its own sample.
         samples: number of samples.
         length: length of a sample: tokens, samples of a waveform, or frames of a spectrogram. ``None``: the default of
             the model.
@@ -62,7 +62,8 @@ class InputSpec:
 
     ``shape``: shape of the tensor. ``placeholder``, ``places``: for token ids: the id that stands for a feature of an
     image, and how many of these ids follow the first token of each sample. ``fixed``: if it is not ``None``, the input
-    is this Python value instead of a tensor.
+    is this Python value instead of a tensor. ``unit``: numbers are from 0 to below 1 instead of normally distributed,
+    because the model rounds some of them down to an index.
     """
 
     shape: tuple[int, ...]
@@ -71,6 +72,7 @@ class InputSpec:
     placeholder: int = 0
     places: int = 0
     fixed: bool | None = None
+    unit: bool = False
 
     def make(self, device: str, generator: torch.Generator) -> Any:
         """Return a tensor with the shape of this spec on ``device``, filled with random numbers of ``generator``; on
@@ -81,7 +83,7 @@ class InputSpec:
         if device == "meta":
             return torch.empty(self.shape, dtype=torch.int64 if self.high else torch.float32, device="meta")
         if not self.high:
-            return torch.randn(self.shape, generator=generator)
+            return (torch.rand if self.unit else torch.randn)(self.shape, generator=generator)
         made = torch.randint(self.low, self.high, self.shape, generator=generator)
         if self.places:
             made[:, 1 : 1 + self.places] = self.placeholder
@@ -119,7 +121,10 @@ def choose_batch(model: nn.Module, found: Configuration, request: BatchRequest) 
             assert first is not None
             shapes = ", ".join(f"{name} {list(spec.shape)}" for name, spec in every[0].items())
             raise build_error(
-                first, f"{type(model).__name__} accepts none of the batches that were tried, the first with {shapes}"
+                first,
+                f"{type(model).__name__} accepts none of the batches that were tried, the first with {shapes}",
+                "correct the fields of the configuration, or give FILE.py:FUNCTION, your own function that returns the "
+                "model and a batch",
             )
         inputs = unsure
     model.train(training)
@@ -171,7 +176,12 @@ def longest_sample(config: Any) -> int | None:
 
 def _check_length(config: Any, request: BatchRequest) -> None:
     most = read_number(config, *_POSITIONS)
-    if request.length is not None and most is not None and request.labels == "tokens" and request.length > most:
+    if (
+        request.length is not None
+        and most is not None
+        and request.labels in ("tokens", "classes")
+        and request.length > most
+    ):
         raise PretrainedError(
             f"a sample of {request.length:,} tokens is longer than the {most:,} positions of the model; give a "
             "smaller --seq, or increase max_position_embeddings in the configuration"
@@ -189,6 +199,15 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
             "one of them, or name the class of a part in the field architectures"
         )
     parameters = inspect.signature(model.forward).parameters
+    needed = _list_needed(parameters)
+    sizes = next((n for n in parameters if n == "spatial_shapes" or (n in needed and n.endswith("grid_thw"))), None)
+    text_only = reads_images(model) and request.labels == "tokens" and sizes not in needed
+    if sizes is not None and not text_only:
+        raise PretrainedError(
+            f"{type(model).__name__} reads the sizes of images from the values of {sizes}, on which the shapes in its "
+            "forward depend, and a plan has fixed shapes; give FILE.py:FUNCTION, your own function that returns a "
+            "model for images of one size"
+        )
     if request.labels == "pairs":
         yield from _list_pairs(model, found, request)
         return
@@ -199,8 +218,6 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
         main = "pixel_values"  # of a model that takes inputs of several kinds
     if main not in parameters:
         main = next(iter(parameters))
-    named = [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    makers = [[(n, spec) for spec in _list_specs(n, found, request)] for n in dict.fromkeys((main, *named))]
     label: dict[str, InputSpec] = {}
     if request.trains:
         if "labels" not in parameters:
@@ -211,8 +228,19 @@ def _list_batches(model: nn.Module, found: Configuration, request: BatchRequest)
         label = {"labels": _label_spec(found.config, request)}
     elif "decoder_input_ids" in parameters:
         label = {"decoder_input_ids": _token_spec(found.config, request.samples, _text_length(found.config, request))}
-    for given in product(*([each for each in maker if each[0] != "labels"] for maker in makers if maker)):
-        yield dict(given) | label
+    mains = [main, "input_ids"] if reads_images(model) and request.labels == "tokens" else [main]
+    for first in dict.fromkeys(mains):  # a text without images is tried last
+        names = [n for n in dict.fromkeys((first, *needed)) if n != "labels"]
+        makers = [[(n, spec) for spec in _list_specs(n, found, request)] for n in names]
+        for given in product(*(maker for maker in makers if maker)):
+            yield dict(given) | label
+    if len(mains) > 1:
+        yield from _list_image_texts(model, found, request, lists=True)
+
+
+def _list_needed(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of those of ``parameters``, the arguments of a model's forward, that have no default."""
+    return [n for n, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def reads_images(model: nn.Module) -> bool:
@@ -237,33 +265,49 @@ def _list_pairs(model: nn.Module, found: Configuration, request: BatchRequest) -
     the batch. Raise :class:`PretrainedError` if the model has no such loss.
     """
     parameters = inspect.signature(model.forward).parameters
-    if not reads_images(model) or (request.trains and "return_loss" not in parameters):
+    images = next((n for n in ("pixel_values", "pixel_values_videos") if n in parameters), None)
+    if images is None or "input_ids" not in parameters:
+        raise PretrainedError(
+            f"{type(model).__name__} does not read images with texts; give FILE.py:FUNCTION, your own function that "
+            "returns a model and a batch"
+        )
+    if request.trains and "return_loss" not in parameters:
         raise PretrainedError(
             f"{type(model).__name__} has no loss that compares images with texts; plan it for inference (--objective "
             "infer), or give FILE.py:FUNCTION with a loss"
         )
     text = _token_spec(found.config, request.samples, request.length or choose_length(found.config))
-    for pixels in _list_specs("pixel_values", found, request):
+    for pixels in _list_specs(images, found, request):
         loss = {"return_loss": InputSpec((), fixed=True)} if request.trains else {}
-        yield {"input_ids": text, "pixel_values": pixels} | loss
+        yield {"input_ids": text, images: pixels} | loss
 
 
-def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequest) -> Iterator[dict[str, InputSpec]]:
+def _list_image_texts(
+    model: nn.Module, found: Configuration, request: BatchRequest, *, lists: bool = False
+) -> Iterator[dict[str, InputSpec]]:
     """Yield the batches with an image for each sample to try with ``model``, which reads text with images. Each is
-    argument name -> shape and content of the input.
+    argument name -> shape and content of the input. ``lists``: each sample has a list of one image, in a dim of its
+    own.
 
     Nothing is yielded if labels are requested and the model takes none, or if its images have no fixed shape, because
     images of different sizes are joined to one list of patches. ``found``: the model's configuration. ``request``: kind
     and size of the batch. Raise :class:`PretrainedError` if a sample is too short for the placeholders of an image.
     """
     parameters = inspect.signature(model.forward).parameters
-    if any(name.endswith("grid_thw") for name in parameters) or (request.trains and "labels" not in parameters):
+    shaped = any(name.endswith("grid_thw") or name == "spatial_shapes" for name in parameters)
+    if shaped or (request.trains and "labels" not in parameters):
         return
     length = request.length or choose_length(found.config)
     text = _token_spec(found.config, request.samples, length)
     placeholder = read_number(found.config, "image_token_id", "image_token_index")
     kinds = {"token_type_ids": replace(text, low=0, high=1)} if "token_type_ids" in parameters else {}
+    needed = [n for n in _list_needed(parameters) if n not in ("input_ids", "pixel_values", "labels")]
+    kinds |= {name: next(_list_specs(name, found, request)) for name in needed}
     for pixels in _list_specs("pixel_values", found, request):
+        if lists:
+            if len(pixels.shape) != 4:
+                continue
+            pixels = replace(pixels, shape=(pixels.shape[0], 1, *pixels.shape[1:]))
         places = 0 if placeholder is None else _count_image_features(model, pixels)
         if places >= length:
             raise PretrainedError(
@@ -272,6 +316,9 @@ def _list_image_texts(model: nn.Module, found: Configuration, request: BatchRequ
             )
         marked = replace(text, placeholder=placeholder or 0, places=places)
         batch = {"input_ids": marked, "pixel_values": pixels} | kinds
+        if lists:  # says which of the images a token sees
+            seen = InputSpec((*text.shape, pixels.shape[1]), low=1, high=2)
+            batch |= {n: seen for n in parameters if n.startswith("image") and n.endswith("attention_mask")}
         yield batch | ({"labels": text} if request.trains else {})
 
 
@@ -291,11 +338,12 @@ def _count_image_features(model: nn.Module, pixels: InputSpec) -> int:
 
 
 def _label_spec(config: Any, request: BatchRequest) -> InputSpec:
-    if request.labels == "class":
+    if request.labels in ("class", "classes"):
         classes = getattr(config, "num_labels", None)
-        if classes == 1:  # a regression
+        if classes == 1 and request.labels == "class":  # a regression
             return InputSpec((request.samples, 1))
-        return InputSpec((request.samples,), high=classes if isinstance(classes, int) and classes > 1 else 2)
+        length = () if request.labels == "class" else (request.length or choose_length(config),)
+        return InputSpec((request.samples, *length), high=classes if isinstance(classes, int) and classes > 1 else 2)
     return _token_spec(config, request.samples, _text_length(config, request))
 
 
@@ -329,7 +377,12 @@ def _list_specs(name: str, found: Configuration, request: BatchRequest) -> Itera
     batch.
     """
     config, samples = found.config, request.samples
-    if name.startswith("pixel_values"):
+    if name.endswith("patches"):  # each with its row and column before the pixels
+        channels, side = read_number(config, "num_channels") or 3, read_number(config, "patch_size") or 16
+        count = request.length or read_number(config, "max_patches", "seq_len") or choose_length(config)
+        pixels = read_number(config, "patch_embed_hidden_size") or channels * side**2
+        yield InputSpec((samples, count, 2 + pixels), unit=True)
+    elif name.startswith("pixel_values"):
         channels = read_number(config, "num_channels", "in_channels", "in_chans") or 3
         frames = read_number(config, "num_frames", "frames_per_clip")
         for height, width in _list_image_sizes(found):

@@ -352,9 +352,10 @@ def read_number(config: Any, *names: str) -> int | None:
     return None
 
 
-def build_error(error: Exception, what: str) -> PretrainedError:
+def build_error(error: Exception, what: str, remedy: str = "correct its fields") -> PretrainedError:
     """Return a :class:`PretrainedError` for ``error``, an exception that transformers raised. ``what``: a clause that
-    says what failed.
+    says what failed. ``remedy``: what the user can do; for a missing package, it is to install it.
     """
-    said = " ".join(str(error).split())[:300]
-    return PretrainedError(f"{what}: {type(error).__name__}: {said}; correct its fields")
+    said = " ".join(str(error).split())[:300].rstrip(".")
+    remedy = "install this package, or give FILE.py:FUNCTION" if isinstance(error, ImportError) else remedy
+    return PretrainedError(f"{what}: {type(error).__name__}: {said}; {remedy}")

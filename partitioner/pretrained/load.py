@@ -45,7 +45,7 @@ from partitioner.pretrained.configuration import (
 from partitioner.topology import Topology
 from partitioner.units import format_plural
 
-Task = Literal["causal", "seq2seq", "masked", "image", "audio", "contrastive"]
+Task = Literal["causal", "seq2seq", "masked", "image", "audio", "contrastive", "text"]
 
 # Task -> the tables of transformers that have its classes, each with the kind of labels that the classes take.
 _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
@@ -55,7 +55,9 @@ _TASKS: dict[str, tuple[tuple[str, Labels], ...]] = {
     "image": (("IMAGE_CLASSIFICATION", "class"), ("VIDEO_CLASSIFICATION", "class")),
     "audio": (("AUDIO_CLASSIFICATION", "class"), ("SPEECH_SEQ_2_SEQ", "text"), ("CTC", "few")),
     "contrastive": (("ZERO_SHOT_IMAGE_CLASSIFICATION", "pairs"),),
+    "text": (("SEQUENCE_CLASSIFICATION", "class"), ("TOKEN_CLASSIFICATION", "classes")),
 }
+_HEADS = "text"  # the task of classifiers on models of texts: of no type unless it has no other, or they are named
 _SAMPLES = 8  # samples for each device if no number is given
 _MOST_MODULES = 1_000_000
 _MOST_SECONDS = 300.0  # seconds for building a model without memory
@@ -69,8 +71,8 @@ class PretrainedModel:
         model: the model, in training mode, or in evaluation mode if it is for inference; on the meta device, without
             values, unless ``load_pretrained`` was called with ``values=True``.
         inputs: one batch that the model accepts, by argument name.
-        task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or
-            ``contrastive``; ``inference`` for a class that is planned without a loss because none of these is its task.
+        task: what it is trained for: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio``, ``contrastive`` or
+            ``text``; ``inference`` for a class that is planned without a loss because none of these is its task.
         weights: the folder with all of the model's weights as safetensors; ``None`` if there are none, or if the model
             has adapters, whose weights are in no folder.
         longest: the longest sample in tokens, from the number of positions of the model; ``None`` if it has no limit,
@@ -164,7 +166,7 @@ def load_pretrained(
             f"The batch has no {' and no '.join(left_out)}, which the model reads with text: the configuration does "
             "not say the shape. For a plan with all inputs, give FILE.py:FUNCTION.",
         )
-    longest = longest_sample(found.config) if labels == "tokens" else None
+    longest = longest_sample(found.config) if labels == "tokens" or choice.task == _HEADS else None
     weights = found.weights if adapters is None else None
     if adapters is not None and found.weights is not None:
         notes = (*notes, f"{found.weights} has no weights of the adapters: give the ranks those of a loaded model.")
@@ -220,7 +222,7 @@ def partition_pretrained(
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of a step; ``None``: eight for each device.
-        task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or ``contrastive``; ``None``: as for
+        task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio``, ``contrastive`` or ``text``; ``None``: as for
             :func:`load_pretrained`.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         more: further arguments of :func:`partitioner.partition`.
@@ -284,14 +286,24 @@ def _choose_class(found: Configuration, asked: str | None, objective: str = "tra
     other = stated if stated is not None and _is_model_class(stated) else None
     if other is not None and asked is None and objective == "infer":
         return ModelChoice(other, _find_labels(other), "inference", "as architectures says")
-    of_task = [each for each in every if each[2] == (asked or each[2])]
+    usual = [each for each in every if each[2] != _HEADS] or ([] if other else every)
+    of_task = [each for each in every if each[2] == asked] if asked is not None else usual
     if not of_task:
-        have = ", ".join(dict.fromkeys(task for _, _, task in every)) or "none"
+        kind, base = found.config.model_type, _find_base_class(found.config)
+        if base is not None and asked is None and objective == "infer":
+            why = f"{base} is the class of the type {kind}, which has none for a task that is known here"
+            about = "" if stated else "The configuration has no architectures. "
+            return ModelChoice(base, _find_labels(base), "inference", why, (f"{about}The plan is for {base}: {why}.",))
+        have = ", ".join(dict.fromkeys(task for _, _, task in every))
         what = f"for the task {asked}" if asked else "for a task that is known here"
-        way = f"plan {other} for inference (--objective infer)" if other and not asked else "give another --task"
+        untrained = None if objective == "infer" else other or base
+        ways = [f"give --task {' or --task '.join(dict.fromkeys(task for _, _, task in every))}"] if every else []
+        ways += [f"plan {untrained} for inference (--objective infer)"] if untrained else []
+        if not ways and not stated:
+            ways = ["name the class in the field architectures"]
         raise PretrainedError(
-            f"{found.source}: transformers has no {found.config.model_type} model {what} (it has: {have}); {way}, or "
-            "give FILE.py:FUNCTION with a loss"
+            f"{found.source}: transformers has no {kind} model {what} (it has: {have or 'none'}); "
+            + ", or ".join([*ways, "give FILE.py:FUNCTION" + ("" if objective == "infer" else " with a loss")])
         )
     if asked is not None:
         name, labels, task = of_task[0]
@@ -372,6 +384,16 @@ def _is_model_class(name: str) -> bool:
     transformers = import_transformers()
     cls = getattr(transformers, name, None)
     return isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+
+
+def _find_base_class(config: Any) -> str | None:
+    """Return the name of the class without a task that transformers has for the ``PreTrainedConfig`` ``config``;
+    ``None`` if it has none."""
+    from transformers.models.auto import modeling_auto
+
+    found = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
+    names = [found] if isinstance(found, str) else found or ()
+    return next((name for name in names if _is_model_class(name)), None)
 
 
 def _find_labels(name: str) -> Labels:

@@ -481,7 +481,8 @@ def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], 
     """
     return (
         f"{type(model).__name__}.forward fails on these inputs{locate_error(error)}: "
-        f"{type(error).__name__}: {_read_first_line(error)}\n"
+        f"{type(error).__name__}: {_read_first_line(error)}; correct the inputs, or the model's sizes (if the batch "
+        "was chosen for a configuration, give FILE.py:FUNCTION, your own function that returns model and batch)\n"
         f"The inputs are {format_leaves([*leaf_paths(args), *leaf_paths(kwargs)])}."
     )
 

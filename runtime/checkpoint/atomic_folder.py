@@ -11,7 +11,6 @@ Each rank also writes the identity of its process, so that other processes on it
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from partitioner.runtime.errors import CheckpointError
-from partitioner.runtime.files import sync_folder, write_text
+from partitioner.runtime.files import parse_json, sync_folder, write_text
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -325,7 +324,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     valid JSON.
     """
     try:
-        content = json.loads((folder / MANIFEST).read_text())
+        content = parse_json((folder / MANIFEST).read_text())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

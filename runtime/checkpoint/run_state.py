@@ -45,6 +45,7 @@ class CheckpointedEngine(Protocol):
     seed: int
     steps: int
     optimizer_steps: int
+    before_runs: list[Callable[[], None]]
     _masters: MasterParameters
     _saver: Saver
     _parameters: dict[str, nn.Parameter]

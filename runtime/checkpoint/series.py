@@ -10,14 +10,13 @@ before an older one is removed.
 
 :class:`Interrupts` handles signals that ask a run to stop, for example when the time limit of a batch job is reached, a
 machine is preempted, or a user presses Ctrl+C. A signal may reach only some ranks, at any moment of a step. After each
-step all ranks exchange what they received, over Gloo and in host memory. They then stop after the same step and save it
-together.
+step, and before each batch of an evaluation, all ranks exchange what they received, over Gloo and in host memory. They
+then stop after the same step or batch, and save the state together.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import signal
 import time
 import warnings
@@ -40,7 +39,7 @@ from partitioner.runtime.checkpoint.run_state import CheckpointedEngine
 from partitioner.runtime.checkpoint.save import Saving
 from partitioner.runtime.checkpoint.training_state import Optimizers, Stateful
 from partitioner.runtime.errors import CheckpointError, DamagedCheckpointError
-from partitioner.runtime.files import write_text
+from partitioner.runtime.files import parse_json, write_text
 
 _SAME_REQUEST_S = 2.0  # torchrun passes a signal on within its monitor interval of 0.1 s, later on a busy host
 
@@ -103,8 +102,10 @@ class Checkpoints:
             copies. Ranks that were restarted resume from them; see :class:`MemoryCopies`.
         copies_in: folder in each node's memory for the copies; by default ``/dev/shm``.
         signals: signals that ask to end training, such as ``(signal.SIGTERM,)``. When any rank has received one,
-            :attr:`interrupted` is true on all ranks after the same :meth:`after_step`: leave the training loop then,
-            and call :meth:`close`.
+            :attr:`interrupted` is true on all ranks after the same :meth:`after_step`, or in the same batch of an
+            evaluation (:meth:`Engine.run`) or call of :meth:`Engine.generate`: leave the loop then, and call
+            :meth:`close`. Between two optimizer steps, the state is saved before that batch runs, since an evaluation
+            may take longer than the time until the process is killed.
 
     If writing fails, the next save or :meth:`wait` raises the error; complete checkpoints are kept. A folder may be
     used for one training at a time: a training that finds a checkpoint of another one where its own was the latest
@@ -157,6 +158,9 @@ class Checkpoints:
         self._interrupts = Interrupts(rank.rank, rank.program.world_size, signals) if signals else None
         self._published: tuple[str, str] | None = None  # name and token of the checkpoint that was published last
         self._last: int | None = None  # the step that was saved last, or restored from the disk
+        self._between_steps_at = engine.steps  # value of ``engine.steps`` behind the last step of the optimizer
+        if self._interrupts is not None:
+            engine.before_runs.append(self._before_run)
 
     def after_step(self) -> Saving | None:
         """Count an optimizer step, copy and save the state if it is due, and update :attr:`interrupted`. All ranks call
@@ -168,6 +172,7 @@ class Checkpoints:
         """
         self.engine.count_optimizer_step()
         steps = self.engine.optimizer_steps
+        self._between_steps_at = self.engine.steps
         if self._interrupts is not None and not self.interrupted:
             self.interrupted = self._interrupts.is_requested()
         if self.copies is not None and steps % self.copies_every == 0:
@@ -205,6 +210,24 @@ class Checkpoints:
             self.copies.remove()
         if self._interrupts is not None:
             self._interrupts.close()
+            if self._before_run in self.engine.before_runs:
+                self.engine.before_runs.remove(self._before_run)
+
+    def _before_run(self) -> None:
+        """Update :attr:`interrupted` before a batch of an evaluation or a generation runs. If it has become true, save
+        the state, unless it is saved already, and wait until it is written. The engine calls this on all ranks.
+
+        Do nothing while the optimizer has not stepped since the last call of :meth:`Engine.step`: a checkpoint would
+        count a step whose update it does not have.
+        """
+        assert self._interrupts is not None
+        if self.interrupted or self.engine.steps != self._between_steps_at:
+            return
+        self.interrupted = self._interrupts.is_requested()
+        if self.interrupted:
+            if self._last != self.engine.steps:
+                self.save()
+            self.engine.settle_saves()
 
     def restore(self) -> int | None:
         """Load the last complete checkpoint, and return its step. Return ``None`` if the folder has no checkpoint.
@@ -219,6 +242,7 @@ class Checkpoints:
             with self.engine.doing("loading"):
                 step = self.copies.restore(self.optimizer, self.extra)
             if step is not None:
+                self._between_steps_at = self.engine.steps
                 return step
         remove_line_token(self.folder, self.engine.rank_program.rank)
         found = list_resumable_checkpoints(self.folder)
@@ -231,7 +255,7 @@ class Checkpoints:
                     raise
                 warnings.warn(f"{error}; the previous checkpoint is used instead", stacklevel=2)
             else:
-                self._last = self.engine.steps
+                self._last = self._between_steps_at = self.engine.steps
                 return self._last
         return None
 
@@ -265,6 +289,6 @@ def _read_published(folder: Path) -> tuple[str, str] | None:
     """
     try:
         name = (folder / LATEST).read_text().strip()
-        return name, str(json.loads((folder / name / MANIFEST).read_text())["token"])
+        return name, str(parse_json((folder / name / MANIFEST).read_text())["token"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

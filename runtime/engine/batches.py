@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from partitioner.passes.ir.lifted_numbers import Guard
 from partitioner.passes.ir.model import leaf_paths
 from partitioner.passes.ir.serialize import dtype_of
 from partitioner.runtime.errors import BatchError
+from partitioner.runtime.files import parse_json
 from partitioner.runtime.program.program import InputData, PlainValue, Program, RankProgram
 
 
@@ -237,7 +237,7 @@ class BatchEntries:
         given = {place: i for place, i in self.inputs.items() if i.number is not None and place in self.leaves}
         numbers = {i.path: self.check_entry(i).item() for i in given.values()}
         for data in self.signature.guards:
-            guard = Guard(json.loads(data.expression), data.outcome, data.where)
+            guard = Guard(parse_json(data.expression), data.outcome, data.where)
             if not guard.holds(numbers):
                 values = ", ".join(f"{path}={value}" for path, value in numbers.items())
                 raise BatchError(

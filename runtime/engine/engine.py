@@ -103,6 +103,8 @@ class Engine:
             that ran it; ``samples_run``: number of samples, counted in the same way.
         further_steps_run: number of the batches that ``steps_run`` counts which did not run in the plan's first
             program.
+        before_runs: functions without arguments that all ranks call at the start of each :meth:`run` and
+            :meth:`generate`. :class:`Checkpoints` adds one if it handles signals.
 
     Parameters that are trained in bfloat16 or float16 have float32 copies. :meth:`parameters` returns these copies, the
     optimizer updates them and checkpoints store them; their gradients are accumulated and reduced in float32. Under a
@@ -146,6 +148,7 @@ class Engine:
         self.steps = 0
         self.optimizer_steps = 0
         self.steps_run = self.tokens_run = self.samples_run = self.further_steps_run = 0
+        self.before_runs: list[Callable[[], None]] = []
         self._counted_at = 0  # the value of ``steps_run`` when ``optimizer_steps`` was counted last
         self._disk = create_disk(self.rank_program, plan, offload_folder)
         source = None if weights is None else open_weights(weights, list_names_read(program))
@@ -335,6 +338,8 @@ class Engine:
         batch, real = (batch, None) if local else fit_batch(further.program, further.padding, batch)
         inputs = convert_rank_batch(further.program, get_share(executor.rank), batch, local)
         self._agreement.before_run(name, batch, local, executor.rank)
+        for call in self.before_runs:
+            call()
         self._begin_run()
         self._latest = LatestRun(executor, further.padding, real)
         with self._doing_further(name), allow_tf32_products(further.program, self.device):
@@ -397,6 +402,8 @@ class Engine:
         number = self.seed + self._generations if seed is None else seed
         generator = torch.Generator(self.device).manual_seed(number)
         self._generations += 1
+        for call in self.before_runs:
+            call()
         self._begin_run()
         with self._doing_further(name):
             made = tokens.generate(prompt, max_new_tokens, sampling, ends, filling, generator)

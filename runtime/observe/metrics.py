@@ -35,7 +35,7 @@ from torch import Tensor
 from partitioner.runtime.comm.wait_clock import waited
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.execute.flight_recorder import MeasuredStep, list_recordings
-from partitioner.runtime.files import write_text
+from partitioner.runtime.files import parse_json, write_text
 
 FILE = "metrics.jsonl"
 
@@ -229,7 +229,7 @@ def _is_before(line: str, step: int) -> bool:
     counts as before.
     """
     try:
-        found = json.loads(line) if line.endswith("\n") else None
+        found = parse_json(line) if line.endswith("\n") else None
     except ValueError:
         return False
     return isinstance(found, dict) and not (isinstance(found.get("step"), int) and found["step"] >= step)
@@ -259,7 +259,7 @@ def _compute_peak_step_seconds(plan: Any) -> float | None:
     if estimate is not None:
         found = float(estimate.step_time) * float(estimate.mfu)
     elif isinstance(plan, str | Path):
-        content: Mapping[str, Any] = json.loads(Path(plan).read_text()).get("estimate", {})
+        content: Mapping[str, Any] = parse_json(Path(plan).read_text()).get("estimate", {})
         found = float(content.get("step_time", 0.0)) * float(content.get("mfu", 0.0))
     else:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute.flight_recorder import MeasuredStep, list_recordings
-from partitioner.runtime.files import write_text
+from partitioner.runtime.files import parse_json, write_text
 
 Event = dict[str, Any]
 
@@ -186,7 +186,7 @@ def read_spans(path: str | Path) -> list[TraceSpan]:
     Raise :class:`LaunchError` if the file has none or cannot be read.
     """
     try:
-        events = json.loads(Path(path).read_text())["traceEvents"]
+        events = parse_json(Path(path).read_text())["traceEvents"]
         mine = [e for e in events if e.get("ph") == "X" and e.get("args", {}).get("kind") == MEASURED]
         spans = [
             TraceSpan(

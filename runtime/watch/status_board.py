@@ -18,7 +18,7 @@ from typing import Any
 from partitioner.runtime.errors import Failure
 from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, RecorderHeader, Recording
 from partitioner.runtime.execute.stack_location import RankLocation
-from partitioner.runtime.files import write_text
+from partitioner.runtime.files import parse_json, write_text
 from partitioner.runtime.watch.host_mirror import find_named_ranks
 
 
@@ -123,7 +123,7 @@ class StatusBoard:
     def told(self) -> Failure | None:
         """Return the cause why training has ended, which some rank has written; ``None`` if there is none."""
         with contextlib.suppress(OSError, ValueError):
-            return Failure.from_data(json.loads((self.folder / "cause").read_text()))
+            return Failure.from_data(parse_json((self.folder / "cause").read_text()))
         return None
 
     def states(self) -> list[RankState]:
@@ -196,7 +196,7 @@ class StatusBoard:
         data; ``None`` if it does not exist or cannot be read.
         """
         with contextlib.suppress(OSError, ValueError):
-            content: dict[str, Any] = json.loads((self.folder / f"rank-{rank}.{kind}").read_text())
+            content: dict[str, Any] = parse_json((self.folder / f"rank-{rank}.{kind}").read_text())
             return content
         return None
 

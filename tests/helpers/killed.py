@@ -2,7 +2,8 @@
 
 Under torchrun, with FOLDER PHASE SIGNAL: a run that the signal reaches on rank 1 after the third step, while it writes
 a checkpoint (``write``), in an evaluation (``evaluate``) or a generation (``generate``); with another phase it goes on
-to its end. Prints ``from STEP`` and ``step STEP``.
+to its end. Prints ``from STEP`` and ``step STEP``. With the phase ``outlast`` nothing is saved before a signal comes
+from outside, and the evaluation after the third step goes on for two minutes; prints ``evaluating`` at its start.
 
 The ranks are forked from this process, which has all imported, so that a run costs no more than what it does. Prints,
 for each run, the step that it went on from and the step of the checkpoint that its end left, as ``from step``.
@@ -89,13 +90,14 @@ def make_plan() -> Plan:
 
 def train_struck() -> None:
     """A rank under torchrun, which a signal reaches in a chosen phase."""
-    folder, phase, number = Path(sys.argv[1]), sys.argv[2], getattr(signal, sys.argv[3])
+    folder, phase, number = Path(sys.argv[1]), sys.argv[2], getattr(signal, sys.argv[3], 0)
     partitioner.init_process_group("gloo")
     rank, case, flush, flushed = dist.get_rank(), CASES["llama"], os.fsync, 0
     engine = partitioner.Engine(str(folder / "plan.json"), case.build())
     optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
     signals = (signal.SIGTERM, signal.SIGINT)
-    checkpoints = partitioner.Checkpoints(folder / "run", engine, optimizer, every=1, behind=False, signals=signals)
+    every = 0 if phase == "outlast" else 1
+    checkpoints = partitioner.Checkpoints(folder / "run", engine, optimizer, every=every, behind=False, signals=signals)
 
     def strike() -> None:
         os.kill(os.getpid(), number)
@@ -121,6 +123,11 @@ def train_struck() -> None:
                 print(f"step {engine.steps}", flush=True)
             if phase in ("evaluate", "generate") and rank == 1 and engine.steps == AT:
                 threading.Timer(0.02, strike).start()
+            if phase == "outlast" and engine.steps == AT:
+                print("evaluating", flush=True)
+                for _ in range(240):
+                    engine.run("eval", case.inputs(4))
+                    time.sleep(0.5)
             if phase == "evaluate":
                 for _ in range(5):
                     engine.run("eval", case.inputs(4))

@@ -381,6 +381,19 @@ def test_files_outside_of_a_folder_are_not_read(
     assert read_damaged(kinds["checkpoint manifest.json"], path) == "DamagedCheckpointError"
 
 
+def test_files_that_are_nested_too_deeply_are_damaged(
+    kinds: dict[str, FileKind], around: Callable[[FileKind], Path], tmp_path: Path
+) -> None:
+    nested = "[" * 200_000 + "]" * 200_000
+    path = around(kinds["checkpoint manifest.json"])
+    path.write_text(nested)
+    assert read_damaged(kinds["checkpoint manifest.json"], path).endswith("CheckpointError")
+    trace = tmp_path / "trace.json"
+    trace.write_text(nested)
+    with pytest.raises(LaunchError):
+        read_spans(trace)
+
+
 def test_folders_that_others_can_write_to_are_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "derived"
     SharedDerivatives(folder)

@@ -105,9 +105,37 @@ def test_the_class_is_that_of_the_architectures_or_of_the_task(tmp_path: Path) -
     named = load_pretrained(config, batch=2)
     assert (type(named.model).__name__, named.task, named.notes) == ("BertLMHeadModel", "causal", ())
     assert load_pretrained(config, batch=2, task="masked").task == "masked"
-    write_config(tmp_path, "bert", architectures=["BertForTokenClassification"])
+    write_config(tmp_path, "bert", architectures=["BertForQuestionAnswering"])
     (note,) = load_pretrained(config, batch=2).notes
-    assert "BertForTokenClassification" in note and "BertForMaskedLM" in note
+    assert "BertForQuestionAnswering" in note and "BertForMaskedLM" in note
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "labels"),
+    [
+        ("bert", "BertForSequenceClassification", (4,)),
+        ("bert", "BertForTokenClassification", (4, 16)),
+        ("llama", "LlamaForSequenceClassification", (4,)),
+        ("canine", "CanineForSequenceClassification", (4,)),
+    ],
+)
+def test_classifiers_of_texts_are_planned_if_they_are_named(
+    tmp_path: Path, kind: str, name: str, labels: tuple[int, ...]
+) -> None:
+    config = write_config(
+        tmp_path, kind, architectures=[name], pad_token_id=0, id2label={str(i): str(i) for i in range(3)}
+    )
+    found = load_pretrained(config, batch=4, seq=16)
+    assert (type(found.model).__name__, found.task, found.why) == (name, "text", "as architectures says")
+    assert {n: tuple(x.shape) for n, x in found.inputs.items()} == {"input_ids": (4, 16), "labels": labels}
+    plan = partition_pretrained(config, Topology.local(2), batch=4, seq=16)
+    assert plan.global_batch == 4 and plan.program.loss is not None
+
+
+def test_a_classifier_of_texts_is_the_only_class_of_its_type_or_is_asked_for(tmp_path: Path) -> None:
+    assert load_pretrained(write_config(tmp_path, "bert"), batch=2).task == "masked"
+    assert type(load_pretrained(tmp_path, batch=2, task="text").model).__name__ == "BertForSequenceClassification"
+    assert load_pretrained(write_config(tmp_path / "only", "canine"), batch=2).task == "text"
 
 
 # Type of a configuration without architectures -> class and task that follow, or the tasks that an error names. clip to
@@ -163,7 +191,7 @@ def test_every_type_of_transformers_has_one_task_or_an_error_that_names_the_choi
         except Exception:  # a type without default fields
             continue
         every = _list_classes(config)
-        tasks = {task for _, _, task in every}
+        tasks = {task for _, _, task in every} - {"text"}
         if len(tasks) < 2:
             continue
         several += 1
@@ -194,7 +222,7 @@ def test_architectures_in_a_class_of_several_tasks_are_as_the_type_says(tmp_path
 UNTRAINED = {
     ("dinov3_vit", "DINOv3ViTModel"): {"pixel_values": (2, 3, 64, 64)},
     ("sam", "SamModel"): {"pixel_values": (2, 3, 64, 64)},
-    ("canine", "CanineForSequenceClassification"): {"input_ids": (2, 64)},
+    ("canine", "CanineForQuestionAnswering"): {"input_ids": (2, 64)},
     ("xclip", "XCLIPModel"): {"input_ids": (2, 64), "pixel_values": (2, 8, 3, 64, 64)},
     ("patchtst", "PatchTSTForPrediction"): {"past_values": (2, 32, 1)},
     ("timesfm", "TimesFmModelForPrediction"): {"past_values": (2, 64)},
@@ -212,6 +240,64 @@ def test_a_class_of_no_known_task_is_planned_for_inference(
     assert {name: tuple(tensor.shape) for name, tensor in found.inputs.items()} == inputs
     with pytest.raises(PretrainedError, match=f"plan {kind[1]} for inference .--objective infer., or give FILE.py"):
         load_pretrained(config, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "inputs"),
+    [
+        ("clip_text_model", "CLIPTextModel", {"input_ids": (2, 64)}),
+        ("dinov3_vit", "DINOv3ViTModel", {"pixel_values": (2, 3, 64, 64)}),
+    ],
+)
+def test_a_type_without_a_task_is_planned_for_inference_by_its_own_class(
+    tmp_path: Path, kind: str, name: str, inputs: dict[str, tuple[int, ...]]
+) -> None:
+    found = load_pretrained(write_config(tmp_path, kind), batch=2, objective="infer")
+    assert type(found.model).__name__ == name
+    assert {name: tuple(tensor.shape) for name, tensor in found.inputs.items()} == inputs
+
+
+def test_a_type_without_a_task_is_no_reason_to_give_another_task(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "dinov3_vit")
+    with pytest.raises(
+        PretrainedError, match=r"it has: none\); plan DINOv3ViTModel for inference .--objective infer., or"
+    ):
+        load_pretrained(config, batch=2)
+    with pytest.raises(
+        PretrainedError, match=r"no bert model for the task image .it has: masked, causal, text\); give --task"
+    ):
+        load_pretrained(write_config(tmp_path / "bert", "bert"), batch=2, task="image")
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("siglip2", "spatial_shapes"), ("glm4v_vision", "grid_thw")])
+def test_a_model_whose_shapes_are_values_of_an_input_is_refused(tmp_path: Path, kind: str, sizes: str) -> None:
+    with pytest.raises(PretrainedError, match=f"sizes of images from the values of {sizes}.* give FILE.py:FUNCTION"):
+        load_pretrained(write_config(tmp_path, kind), batch=2, objective="infer")
+
+
+def test_a_text_is_planned_without_images_whose_shapes_are_values(tmp_path: Path) -> None:
+    found = load_pretrained(write_config(tmp_path, "lfm2_vl"), batch=2)
+    assert {"input_ids", "labels"} == found.inputs.keys()
+    assert any("The batch has no images" in note for note in found.notes)
+
+
+def test_patches_have_their_places_before_the_pixels(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "pix2struct")
+    found = load_pretrained(config, seq=16, batch=2, values=True)
+    patches = found.inputs["flattened_patches"]
+    assert tuple(patches.shape) == (2, 16, 2 + found.model.config.vision_config.patch_embed_hidden_size)
+    assert float(patches.min()) >= 0 and float(patches.max()) < 1  # rows and columns that a model has
+    assert found.model(**found.inputs).loss.isfinite()
+
+
+def test_images_of_a_text_come_with_all_that_forward_needs(tmp_path: Path) -> None:
+    found = load_pretrained(write_config(tmp_path, "idefics"), batch=2)
+    assert tuple(found.inputs["pixel_values"].shape)[:2] == (2, 1)
+    assert tuple(found.inputs["image_attention_mask"].shape) == (*found.inputs["input_ids"].shape, 1)
+    found = load_pretrained(write_config(tmp_path / "clip", "instructblipvideo"), batch=2)
+    assert {"input_ids", "pixel_values", "qformer_input_ids", "labels"} == found.inputs.keys()
+    found = load_pretrained(write_config(tmp_path / "list", "idefics2"), batch=2)  # leaves out images of zeros
+    assert {"input_ids", "labels"} == found.inputs.keys()
 
 
 @pytest.mark.parametrize("kind", ["timesformer", "videomae", "vjepa2"])
@@ -694,7 +780,7 @@ def test_a_name_on_the_hub_needs_the_hub() -> None:
     ("options", "pattern"),
     [
         ({"task": "speech"}, "no task 'speech'; expected one of causal, seq2seq"),
-        ({"task": "image"}, re.escape("no llama model for the task image (it has: causal)")),
+        ({"task": "image"}, re.escape("no llama model for the task image (it has: causal, text)")),
         ({"seq": 33}, "longer than the 32 positions"),
         ({"seq": 0}, "seq must be a whole number"),
         ({"batch": 1.5}, "batch must be a whole number"),

@@ -393,8 +393,81 @@ bf16: true
         "compile": {"disable": false, "backend": "inductor"}, "tensor_parallel": {"autotp_size": 2}}""",
         {"tp": 2, "microbatch_size": 1, "precision": None},
     ),
+    "megatron: functions whose output is options": (
+        "functions.sh",
+        """#!/bin/bash
+model() {
+  local size=$1
+  case $size in
+    small) echo "--num-layers 2 --hidden-size 64 --num-attention-heads 8" ;;
+    large) echo "--num-layers 32 --hidden-size 4096 --num-attention-heads 32" ;;
+  esac
+  echo "a model of size $size" >&2
+}
+tp() { if [ "$1" -gt 8 ]; then printf '%s\\n' 4; return; fi; echo -n 2; }
+NODES=2
+TP=$(tp $((NODES * 8)))
+DAY=`date +%Y-%m-%d`
+torchrun --nproc_per_node 8 --nnodes $NODES a.py $(model large) --tensor-model-parallel-size "$TP" \\
+  --micro-batch-size `echo 1` --global-batch-size $((8 * $(echo 8))) --data-path <(cat a b) --save runs/$(date +%s)/$DAY
+""",
+        {"tp": 4, "global_batch": 64, "microbatch_size": 1, "devices": 16},
+    ),
+    "megatron: a module in place of a script": (
+        "module.sh",
+        "NPROC=${NPROC:-4}\npython -m torch.distributed.run --nproc-per-node 4 -m examples.train \\\n"
+        "  --tensor-model-parallel-size 2 --micro-batch-size 1 --bf16\n",
+        {"tp": 2, "microbatch_size": 1, "devices": 4},
+    ),
+    "megatron: a list of words in a text of YAML": (
+        "model_config.yaml",
+        """MODEL_ARGS:
+  --micro-batch-size: 4
+  --tensor-model-parallel-size: 2
+  --recompute-granularity: selective
+  --recompute-modules: "[layernorm moe_act]"
+  --moe-layer-freq: "[0, 1]"
+""",
+        {"tp": 2, "microbatch_size": 4, "recompute": "selective"},
+    ),
 }
 REFUSED: dict[str, tuple[str, str, str]] = {
+    "megatron: options that are the output of a command": (
+        "output.sh",
+        "cd /tmp\nF=args.txt\ntorchrun a.py \\\n  $(cat $F) \\\n  --bf16\n",
+        r"got '\$\(cat args.txt\)' in line 4, the output of a command that is not run here; run the script once with "
+        "`bash -x`",
+    ),
+    "megatron: a size that is the output of a command": (
+        "size.sh",
+        "TP=$(nvidia-smi -L | wc -l)\ntorchrun a.py --tensor-model-parallel-size $TP\n",
+        r"parallel-size: expected a whole number of 1 or more, got '\$\(nvidia-smi -L \| wc -l\)' in line 1",
+    ),
+    "megatron: arithmetic with the output of a command": (
+        "nodes.sh",
+        "set -e\nN=`cat hosts | wc -l`\ntorchrun a.py --micro-batch-size 1 --global-batch-size $((N * 8))\n",
+        "--global-batch-size: expected a whole number of 1 or more, got '`cat hosts . wc -l`' in line 2",
+    ),
+    "megatron: a function that does more than echo": (
+        "function.sh",
+        "f() {\n  touch met\n  echo 2\n}\ntorchrun a.py --tensor-model-parallel-size $(f)\n",
+        r"got '\$\(f\)' in line 5, the output of a command",
+    ),
+    "megatron: a function that prints in a loop": (
+        "loop.sh",
+        "f() {\n  for x in 1 2; do echo $x; done\n}\ntorchrun a.py --tensor-model-parallel-size $(f)\n",
+        r"got '\$\(f\)' in line 4, the output of a command",
+    ),
+    "megatron: a function whose output is that of itself": (
+        "endless.sh",
+        "f() {\n  echo $(f)\n}\ntorchrun a.py --tensor-model-parallel-size $(f)\n",
+        r"got '\$\(f\)' in line 2, the output of a command",
+    ),
+    "megatron: arithmetic with a variable that is not set": (
+        "unset.sh",
+        "torchrun a.py --micro-batch-size 1 --global-batch-size $((8 * N)) --bf16\n",
+        r"-batch-size: expected a whole number of 1 or more, got '\$\(\(8 \* N\)\)', in which a variable is not",
+    ),
     "megatron: several options of the training script": (
         "own.sh",
         "torchrun train.py --bf16 --freeze-tower --tile-size 4 8 --micro-batch-size 1 --tower-type vit\n",
@@ -403,7 +476,7 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     "megatron: options in a variable that is not set": (
         "variable.sh",
         "torchrun pretrain_gpt.py --bf16 ${MODEL_ARGS}\n",
-        "'..MODEL_ARGS.' is not set in the script",
+        "'..MODEL_ARGS.', which is not set in the script; set the variable MODEL_ARGS there",
     ),
     "megatron: a function that calls itself": (
         "endless.sh",
@@ -529,3 +602,16 @@ def test_a_deepspeed_file_is_found_from_the_folder_where_a_script_starts(tmp_pat
     (tmp_path / "examples" / "sft.yaml").write_text("output_dir: x\nbf16: true\ndeepspeed: examples/ds.json\n")
     monkeypatch.chdir(tmp_path)
     assert read_layout(tmp_path / "examples" / "sft.yaml").zero == 3
+
+
+def test_an_output_that_depends_on_the_environment_is_listed(tmp_path: Path) -> None:
+    script = tmp_path / "maybe.sh"
+    script.write_text(
+        'f() {\n  if [ "$WIDE" = yes ]; then echo 4; return; fi\n  echo 2\n}\n'
+        "torchrun a.py --tensor-model-parallel-size $(f)\n"
+    )
+    layout = read_layout(script)
+    assert layout.tp == 2
+    assert ('if [ "$WIDE" = yes ]', "WIDE may be set outside of the script; taken as false") in {
+        (each.option, each.reason) for each in layout.unused
+    }

@@ -18,6 +18,7 @@ from partitioner.runtime.checkpoint import series
 from partitioner.runtime.launch import cli
 from partitioner.runtime.program.program import Program
 from tests.helpers import killed
+from tests.helpers.models import CASES
 from tests.helpers.paths import ROOT
 from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
 from tests.helpers.torchrun import plan_file
@@ -57,6 +58,59 @@ def test_all_ranks_stop_behind_the_step_in_which_one_was_asked_to(tmp_path: Path
         assert ranks.call(train, text, folder, 2, 4, timeout=120) == [(None, 5, True, True)] * 4
         assert ranks.call(train, text, folder, 0, 9, timeout=120) == [(5, 10, True, True)] * 4
         assert ranks.call(train, text, folder, -1, 0, timeout=120) == [(10, 20, False, True)] * 4
+
+
+def evaluate(folder: str, way: str, every: int) -> tuple[int, str, int, bool]:
+    """Two steps, then batches of an evaluation or a generation, before the third of which rank 1 is asked to end: the
+    batches until ``interrupted``, what was saved by then, the steps at the end, and whether the engine is as before.
+    With ``unfinished``, the evaluation is between a step and that of the optimizer.
+    """
+    case = CASES["llama"]
+    engine = Engine(f"{folder}/plan.json", case.build())
+    optimizer = torch.optim.AdamW(engine.parameters())
+    checkpoints = Checkpoints(f"{folder}/run", engine, optimizer, every=every, signals=(signal.SIGTERM,))
+    for _ in range(2):
+        engine.step(case.inputs(4))
+        optimizer.step()
+        checkpoints.after_step()
+    if way == "unfinished":
+        engine.step(case.inputs(4))
+    done = 0
+    while done < 6 and not checkpoints.interrupted:
+        if engine.communicator.rank == 1 and done == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if way == "generate":
+            engine.generate(torch.full((2, 4), 5), max_new_tokens=4)
+        else:
+            engine.run("eval", case.inputs(4))
+        done += 1
+    engine.barrier()
+    latest = Path(folder) / "run" / "latest"
+    saved = latest.read_text() if latest.exists() else ""
+    if way == "unfinished":
+        optimizer.step()
+        checkpoints.after_step()
+    assert checkpoints.interrupted
+    checkpoints.close()
+    return done, saved, engine.steps, engine.before_runs == []
+
+
+@pytest.mark.parametrize(
+    ("way", "every", "expected"),
+    [
+        ("evaluate", 100, (3, "step-0000000002", 2, True)),
+        ("evaluate", 1, (3, "step-0000000002", 2, True)),  # saved already
+        ("generate", 100, (3, "step-0000000002", 2, True)),
+        ("unfinished", 100, (6, "", 3, True)),  # the state is that of no step
+    ],
+)
+def test_a_signal_in_an_evaluation_saves_the_state_between_its_batches(
+    way: str, every: int, expected: tuple[int, str, int, bool], tmp_path: Path
+):
+    killed.make_plan().save(tmp_path / "plan.json")
+    with LocalRanks(2) as ranks:
+        assert ranks.call(evaluate, str(tmp_path), way, every, timeout=120) == [expected] * 2
+    assert (tmp_path / "run" / "latest").read_text() == f"step-{expected[2]:010}"
 
 
 def test_a_later_signal_has_its_usual_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -147,6 +201,24 @@ def test_a_rank_that_is_struck_beside_a_step_loses_no_complete_checkpoint(phase:
     assert saved in (last, last + 1)  # it may end between the save of a step and its line
     status, told = run("none")
     assert (status, told[:2], told[-1]) == (0, ["from", str(saved)], str(killed.STEPS))
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_outlasts_the_patience_of_torchrun_loses_no_step(tmp_path: Path):
+    killed.make_plan().save(tmp_path / "plan.json")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = [*command, "-m", "tests.helpers.killed", str(tmp_path)]
+    with subprocess.Popen(
+        [*script, "outlast", "none"], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    ) as run:
+        assert run.stdout is not None
+        while "evaluating" not in (line := run.stdout.readline()):
+            assert line, "the run ended early"
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=120)
+    assert run.returncode != 0  # killed after 30 s
+    assert (tmp_path / "run" / "latest").read_text() == f"step-{killed.AT:010}"
 
 
 def test_a_run_without_checkpoints_ends_in_one_line_after_an_interrupt(

@@ -558,10 +558,50 @@ class _GatheredHead(nn.Module):
         return Gather.apply(F.linear(Copy.apply(x), self.weight), -1, False)
 
 
+def balanced_sequence() -> Setup:
+    """Each rank has one chunk of the first and one of the second half of the sequence, so that ranks have equal work
+    under a causal mask. Its outputs are no slice of the whole.
+    """
+    ids, targets = make_batch()
+
+    def list_positions(rank: int) -> Tensor:
+        chunks = torch.arange(ids.shape[1]).chunk(2 * dist.get_world_size())
+        return torch.cat([chunks[rank], chunks[-1 - rank]])
+
+    class BalancedAttention(nn.Module):
+        def __init__(self, whole: Any) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o, self.head_dim = whole.q, whole.k, whole.v, whole.o, whole.head_dim
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = torch.cat([list_positions(rank) for rank in range(dist.get_world_size())])
+            k, v = Gather.apply(self.k(x), 1, True), Gather.apply(self.v(x), 1, True)
+            q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (self.q(x), k, v))
+            mask = list_positions(dist.get_rank())[:, None] >= order[None]
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return self.o(y.transpose(1, 2).flatten(2))
+
+    def distribute(model: Any) -> Any:
+        for layer in model.layers.values():
+            layer.attention = BalancedAttention(layer.attention)
+        return model
+
+    def step(model: Any, inputs: Any) -> Any:
+        mine = list_positions(dist.get_rank())
+        logits = model(inputs[0][:, mine])
+        loss = mean_loss(logits, targets[:, mine])
+        loss.backward()
+        reduce_gradients(model, mean=True)
+        return loss, logits
+
+    return _decoder(distribute, step)
+
+
 ON_TWO = (
     "fsdp fsdp_keeps_parameters fsdp_checkpointed fsdp_accumulation fsdp_tied ddp ddp_dropout ddp_ignored_targets "
     "sharded_gradients dtensor_tp dtensor_sequence_parallel dtensor_loss_parallel pipeline_gpipe pipeline_1f1b "
     "pipeline_interleaved pipeline_tied column_and_row_parallel vocabulary_parallel expert_parallel accumulation "
-    "tied_data_parallel frozen_adapter loss_inside_model dtensor_by_hand loaded_weights gathered_head"
+    "tied_data_parallel frozen_adapter loss_inside_model dtensor_by_hand loaded_weights gathered_head "
+    "balanced_sequence"
 ).split()
 ON_MORE = {"hsdp": 4, "fsdp_and_tp": 4, "two_dims_by_hand": 4, "fsdp_uneven_shards": 3}

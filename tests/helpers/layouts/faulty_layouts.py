@@ -460,6 +460,27 @@ def targets_shifted_in_each_part() -> Setup:
     return Setup(_model(), (x,), lambda model: model, step, lambda out: loss_of(out, targets) / 14)
 
 
+def targets_in_another_order() -> Setup:
+    """Each rank has the first and the last of four chunks of a sequence, or those between them, and the targets of two
+    chunks that follow each other.
+    """
+    torch.manual_seed(0)
+    x, targets = torch.randn(2, 8, DIM), torch.randint(0, 4, (2, 8))
+
+    def loss_of(logits: Tensor, wanted: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum") / targets.numel()
+
+    def step(model: Any, inputs: Any) -> Any:
+        rank, chunks = dist.get_rank(), torch.arange(8).chunk(4)
+        logits = model(inputs[0][:, torch.cat([chunks[rank], chunks[-1 - rank]])])
+        loss = loss_of(logits, targets.chunk(2, 1)[rank])
+        loss.backward()
+        _reduce(model)
+        return loss, logits
+
+    return Setup(_model(), (x,), lambda model: model, step, lambda out: loss_of(out, targets))
+
+
 def nothing_to_train() -> Setup:
     return Setup(nn.Tanh(), (torch.randn(4, DIM),), lambda model: model, loss=_square)
 
@@ -487,6 +508,7 @@ def three_results() -> Setup:
 CAUSES = {  # function -> kind of the first difference
     "reduced_in_bfloat16": "precision",
     "targets_shifted_in_each_part": "loss",
+    "targets_in_another_order": "loss",
     "unaveraged": "unaveraged",
     "unsummed": "unsummed",
     "unsummed_scaled": "unsummed-scaled",

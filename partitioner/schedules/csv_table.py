@@ -67,9 +67,11 @@ class ScheduleTable(Data):
     it is no valid schedule.
     """
 
-    name: str = Field(description="What reports call it.")
+    name: str = Field(description="Name of the schedule in reports.")
     rows: tuple[tuple[str, ...], ...] = Field(
-        description='The cells of each rank, such as "0F1": stage, kind of work and microbatch.'
+        description='Actions of each pipeline rank, in order. An action such as "0F1" has the virtual stage (0), '
+        "the kind (F forward, B backward, I backward of inputs, W backward of weights) and the "
+        "microbatch (1)."
     )
 
     @staticmethod

@@ -372,7 +372,10 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         ``world_size``, the number of devices."""
         shown = " x ".join(f"{axis}={value}" for axis, value in self.pinned.items())
         made = math.prod(self.pinned.values())
-        return f"{shown} makes {made} ranks; expected {world_size}, one per device: change an axis or free one"
+        return (
+            f"{shown} makes {made} ranks; expected {world_size}, one per device: change the size of an axis, or "
+            "leave one out"
+        )
 
     def check_batch(self, global_batch: int) -> None:
         """Raise :class:`ConstraintError` unless a batch of ``global_batch`` samples can be divided as the constraints

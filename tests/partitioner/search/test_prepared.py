@@ -109,4 +109,4 @@ def test_inference_that_changes_buffers_is_told(training: bool) -> None:
     plan = partition(Counting().train(training), Topology.local(1), (torch.zeros(8, 8),), objective="infer")
     (note,) = [note for note in plan.notes if "inference changes" in note]
     assert note.startswith("inference changes 1 buffer (calls), as the model's forward does")
-    assert note.endswith("model.eval() first, if that is not meant") == training
+    assert note.endswith("call model.eval() before planning if this is not intended") == training

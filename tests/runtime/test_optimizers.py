@@ -403,7 +403,7 @@ def test_with_stages_only_what_couples_parameters_is_refused():
     assert on_ranks(program_of_net(pp=2), trained(WHOLE["adafactor"])) == [True, True]
     for error in on_ranks(program_of_net(pp=2), trained(WHOLE["global norm"])):
         assert isinstance(error, OptimizerError)
-        assert "its parameters, of which ranks have different ones (pp=2)" in str(error)
+        assert "on each rank only the parameters of one pipeline stage (pp=2)" in str(error)
         assert "Constraints(pp=1)" in str(error)
 
 

@@ -86,9 +86,9 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
     dispatch: Literal["rows", "parts", "once"] = Field(
         default="rows",
         description="How tokens are sent to experts. rows: each rank that has a token sends it once for each of its "
-        "experts. parts: each rank sends a part of the token, and the ranks of an expert gather the "
-        "parts. once: a token is sent once to each node and rank, which forward it (as DeepEP and "
-        "HybridEP do).",
+        "experts. parts: the ranks of tp send different parts of the tokens, and the ranks of an "
+        "expert gather the parts. once: a token is sent once to each node and rank, which forward it "
+        "(as DeepEP and HybridEP do).",
     )
 
     overlap_experts: bool = Field(
@@ -108,8 +108,8 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         default="none",
         description="Reason why all experts get equally many tokens. routed: routing is forced to be even. padded: "
         "tokens beyond the capacity of an expert are dropped, and missing ones are padded. none: they "
-        "do not; each token is routed to a random expert, so that some ranks have more tokens than "
-        "others.",
+        "do not; every expert is equally likely to get a token, so that some ranks have more tokens "
+        "than others.",
     )
 
     # Kernels

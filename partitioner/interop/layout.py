@@ -89,7 +89,8 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
     )
     dp_shard: PositiveInt | None = Field(
         default=None,
-        description="Number of data-parallel ranks over which states are sharded. None: dp / dp_replicate.",
+        description="Number of data-parallel ranks over which states are sharded. None: dp / dp_replicate, or dp if "
+        "dp_replicate is not given.",
     )
     dp_replicate: PositiveInt | None = Field(
         default=None,

@@ -48,7 +48,9 @@ def test_its_plan_is_the_models() -> None:
 
 def test_arguments_that_it_was_not_prepared_with_are_refused() -> None:
     prepared = prepare(_model(), (torch.zeros(8, 8),), loss=_loss, precision="bf16")
-    with pytest.raises(InputsError, match="prepared with another precision"):
+    with pytest.raises(
+        InputsError, match="was called with another precision; expected the same value here: leave precision out"
+    ):
         partition(prepared, Topology.local(2), precision="fp32")
 
 

@@ -183,7 +183,9 @@ def _has_gpu() -> bool:
     if count >= ranks or alone:
         return True
     if os.environ.get("LOCAL_RANK") == "0":
-        print(f"{ranks} ranks and {count} GPUs on this node: they run on the CPU, over Gloo", file=sys.stderr)
+        print(
+            f"this node has {ranks} ranks but only {count} GPUs: the ranks run on the CPU, over Gloo", file=sys.stderr
+        )
     return False
 
 
@@ -238,7 +240,11 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
         )
         found = kept.restore()
         if _read_rank() == 0:
-            where = "no checkpoint there: from the start" if found is None else f"going on from step {found}"
+            where = (
+                "no checkpoint found, training starts from the beginning"
+                if found is None
+                else f"training continues from step {found}"
+            )
             print(f"{options.checkpoints}: {where}", file=sys.stderr, flush=True)
     spikes = LossSpikes()
     first, told = _read_rank() == 0, False
@@ -267,7 +273,7 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
         kept.close()
         if kept.interrupted:
             if first:
-                print(f"asked to end: step {engine.steps} is saved in {options.checkpoints}", file=sys.stderr)
+                print(f"stopped by a signal: step {engine.steps} is saved in {options.checkpoints}", file=sys.stderr)
             sys.exit(128 + signal.SIGTERM)  # it is not done: whoever starts runs again may do so
 
 

@@ -412,9 +412,9 @@ def _is_differentiable(value: Tensor) -> bool:
 
 
 _ADVICE = (
-    "which a plan would leave out; expected hooks that only look (they return nothing and change nothing): write what "
-    "it does as a torch.autograd.Function in forward, or do it to the gradients after the step's backward, and remove "
-    "the hook"
+    "which a plan would leave out; expected hooks that only observe (return nothing and change nothing): "
+    "implement the change as a torch.autograd.Function in forward, or apply it to the gradients after the "
+    "step, and remove the hook"
 )
 _BACKWARD = {"_backward_hooks": (MODEL, GIVEN, GIVEN), "_backward_pre_hooks": (MODEL, GIVEN)}
 _FORWARD = {"_forward_hooks": (MODEL, GIVEN, GIVEN), "_forward_pre_hooks": (MODEL, GIVEN)}

@@ -448,7 +448,7 @@ def _answer_by_planning(
     if other.offload != plan.offload:
         marks += tuple(f"{where}: {what}." for where, what in hosted.items() if what)
     if other.constraints.group_size != plan.constraints.group_size:
-        marks += ("It computes another step: samples meet within other groups (couple, microbatch_size).",)
+        marks += ("Its step has other results: samples interact within other groups (couple, microbatch_size).",)
     best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})
     return _explain_slower(plan, asked, best, marks, other)
 

@@ -243,8 +243,9 @@ def average_over_groups(
     cut = ", ".join(f"{p} (dim {dim})" for p, dim in inputs.items() if dim is not None)
     whole = ", ".join(p for p, dim in inputs.items() if dim is None)
     note = (
-        f"samples meet within a microbatch alone: the step is the mean over {num_groups} groups of samples that follow "
-        f"one another; they are cut from {cut}" + (f", and each reads all of {whole}" if whole else "")
+        f"samples interact only within a microbatch: loss and gradients are the mean over {num_groups} groups "
+        f"of consecutive samples; inputs that are split into groups: {cut}"
+        + (f"; inputs that every group reads whole: {whole}" if whole else "")
     )
     captured = group.with_(
         notes=(*group.notes, note),

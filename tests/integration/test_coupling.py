@@ -494,7 +494,7 @@ def test_the_search_is_free_but_for_the_groups():
     assert {axis for c in tried for axis, ranks in c.mesh.items() if ranks > 1} == {"pp", "dp", "tp", "ep"}
     assert plan.certificate.bound <= plan.certificate.objective == plan.estimate.step_time
     assert plan.verify(model, inputs).ok
-    assert "mean over 4 groups of samples" in " ".join(plan.explain().split())
+    assert "mean over 4 groups of consecutive samples" in " ".join(plan.explain().split())
 
 
 def test_it_goes_with_the_plan(tmp_path: Path):

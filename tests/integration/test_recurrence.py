@@ -124,7 +124,7 @@ REFUSED = {
     "largest": (lambda old, x: (old.maximum(x.amax(0)), 1.0), torch.ones(WIDTH), "is not a constant times"),
     "by element": (lambda old, x: (old * x.mean(0), 1.0), torch.ones(WIDTH), "is not a constant times"),
     "mixed": (lambda old, x: (old.flip(0) + x.mean(0), 1.0), torch.ones(WIDTH), "is not a constant times"),
-    "truth": (lambda old, x: (x.mean() > 0, 1.0), torch.tensor(False), r"of type torch.bool, cannot be added up"),
+    "truth": (lambda old, x: (x.mean() > 0, 1.0), torch.tensor(False), r"of type torch.bool cannot be added up"),
     "whole": (lambda old, x: (2 * old + 1, 1.0), torch.tensor(1), r"of type torch.int64 cannot be added up"),
 }
 

@@ -87,7 +87,7 @@ class WithLoss(nn.Module):
 
 
 def test_the_model_s_own_loss_beside_another_is_said() -> None:
-    assert "the loss that the model itself returns is not" in noted(WithLoss(), loss=lambda o: loss(o["logits"]))
+    assert "the loss that the model itself returns is ignored" in noted(WithLoss(), loss=lambda o: loss(o["logits"]))
     assert noted(WithLoss(), loss=lambda o: o["loss"]) == ""
     assert noted(WithLoss(), loss=None) == ""
 

@@ -236,8 +236,8 @@ def _require_known_value(value: float | None, name: str, unit: str) -> float:
     file from which it follows, and its unit, for the message."""
     if value is None:
         raise ConstraintError(
-            f"a device type of the topology has no {name}; set {name} in {unit} for this type, under types: in the "
-            "topology file"
+            f"a device type of the topology has no {name}; set {name} (in {unit}) for this type, under types: "
+            "in the topology file"
         )
     return value
 

@@ -163,7 +163,8 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
     if twice:
         name = twice[0]
         raise TargetError(
-            f"{name} is given twice, {options[name]} by its option and {asked[name]} in --constraints; expected it once"
+            f"{name} is given twice, as {options[name]} by its option and as {asked[name]} in --constraints; "
+            "expected it once"
         )
     return asked | options
 
@@ -313,7 +314,10 @@ def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = 
         )
     given = [option for option in ("seq", "task", "lora") if getattr(asked, option) is not None]
     if given:
-        raise TargetError(f"--{given[0]} is for a configuration; {text} is a function, which makes the inputs")
+        raise TargetError(
+            f"--{given[0]} applies only to a configuration, but {text} is a function, which creates the inputs "
+            f"itself; leave --{given[0]} out"
+        )
     function = find_user_function(import_user_module(where), where, name)
     import torch  # the user's file has imported it already; a wrong name is reported without it
 

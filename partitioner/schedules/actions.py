@@ -117,7 +117,7 @@ def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
         stage, place = stuck[0]
         raise ScheduleError(
             f"the schedule deadlocks: stage {stage} can never start {timetable.orders[stage][place]}, because "
-            "it needs a later action of another stage"
+            "it needs an action that another stage never reaches"
         )
 
 

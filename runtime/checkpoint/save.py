@@ -436,8 +436,8 @@ def agree_on_target(
         raise error
     if failed:
         raise CheckpointError.from_other_rank(
-            f"{final} was not started: on {failed} other ranks the previous save or the start of this one failed; "
-            "their own errors say why"
+            f"saving {final} was not started: on {failed} other ranks the previous save or the start of this "
+            "one failed; their own errors say why"
         )
     return CheckpointTarget(final, f"{token:015x}", own)
 

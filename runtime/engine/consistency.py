@@ -194,7 +194,9 @@ class ConsistencyChecks:
         )
         if max(factors[r] for r in scaled) - factors[low] > _OTHER * factors[low]:
             raise AgreementError(f"{text}. The last step was wrong: resume from the last checkpoint before it")
-        self._warn_on_first_rank(f"{text}, unless this was meant")  # one factor on some ranks, none on others
+        self._warn_on_first_rank(
+            f"{text}. Ignore this warning if the difference is intended"
+        )  # one factor on some ranks, none on others
 
     def _measure_scale_factor(self) -> float | None:
         """Return the factor by which the training script has multiplied all of this rank's gradients since backward,

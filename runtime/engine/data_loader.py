@@ -209,7 +209,7 @@ class Loader:
                 for n in (state["of"], self.num_samples)
             )
             raise CheckpointError(
-                f"the saved run has read {before}, but the dataset of this run has "
+                f"the saved run has read {before}, but this run has "
                 f"{here.removeprefix('a dataset of ')}, "
                 "so the order of samples cannot be continued; use the same dataset, or leave the loader out "
                 "of extra="

@@ -305,7 +305,7 @@ def test_its_state_is_of_one_dataset():
     other.load_state_dict(state)
     assert torch.equal(next(other)["x"], after), "the seed is the state's, and what was loaded before is dropped"
     assert not torch.equal(first[0], after)
-    with pytest.raises(CheckpointError, match="a dataset of 40 samples, this one has 41"):
+    with pytest.raises(CheckpointError, match="a dataset of 40 samples, but this run has 41"):
         one_rank(Rows(41)).load_state_dict(state)
 
 
@@ -483,7 +483,9 @@ def test_streams_that_are_not_what_they_say_are_refused(
 
 
 def test_the_state_of_a_dataset_is_none_of_a_stream():
-    with pytest.raises(CheckpointError, match="read a dataset of 40 samples, this one has a stream of unknown length"):
+    with pytest.raises(
+        CheckpointError, match="read a dataset of 40 samples, but this run has a stream of unknown length"
+    ):
         one_rank(Stream()).load_state_dict(one_rank(Rows()).state_dict())
     with pytest.raises(CheckpointError, match="has read a shuffled dataset, but the dataset of this run is a stream"):
         one_rank(Sized()).load_state_dict(one_rank(Rows()).state_dict())

@@ -236,8 +236,8 @@ def _require_known_value(value: float | None, name: str, unit: str) -> float:
     file from which it follows, and its unit, for the message."""
     if value is None:
         raise ConstraintError(
-            f"a device type of the topology has no {name}; set {name} in {unit} for this type, under types: in the "
-            "topology file"
+            f"a device type of the topology has no {name}; set {name} (in {unit}) for this type, under types: "
+            "in the topology file"
         )
     return value
 
@@ -251,7 +251,7 @@ def _explain_no_size(tried: Sequence[Size], step_time: float | None) -> SizeErro
     if late:
         found = "" if best.plan is None else f"; the fastest found is {fastest}"
         message = (
-            f"no plan was found in time with {', '.join(late)} nodes, where there may be one{found}; give a larger "
+            f"no plan was found in time with {', '.join(late)} nodes, although one may exist{found}; give a larger "
         )
         return SizeTimeError(f"{message}time_limit_s, or fewer nodes to try", tuple(tried))
     if best.plan is None:
@@ -340,15 +340,16 @@ def largest_that_fits(
     asked = constraints or Constraints()
     if of == "microbatch" and asked.microbatch_size is not None:
         raise ConstraintError(
-            f"microbatch_size={asked.microbatch_size}, but the largest microbatch is to be found; leave it out"
+            f"microbatch_size={asked.microbatch_size} is fixed, but of='microbatch' searches for the largest "
+            "microbatch; expected no microbatch_size: leave it out"
         )
     plan_of = _of_microbatch if of == "microbatch" else _of_sequence
     plan = plan_of(model, topology, inputs, asked, more, most)
     first = 1 if of == "microbatch" else length_of(inputs)
     if first > most:
         raise ConstraintError(
-            f"the inputs have sequences of {first:,} tokens, with which the search starts, and most={most:,}; expected "
-            "inputs with shorter sequences, or a larger most"
+            f"the inputs have sequences of {first:,} tokens, from which the search starts, but most={most:,} "
+            "is less; expected inputs with shorter sequences, or a larger most"
         )
     step = multiple or (1 if of == "microbatch" else min(_MULTIPLE, first))
     good, found = first, plan(first)
@@ -471,8 +472,8 @@ def length_of(inputs: Any) -> int:
     lengths = [leaf.shape[_DIM] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() in (2, 3)]
     if not lengths:
         raise InputsError(
-            "no input has two or three dims, of which the second would be the sequence; expected sequences, or use "
-            "of='microbatch'"
+            "no input has a sequence dim: expected an input of shape [batch, sequence] or [batch, sequence, "
+            "features], or of='microbatch'"
         )
     return int(lengths[0])
 
@@ -586,7 +587,8 @@ def check_fit(
     """
     if price is not None and tokens is None:
         raise ConstraintError(
-            f"price={price!r} is for the cost of a training run; expected tokens, the length of the run, or no price"
+            f"price={price!r} without tokens: the price is used for the cost of a training run; expected "
+            "tokens=..., the length of the run, or no price"
         )
     for name, value in (("tokens", tokens), ("price", price)):
         if value is not None and not is_positive(value):

@@ -51,70 +51,80 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     # Mesh
 
-    pp: PositiveInt | None = Field(default=None, description="Pipeline stages (ranks of a pipeline). None: chosen.")
+    pp: PositiveInt | None = Field(
+        default=None, description="Number of pipeline stages (ranks of a pipeline). None: the search chooses."
+    )
 
     dp: PositiveInt | None = Field(
-        default=None, description="Data-parallel ranks, each with its own samples. None: chosen."
+        default=None, description="Number of data-parallel ranks, each with its own samples. None: the search chooses."
     )
 
     cp: PositiveInt | None = Field(
-        default=None, description="Context-parallel ranks, over which each sequence is sharded. None: chosen."
+        default=None,
+        description="Number of context-parallel ranks, over which each sequence is sharded. None: the search chooses.",
     )
 
     tp: PositiveInt | None = Field(
-        default=None, description="Tensor-parallel ranks, over which each layer is sharded. None: chosen."
+        default=None,
+        description="Tensor-parallel ranks: the number of ranks over which the operators of each layer are sharded. "
+        "None: the search chooses.",
     )
 
     ep: PositiveInt | None = Field(
         default=None,
-        description="Expert-parallel ranks, over which the experts of a layer are distributed. They are ranks "
-        "of dp x cp x tp. None: chosen.",
+        description="Number of expert-parallel ranks, over which the experts of a layer are distributed. These "
+        "ranks are taken from dp x cp x tp. None: the search chooses.",
     )
 
     etp: PositiveInt | None = Field(
         default=None,
-        description="Ranks over which each expert is sharded: 1, or as many as tp. None: chosen. Other "
-        "numbers need the profile of a framework that executes them.",
+        description="Number of ranks over which each expert is sharded: 1, or the value of tp. Other values can "
+        "only be estimated, under the execution profile of a framework that supports them. None: the "
+        "search chooses.",
     )
 
     placement: Literal["in_order"] | None = Field(
-        default=None, description='Devices of ranks. "in_order": rank i is on device i. None: the fastest placement.'
+        default=None,
+        description='Assignment of ranks to devices. "in_order": rank i runs on device i. None: the search chooses '
+        "the fastest placement.",
     )
 
     # Pipeline
 
     microbatch_size: PositiveInt | None = Field(
-        default=None, description="Samples of one microbatch on one data-parallel rank. None: chosen."
+        default=None,
+        description="Number of samples of one microbatch on one data-parallel rank. None: the search chooses.",
     )
 
     data_shares: tuple[PositiveInt, ...] | None = Field(
         default=None,
-        description="Microbatches of each data-parallel rank, one number per rank, like (3, 2). None: equal "
-        "numbers, or in proportion to the speed of the ranks.",
+        description="Number of microbatches of each data-parallel rank, such as (3, 2) for two ranks. None: equal "
+        "numbers, or numbers in proportion to the speed of the ranks.",
     )
 
     schedule: str | ScheduleTable | None = Field(
         default=None,
-        description='Order of the microbatches in the pipeline: "1f1b", "gpipe", "interleaved", "zb-1p", '
-        '"zb-2p", "zb-v", "dualpipe-v", a CSV file, or a ScheduleTable. All but "1f1b" and '
-        '"gpipe" need pp of 2 or more. None: chosen.',
+        description='Pipeline schedule: "1f1b", "gpipe", "interleaved", "zb-1p", "zb-2p", "zb-v", "dualpipe-v", the '
+        'path of a CSV file with a schedule, or a ScheduleTable. All except "1f1b" and "gpipe" need pp '
+        "of at least 2. None: the search chooses.",
     )
 
     virtual_stages: PositiveInt | None = Field(
-        default=None, description="Virtual stages per pipeline rank. None: chosen."
+        default=None, description="Number of virtual pipeline stages on each pipeline rank. None: the search chooses."
     )
 
     stage_of: dict[str, int] = Field(
         default_factory=dict,
-        description="Module path prefix to pipeline stage (to virtual stage, if a rank has several); -1 is "
-        "the last. {}: chosen.",
+        description="Pipeline stage of modules: prefix of the module path -> index of the stage from 0 (of the "
+        'virtual stage if a rank has several); -1 is the last stage. Example: {"embed": 0, "head": -1}. '
+        "{}: the search chooses.",
     )
 
     overlap_steps: bool = Field(
         default=False,
-        description="A rank begins the next step when its own part of this step is done. The training script "
-        "must then not synchronise all ranks between steps, as gradient clipping by norm and loss "
-        "scaling in float16 do.",
+        description="Whether a rank begins the next step as soon as its own part of the current step is done. The "
+        "training script must then not synchronise all ranks between steps; gradient clipping by norm "
+        "and loss scaling in float16 do.",
     )
 
     # Memory
@@ -123,107 +133,113 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         default=None,
         ge=0,
         le=3,
-        description="Stage of state sharding over dp and cp (ZeRO): 0 none, 1 optimizer states, 2 "
-        "gradients too, 3 parameters too (FSDP). None: chosen.",
+        description="ZeRO stage, the kinds of states that are sharded over dp and cp: 0 none, 1 optimizer states, 2 "
+        "also gradients, 3 also parameters (as FSDP does). None: the search chooses.",
     )
 
     dp_shard: PositiveInt | None = Field(
         default=None,
-        description="Hybrid sharding (HSDP): states are sharded over this many neighbouring data-parallel "
-        "ranks; the dp / dp_shard groups are replicas. None: over all of them, or over groups "
-        "that fill nodes.",
+        description="Number of neighbouring data-parallel ranks over which states are sharded (hybrid sharding, "
+        "HSDP); the dp / dp_shard groups of such ranks are replicas of each other. None: the search "
+        "chooses between all data-parallel ranks and groups of about one node or a few nodes.",
     )
 
     recompute: Recompute | None = Field(
         default=None,
-        description='What backward recomputes: "none"; "scores", the attention scores; "selective", all '
-        'operators except products, fused attention and communication; "alternate", every second '
-        'product, too; "full", whole layers. None: chosen.',
+        description='Activations that the backward pass recomputes: "none"; "scores", attention scores only; '
+        '"selective", the results of all operators except matrix products, fused attention and '
+        'communication; "alternate", in addition those of every second matrix product; "full", whole '
+        "layers. None: the search chooses.",
     )
 
     offload: tuple[Offload, ...] | None = Field(
         default=None,
-        description='What is in host memory between uses: "optimizer" (states, stepped on the host), '
-        '"activations", "parameters" (with the optimizer), several joined by + or as a tuple; '
-        '"disk": optimizer states on the disks of the nodes; (): nothing. None: nothing, unless '
-        "no plan fits without offload and the mesh is not fixed (a fixed mesh that does not fit "
-        "is a CapacityError, which says whether offload would help).",
+        description='Kinds of data that are in host memory between uses: "optimizer" (optimizer states, updated by '
+        'the host), "activations" and "parameters" (which includes the optimizer), as a tuple or joined '
+        'by +. "disk": optimizer states are on the disks of the nodes. (): no offload. None: no '
+        "offload, unless no plan fits without it. If the mesh is fixed and does not fit, None raises a "
+        "CapacityError, which says whether offload would help.",
     )
 
     memory_margin: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Fraction of the usable memory of each device that plans leave free, for memory that the "
-        "estimate does not contain (fragmentation, libraries). 0: all memory is used.",
+        description="Fraction of the usable memory of each device that plans leave free for memory that the "
+        "estimate does not contain, such as fragmentation and libraries. 0: plans may use all of it.",
     )
 
     # Communication
 
     context: Literal["all_gather", "ring", "ulysses"] | None = Field(
         default=None,
-        description="Algorithm of attention over cp: gather keys and values, send them around a ring, or "
-        "exchange sequence for heads (ulysses). None: the fastest for each attention.",
+        description='Algorithm of attention over cp: "all_gather" gathers keys and values, "ring" passes them '
+        'around a ring of ranks, "ulysses" exchanges the sharding of the sequence for a sharding of the '
+        "heads. None: the fastest algorithm for each attention.",
     )
 
     sequence_parallel: bool | None = Field(
         default=None,
-        description="Whether values between blocks are sharded over tp. False: they are replicated. True or "
+        description="Whether activations between layers are sharded over tp. False: they are replicated. True or "
         "None: they are sharded where this is faster.",
     )
 
     overlap_tensor: bool | None = Field(
         default=False,
-        description="Whether all-gathers over tp before matrix products, and reduce-scatters after them, run in "
-        "pieces, so that one piece is communicated while another is multiplied. True: all of them. None: on GPUs, "
-        "those that are estimated to be faster in pieces; this is not the default, since it has not been measured.",
+        description="Whether collectives over tp (all-gathers before matrix products and reduce-scatters after "
+        "them) are cut into pieces, so that one piece is communicated while another one is multiplied. "
+        "False: none of them. True: all of them. None: on GPUs, those that are estimated to be faster "
+        "in pieces. False is the default because the gain has not been measured.",
     )
 
     hierarchical: bool | None = Field(
         default=None,
-        description="Whether gradients that are reduced over several nodes are first reduce-scattered within "
-        "each node, then reduced between nodes and gathered within each node. None: chosen on "
-        "networks where the library all-reduces over one ring, otherwise not tried.",
+        description="Whether gradients that are reduced over several nodes are first reduce-scattered within each "
+        "node, then all-reduced between nodes, and then gathered within each node. None: the search "
+        "chooses on networks where the communication library all-reduces over one ring, such as Gloo; "
+        "on other networks it is not tried.",
     )
 
     grad_compression: Compression | None = Field(
         default=None,
-        description='The type in which gradients are sent between the outermost groups: "bf16" or "int8". It '
-        "changes the results of training. None: not compressed.",
+        description='Type in which gradients are sent between the outermost groups of ranks, such as nodes: "bf16" '
+        'or "int8". Compression changes the results of training. None: gradients are not compressed.',
     )
 
     # Execution
 
     execution: Literal["eager", "compiled", "graph"] = Field(
         default="eager",
-        description='How ranks execute instructions, unless the engine gets another mode: "eager", operator '
-        'by operator; "compiled", compiled functions between two collectives; "graph", a recorded '
-        "step that is replayed, on GPUs as CUDA graphs of compiled functions. Estimates for "
-        "compiled, and for graph on GPUs, assume that a compiler fuses operators; those for graph "
-        "leave out the launch time of the host, except for operators of experts. Estimates of "
-        "memory are those of eager.",
+        description='Execution mode of the ranks, unless the engine is given another one. "eager": operator by '
+        'operator. "compiled": compiled functions between collectives. "graph": a recorded step is '
+        'replayed, on GPUs as CUDA graphs of compiled functions. Time estimates for "compiled", and for '
+        '"graph" on GPUs, assume that a compiler fuses operators. Those for "graph" leave out the '
+        "launch time of the host, except for operators of experts. Memory estimates are those of "
+        '"eager" in all modes.',
     )
 
     fp8_scaling: Literal["tensor", "row", "block"] = Field(
         default="tensor",
-        description='With precision="fp8", the numbers that share a scale: "tensor", all of a tensor; "row", those '
-        'that a product sums up for one result; "block", 32 of these, with powers of two as scales (MXFP8), on '
-        "devices whose peak lists mxfp8, and on CPUs.",
+        description='Granularity of the scales with precision="fp8". "tensor": one scale for each tensor. "row": '
+        'one scale for all numbers that a matrix product sums up to one result. "block": one '
+        "power-of-two scale for 32 of these numbers (MXFP8), on devices whose peak lists mxfp8, and on "
+        "CPUs.",
     )
 
     # Search
 
     couple: Literal["batch", "microbatch"] = Field(
         default="batch",
-        description="For models in which samples interact (load-balancing losses of experts, batch norm): "
-        "whether they interact within the global batch, or within each microbatch, whose size "
-        "must then be given. Loss and gradients are the mean over microbatches.",
+        description="For models in which samples interact, as in load-balancing losses of experts or batch norm: "
+        'whether samples interact within the whole global batch ("batch") or within each microbatch '
+        '("microbatch"). With "microbatch", microbatch_size must be given, and loss and gradients are '
+        "the mean over microbatches.",
     )
 
     ahead: bool = Field(
         default=False,
-        description="Larger search: every schedule, tensor parallelism over two nodes, and every etp under a "
-        "profile that allows it.",
+        description="Whether the search is larger: it then tries every schedule, tensor parallelism over two nodes, "
+        "and every etp that the execution profile allows.",
     )
 
     @field_validator(*_NUMBERS, mode="before")
@@ -356,7 +372,10 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         ``world_size``, the number of devices."""
         shown = " x ".join(f"{axis}={value}" for axis, value in self.pinned.items())
         made = math.prod(self.pinned.values())
-        return f"{shown} makes {made} ranks; expected {world_size}, one per device: change an axis or free one"
+        return (
+            f"{shown} makes {made} ranks; expected {world_size}, one per device: change the size of an axis, or "
+            "leave one out"
+        )
 
     def check_batch(self, global_batch: int) -> None:
         """Raise :class:`ConstraintError` unless a batch of ``global_batch`` samples can be divided as the constraints

@@ -101,13 +101,20 @@ class InfeasibleError(PartitionError):
         the smallest changes of constraints with which there is a plan."""
         text, advice = self.message, self._advice
         if advice is None:
-            return text if self.advise is None else f"{text}; error.suggest() looks for the nearest change that fits"
+            return (
+                text
+                if self.advise is None
+                else f"{text}; error.suggest() searches for the smallest change with which there is a plan"
+            )
         if len(advice.conflict) >= self._least_conflict:
             text += f"; in conflict: {', '.join(advice.conflict)}"
         if advice.changes:
             return f"{text}; nearest change that fits: {'; or '.join(c.text for c in advice.changes)}"
         if self._why_none:
-            return f"{text}; looking for a change that fits failed, which is a fault of the planner: {self._why_none}"
+            return (
+                f"{text}; the search for a change with which there is a plan failed, which is a fault of the "
+                f"planner: {self._why_none}"
+            )
         return text
 
 

@@ -26,119 +26,130 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(default="ours", description="The name of the profile in reports; it has no other effect.")
+    name: str = Field(default="ours", description="Name of the profile in reports; it has no effect on estimates.")
 
     # Communication of gradients, states and activations
 
     overlap: bool = Field(
-        default=True, description="Gradient reductions, and gathers of sharded states, overlap with computation."
+        default=True,
+        description="Whether gradient reductions and all-gathers of sharded states overlap with computation.",
     )
 
     gather: Literal["call", "parameter", "owner"] = Field(
         default="call",
-        description="How sharded states are gathered: all states of a call together, each parameter "
-        "separately, or (ZeRO-1) each parameter from the one rank that owns it, which broadcasts "
-        "it before the next step.",
+        description="Granularity of the all-gathers of sharded states. call: all states of a block call (such as a "
+        "layer) together. parameter: each parameter separately. owner (ZeRO-1): the one rank that owns "
+        "a parameter broadcasts it before the next step.",
     )
 
     short_gradients: bool = Field(
         default=False,
-        description="Gradients have the type of their parameter, also if it has 16 bits. Otherwise they are float32.",
+        description="Whether gradients have the type of their parameter even if that has 16 bits. If false, "
+        "gradients are float32.",
     )
 
     sends: Literal["whole", "parts"] = Field(
         default="whole",
-        description="How values that are replicated over tp are sent to the next stage: whole from each rank, "
-        "or in parts, one from each rank of tp, which the receivers gather. This matters only "
-        "under sequence_parallel=False; otherwise values are sharded over tp.",
+        description="How activations that are replicated over tp are sent to the next pipeline stage. whole: each "
+        "rank sends the whole tensor. parts: each rank of tp sends one part, and the receivers gather "
+        "the parts. This matters only with sequence_parallel=False; otherwise these activations are "
+        "sharded over tp.",
     )
 
     overlap_tensor: bool = Field(
         default=False,
-        description="Gathers and scatters over tp are split into pieces that overlap with the products before "
-        "or after them.",
+        description="Whether all-gathers and reduce-scatters over tp are split into pieces that overlap with the "
+        "matrix products before or after them.",
     )
 
     tensor_pieces: Literal["none", "faster", "all"] = Field(
         default="none",
-        description="Which gathers before products and scatters after them run in pieces next to these products in "
-        "the runtime of this project: none, those that are estimated to be faster so, or all. "
-        "Constraints(overlap_tensor=...) sets it.",
+        description="Which all-gathers before matrix products and reduce-scatters after them run in pieces beside "
+        "these products in the runtime of this project: none, those that are estimated to be faster in "
+        "pieces (faster), or all. Constraints(overlap_tensor=...) sets this field.",
     )
 
     regather: bool = Field(
-        default=False, description="Values that are gathered over tp are saved sharded, and gathered again in backward."
+        default=False,
+        description="Whether activations that were gathered over tp are saved for backward as shards and gathered "
+        "again in backward.",
     )
 
     # Experts
 
     expert_tensor: Literal["one_or_tp", "any"] = Field(
         default="one_or_tp",
-        description="Over how many ranks one expert can be sharded (etp): 1 or as many as tp, or any divisor of tp.",
+        description="Numbers of ranks over which one expert can be sharded (etp). one_or_tp: 1 or the value of tp. "
+        "any: every divisor of tp.",
     )
 
     dispatch: Literal["rows", "parts", "once"] = Field(
         default="rows",
-        description="How tokens are sent to experts: once for each expert from each rank that has the token "
-        "(rows); in parts, which the ranks of an expert gather (parts); or once to each node and "
-        "rank, which forward them (once: DeepEP, HybridEP).",
+        description="How tokens are sent to experts. rows: each rank that has a token sends it once for each of its "
+        "experts. parts: the ranks of tp send different parts of the tokens, and the ranks of an "
+        "expert gather the parts. once: a token is sent once to each node and rank, which forward it "
+        "(as DeepEP and HybridEP do).",
     )
 
     overlap_experts: bool = Field(
         default=False,
-        description="Sending tokens to experts and back overlaps with the computation of another microbatch.",
+        description="Whether sending tokens to experts and back overlaps with the computation of another microbatch.",
     )
 
     expert_kernels: Literal["grouped", "each", "fused"] = Field(
         default="grouped",
-        description="Products of the experts of a rank: grouped in one kernel (grouped); one launch for each "
-        "expert and its casts (each: Transformer Engine's grouped linear layers); or grouped and "
-        "fused with the operators between them (fused: its grouped MLP).",
+        description="How the matrix products of the experts of a rank are launched. grouped: all in one kernel. "
+        "each: one launch for each expert and its casts (Transformer Engine's grouped linear layers). "
+        "fused: in one kernel together with the operators between the products (Transformer Engine's "
+        "grouped MLP).",
     )
 
     even_experts: Literal["none", "routed", "padded"] = Field(
         default="none",
-        description="Why all experts have equally many tokens: routing is forced to be even (routed), or "
-        "tokens beyond the capacity are dropped and missing ones padded (padded). none: each "
-        "expert gets a token with the same probability, so some ranks have more tokens.",
+        description="Reason why all experts get equally many tokens. routed: routing is forced to be even. padded: "
+        "tokens beyond the capacity of an expert are dropped, and missing ones are padded. none: they "
+        "do not; every expert is equally likely to get a token, so that some ranks have more tokens "
+        "than others.",
     )
 
     # Kernels
 
     fused_casts: bool = Field(
         default=False,
-        description="In fp8, the kernel before a product writes its operand in fp8. Otherwise a separate "
-        "kernel casts it for each product.",
+        description="Whether, in fp8, the kernel before a matrix product writes the product's operand in fp8. If "
+        "false, a separate kernel casts the operand for each product.",
     )
 
     fused_kernels: bool = Field(
         default=False,
-        description="A compiler fuses pointwise operators, norms and losses between products and collectives, "
-        "so that each tensor is read and written once.",
+        description="Whether a compiler fuses pointwise operators, norms and losses between matrix products and "
+        "collectives, so that each tensor is read and written once.",
     )
 
     current_scaling: bool = Field(
         default=False,
-        description="In fp8, each tensor is scaled by its current maximum. Otherwise it is scaled by earlier "
-        "maxima, or block by block.",
+        description="Whether, in fp8, each tensor is scaled by its current maximum. If false, tensors are scaled by "
+        "earlier maxima, or block by block.",
     )
 
     fp8_scaling: Literal["tensor", "row", "block"] = Field(
         default="tensor",
-        description="In fp8, which numbers share a scale in the runtime of this project; it decides which products are "
-        "in fp8. Constraints(fp8_scaling=...) sets it.",
+        description="Granularity of the scales in fp8 in the runtime of this project: one scale for each tensor, "
+        "row or block. It decides which matrix products are in fp8. Constraints(fp8_scaling=...) sets "
+        "this field.",
     )
 
     fp8_products: Literal["all", "faster"] = Field(
         default="all",
-        description="In fp8, which blocks (such as layers) have products in fp8: all, or those that are estimated to "
-        "be faster so, as in the runtime of this project on GPUs.",
+        description="Blocks (such as layers) whose matrix products are in fp8 when the precision is fp8: all, or "
+        "those that are estimated to be faster in fp8 (faster), as in the runtime of this project on "
+        "GPUs.",
     )
 
     graphs: Literal["none", "part", "all"] = Field(
         default="none",
-        description="What is recorded in CUDA graphs, so that the host does not launch its operators one by "
-        "one: nothing, everything except experts, or everything.",
+        description="Part of the step that is recorded in CUDA graphs, so that the host does not launch its "
+        "operators one by one: none, everything except experts (part), or everything (all).",
     )
 
     def __init__(self, **data: Any) -> None:

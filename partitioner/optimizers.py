@@ -36,8 +36,7 @@ def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
         name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
         raise ConstraintError(
             f"unknown optimizer {name!r}; {format_suggestion(name, [*OPTIMIZERS])}expected one of "
-            f"{', '.join(OPTIMIZERS)}: the "
-            "name of one whose states take as many bytes"
+            f"{', '.join(OPTIMIZERS)}: for another optimizer, give one whose states take as many bytes"
         )
     master = 4 if OPTIMIZERS[optimizer].master and itemsize < 4 else 0
     return moment_bytes(numel, itemsize, optimizer) + numel * master

@@ -41,25 +41,37 @@ class StageEstimate(Data):
     """The estimate of the cost model for one pipeline stage: seconds per step, without time spent waiting, and bytes of
     memory per rank."""
 
-    first: str = Field(description="Module path of the first call of the stage; empty: it has none.")
-    last: str = Field(description="Module path of its last call.")
-    num_calls: int = Field(description="Number of its calls.")
-    recomputed: int = Field(description="How many of the calls run again for their backward.")
-    forward_s: float = Field(description="Seconds of its forward.")
-    backward_s: float = Field(description="Seconds of its backward, with what is recomputed.")
+    first: str = Field(
+        description="Module path of the first block call of the stage, such as a decoder layer; empty if the stage "
+        "has no calls."
+    )
+    last: str = Field(description="Module path of the last block call of the stage; empty if the stage has no calls.")
+    num_calls: int = Field(description="Number of block calls (such as decoder layers) of the stage.")
+    recomputed: int = Field(description="Number of block calls whose whole forward is recomputed in the backward pass.")
+    forward_s: float = Field(description="Forward time of the stage in seconds per step, summed over all microbatches.")
+    backward_s: float = Field(
+        description="Backward time of the stage in seconds per step, summed over all microbatches, including "
+        "recomputation."
+    )
     memory: dict[str, int] = Field(
-        description="What the peak of a rank consists of, in bytes by kind: parameters, gradients, "
-        "optimizer, saved, recomputed, working, flowing, gathered; buffers where the plan has "
-        "no program.",
+        description="Peak memory of one rank in bytes, by kind: parameters (with buffers of the model), gradients, "
+        "optimizer (states), residuals (rounding errors of compressed gradients), saved (activations "
+        "for backward), recomputed (activations), working (temporary tensors of operators), flowing "
+        "(gradients of activations), gathered (unsharded parameters and gradients under ZeRO). buffers "
+        "is a remainder, for communication between stages; it occurs only if the plan has no program.",
     )
     selective: bool = Field(
-        default=False, description="Whether calls that do not run again recompute what is quick, all or some of them."
+        default=False,
+        description="Whether block calls that are not recomputed as a whole recompute their cheap operators "
+        "(selective recomputation); true if at least some of them do.",
     )
     in_part: int = Field(
-        default=0, description="How many calls that do not run again recompute what is quick; 0 where it is unknown."
+        default=0,
+        description="Number of block calls that recompute only their cheap operators (selective recomputation); 0 "
+        "if there are none or if the number is unknown.",
     )
-    host: int = Field(default=0, description="Bytes of a rank in host memory.")
-    disk: int = Field(default=0, description="Bytes of a rank on disk.")
+    host: int = Field(default=0, description="Host memory that one rank uses for offloaded data, in bytes.")
+    disk: int = Field(default=0, description="Disk space that one rank uses for offloaded optimizer states, in bytes.")
 
     @property
     def again(self) -> str:
@@ -76,33 +88,39 @@ class Estimate(Data):
     for other pipeline stages (bubble), and model FLOPs utilisation (MFU)."""
 
     step_time: float = Field(
-        description="Seconds from the start of a step to the end of the update by the optimizer; where "
-        "consecutive steps overlap, from one such end to the next.",
+        description="Time of a step in seconds, from its start to the end of the optimizer's update. If consecutive "
+        "steps overlap, the time from the end of one step to the end of the next.",
     )
     mfu: float = Field(
-        description="Model FLOPs utilisation: FLOPs of the model per second over the peak of the devices, 0 to 1.",
+        description="Model FLOPs utilisation, from 0 to 1: FLOPs of the model per second, divided by the summed "
+        "peak FLOP/s of the devices.",
     )
     bubble: float = Field(
-        description="Share of the step in which the slowest rank waits for other pipeline stages, 0 to 1; other ranks "
-        "wait longer.",
+        description="Share of the step in which the slowest pipeline stage waits for other stages, from 0 to 1. The "
+        "other stages wait at least as long.",
     )
-    memory: tuple[int, ...] = Field(description="Peak bytes, one per rank.")
-    breakdown: dict[str, float] = Field(description="Seconds of the step by kind; they add up to the step time.")
-    stages: tuple[StageEstimate, ...] = Field(default=(), description="What is expected of each pipeline stage.")
+    memory: tuple[int, ...] = Field(description="Peak memory of each rank in bytes, in the order of the ranks.")
+    breakdown: dict[str, float] = Field(
+        description="Seconds of the step by kind, such as compute, recompute, tp_communication, pp_communication, "
+        "bubble, reduction or optimizer. The values add up to the step time."
+    )
+    stages: tuple[StageEstimate, ...] = Field(default=(), description="Estimate of each pipeline stage, in order.")
     simulated: float | None = Field(
         default=None,
-        description="Seconds at which the simulation of the program ends: step_time to 1 %, or fewer. "
-        "None: there is no program.",
+        description="Step time in seconds according to a simulation of the emitted program. None if there is no "
+        "program or no simulation.",
     )
     kinds: dict[str, float] = Field(
         default_factory=dict,
-        description="Kind of operator to its seconds of a microbatch, on the stage that computes longest; empty where "
-        "the devices are used well.",
+        description="Computation time of one microbatch in seconds by kind of operator, such as norms, on the stage "
+        "that computes longest. Filled in only if computation is a large part of the step and MFU is "
+        "low; otherwise empty.",
     )
     exchanges: dict[str, float] = Field(
         default_factory=dict,
-        description="Purpose to the seconds of a step of communication inside layers, on the busiest stage, with what "
-        "computation hides of it; empty where it takes little of the step.",
+        description="Communication time inside layers in seconds per step by purpose, such as tensor parallelism, "
+        "on the busiest stage; time that is hidden behind computation is included. Filled in only if "
+        "this communication is a large part of the step; otherwise empty.",
     )
 
 
@@ -111,43 +129,84 @@ class Candidate(Data):
     solved (its step time was computed), bounded (not solved, because a lower bound on its step time is too high) or
     infeasible."""
 
-    mesh: dict[str, int] = Field(description="Ranks per axis.")
-    microbatch_size: int = Field(description="Samples of a microbatch.")
-    schedule: str = Field(description="Name of the pipeline schedule.")
-    status: Literal["chosen", "solved", "bounded", "infeasible"] = Field(
-        description="What became of it: the plan; solved and no better; not solved, because of its bound; "
-        "without a plan.",
+    mesh: dict[str, int] = Field(
+        description='Number of ranks along each mesh axis, such as {"pp": 2, "dp": 4, "cp": 1, "tp": 8, "ep": 1}.'
     )
-    bound: float = Field(default=0.0, description="Seconds below which no plan of the candidate can be.")
-    step_time: float | None = Field(default=None, description="Seconds of a step, if it was solved.")
+    microbatch_size: int = Field(description="Number of samples in a microbatch on one data-parallel rank.")
+    schedule: str = Field(description="Name of the pipeline schedule, such as 1f1b.")
+    status: Literal["chosen", "solved", "bounded", "infeasible"] = Field(
+        description="Outcome for this candidate: chosen (it is the plan), solved (its step time was computed, and "
+        "it was not chosen), bounded (not solved, because of its lower bound or because the search "
+        "ended early) or infeasible (it has no valid plan).",
+    )
+    bound: float = Field(
+        default=0.0,
+        description="Lower bound in seconds on the step time of every plan of this candidate; 0 if none was computed.",
+    )
+    step_time: float | None = Field(
+        default=None,
+        description="Step time in seconds of the best plan of this candidate; None if the candidate was not solved.",
+    )
     memory: int | None = Field(
         default=None,
-        description="Bytes on the fullest rank: of the chosen one by its program, else by the tables of the search.",
+        description="Peak memory in bytes of the rank that needs most. For the chosen candidate it is computed from "
+        "its program if there is one, otherwise it is the estimate of the search. None if the "
+        "candidate was not solved.",
     )
-    reason: str = Field(default="", description="Why it has no plan.")
-    zero: int = Field(default=0, description="Stage of state sharding, 0 to 3.")
-    dp_shard: int = Field(default=0, description="Ranks of dp that share states; 0: all.")
-    virtual_stages: int = Field(default=1, description="Stages on each pipeline rank.")
-    etp: int = Field(default=1, description="Ranks that share one expert.")
+    reason: str = Field(default="", description="Reason why the candidate is infeasible; empty for other candidates.")
+    zero: int = Field(
+        default=0, description="ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."
+    )
+    dp_shard: int = Field(
+        default=0,
+        description="Number of neighbouring data-parallel ranks over which ZeRO shards states (hybrid sharding); 0 "
+        "means all data-parallel ranks.",
+    )
+    virtual_stages: int = Field(
+        default=1, description="Number of pipeline stages on each pipeline rank; more than 1 in interleaved schedules."
+    )
+    etp: int = Field(
+        default=1,
+        description="Number of ranks over which each expert is sharded; it has no effect on a model without experts.",
+    )
     breakdown: dict[str, float] | None = Field(
-        default=None, description="Seconds of the step by kind, if it was solved."
+        default=None,
+        description="Seconds of the step by kind, such as compute or bubble; None if the candidate was not solved.",
     )
-    missing: int | None = Field(default=None, description="Bytes that a rank lacks.")
+    missing: int | None = Field(
+        default=None,
+        description="Bytes by which the need of a rank exceeds its usable memory, for a candidate that does not fit "
+        "in memory. None for every other candidate.",
+    )
     beside: bool = Field(
         default=False,
-        description="Whether it was tried after the search, so that the bound of all others leaves it out.",
+        description="Whether the candidate was tried outside the main search, for example with another pipeline "
+        "schedule. The lower bound of the main search does not cover such candidates.",
     )
 
 
 class Baseline(Data):
     """A standard layout, such as plain data parallelism, that every report shows for comparison."""
 
-    name: str = Field(description="What it is called.")
-    candidate: Candidate | None = Field(default=None, description="The candidate that it is; None: there is none here.")
-    excluded: str = Field(default="", description="Why the search could not choose it; empty: it could.")
-    offload: tuple[str, ...] = Field(default=(), description="What it keeps in host memory.")
+    name: str = Field(description='Name of the layout in reports, such as "Plain data parallelism".')
+    candidate: Candidate | None = Field(
+        default=None,
+        description="Mesh, step time and outcome of this layout; None if the layout cannot be formed for this model "
+        "and cluster.",
+    )
+    excluded: str = Field(
+        default="",
+        description="Reason why the search was not allowed to choose this layout, such as constraints of the user; "
+        "empty if it was allowed to.",
+    )
+    offload: tuple[str, ...] = Field(
+        default=(),
+        description="Kinds of data that this layout keeps in host memory: optimizer, activations or parameters. If "
+        "disk is among them, optimizer states are on disk.",
+    )
     global_batch: int = Field(
-        default=0, description="Its batch, where that differs from the batch of the plan; else 0."
+        default=0,
+        description="Number of samples per step in this layout, if it differs from that of the plan; otherwise 0.",
     )
 
 
@@ -155,21 +214,43 @@ class Limits(Data):
     """Properties of the model that limit which candidates the search considers, such as the number of block calls that
     can be divided among pipeline stages."""
 
-    calls: int = Field(description="Calls that stages can hold.")
-    dims: tuple[int, ...] = Field(description="Sizes of the dims of weights.")
-    experts: int = Field(default=0, description="Ranks that share experts are a divisor of it.")
-    length: int = Field(default=0, description="Tokens of a sample; 0 without attention.")
-    repeated: int = Field(default=0, description="Calls of blocks that repeat; 0: all.")
-    even: bool = Field(default=False, description="Whether all ranks of dp must have equally many microbatches.")
+    calls: int = Field(
+        description="Number of block calls (such as decoder layers) that can be distributed over pipeline stages."
+    )
+    dims: tuple[int, ...] = Field(
+        description="Sizes of all dims of the model's parameters. The tensor-parallel size tp must divide at least "
+        "one of them."
+    )
+    experts: int = Field(
+        default=0,
+        description="Number of experts per layer (the greatest common divisor if layers differ), which the "
+        "expert-parallel size ep must divide; 0 for a model without experts.",
+    )
+    length: int = Field(
+        default=0,
+        description="Sequence length in tokens that context parallelism can shard; 0 if no attention was recognized.",
+    )
+    repeated: int = Field(
+        default=0,
+        description="Number of calls of repeated blocks, such as decoder layers; 0 means that all calls count.",
+    )
+    even: bool = Field(
+        default=False, description="Whether all data-parallel ranks must have the same number of microbatches."
+    )
     further_samples: tuple[int, ...] = Field(
-        default=(), description="Samples in a batch of each further program; dp divides all of them."
+        default=(),
+        description="Number of samples in a batch of each further program, such as an evaluation. The data-parallel "
+        "size dp must divide all of them.",
     )
     further_positions: tuple[int, ...] = Field(
-        default=(), description="Positions of a sample in further programs; cp is searched where it divides them."
+        default=(),
+        description="Sequence lengths of the further programs, such as an evaluation. Twice the context-parallel "
+        "size cp must divide all of them.",
     )
     tokens: int = Field(
         default=0,
-        description="Tokens of a sample, as length, also if attention was not recognized; 0 without token ids.",
+        description="Sequence length in tokens by which the throughput is computed, also if no attention was "
+        "recognized; 0 if the model reads no token ids.",
     )
 
 
@@ -178,31 +259,44 @@ class Certificate(Data):
     every plan that the search covers.
     """
 
-    objective: float = Field(description="Seconds of a step of the plan.")
-    bound: float = Field(description="Seconds below which no plan can be.")
-    gap: float = Field(description="The difference of the two over the objective, 0 to 1.")
-    candidates: tuple[Candidate, ...] = Field(
-        default=(), description="The candidates of the search; of many, the worst are only counted in left."
+    objective: float = Field(description="Step time of the plan in seconds.")
+    bound: float = Field(description="Lower bound in seconds on the step time of every plan that the search covers.")
+    gap: float = Field(
+        description="Relative gap (objective - bound) / objective, from 0 to 1; 0 means that the plan is optimal "
+        "under the cost model."
     )
-    baselines: tuple[Baseline, ...] = Field(default=(), description="The layouts that every report has.")
+    candidates: tuple[Candidate, ...] = Field(
+        default=(),
+        description="Outcomes of the candidates, best first. If there are very many, the worst are left out and "
+        "counted in the field left.",
+    )
+    baselines: tuple[Baseline, ...] = Field(
+        default=(), description="Standard layouts for comparison, such as plain data parallelism."
+    )
     left: dict[str, int] = Field(
         default_factory=dict,
-        description='Status to the number of candidates without a row; "open" counts those of them whose '
-        "bound is below the objective.",
+        description='Number of candidates that are left out of the field candidates, by status. The key "open" '
+        "counts bounded candidates whose lower bound is below the plan's step time, so that they may be "
+        "faster.",
     )
     cut_off: Literal["time limit", "interruption"] | None = Field(
-        default=None, description="What ended the search before it was done. None: nothing did."
+        default=None, description="Reason why the search ended early; None if it was completed."
     )
-    limits: Limits | None = Field(default=None, description="What limited the candidates.")
+    limits: Limits | None = Field(
+        default=None,
+        description="Properties of the model that limited the candidates, such as the number of experts; None if "
+        "they were not recorded.",
+    )
     covered_bound: float | None = Field(
         default=None,
-        description="Seconds below which no plan under a schedule that the bound covers can be, where the plan's own "
-        "schedule is not covered: then the bound also holds for the plan's own layout. None: its schedule is covered.",
+        description="Set if the plan's schedule is not among those that the search covers: a lower bound in seconds "
+        "on the step time of every plan under a covered schedule. The field bound then also accounts "
+        "for the plan's own layout. None if the plan's schedule is covered.",
     )
     beyond: dict[str, str] = Field(
         default_factory=dict,
-        description="Constraint to what of it the bound does not cover: plans with that fixed may be "
-        "faster, whatever the gap.",
+        description="Constraints whose values the search did not all try: name of the constraint -> sentence that "
+        "says which values were not tried. Plans with such values may be faster than the lower bound.",
     )
 
     def is_open(self, candidate: Candidate) -> bool:
@@ -220,20 +314,27 @@ class ContextWay(Data):
     """One algorithm of attention for sequences that are sharded over the mesh axis ``cp``, and the step time of the
     plan if every attention used it."""
 
-    algorithm: str = Field(description="Its name: all_gather, ring or ulysses.")
-    calls: int = Field(default=0, description="Calls of attention that run by it in the plan.")
+    algorithm: str = Field(description="Algorithm of context-parallel attention: all_gather, ring or ulysses.")
+    calls: int = Field(default=0, description="Number of attention calls for which the plan uses this algorithm.")
     step_time: float | None = Field(
-        default=None, description="Seconds of a step if every attention runs by it. None: it cannot."
+        default=None,
+        description="Step time in seconds if every attention call uses this algorithm; None if that is not possible.",
     )
-    reason: str = Field(default="", description="Why it cannot.")
+    reason: str = Field(
+        default="", description="Reason why not every attention call can use this algorithm; empty if every call can."
+    )
 
 
 class OperatorShare(Data):
     """The fraction of the model's work that tensor or context parallelism shards over ranks, and the operators that it
     cannot shard."""
 
-    matmul_sharded: float = Field(description="Share of the work of matrix products that is sharded, 0 to 1.")
-    without_rule: dict[str, float] = Field(description="Operators that have no rule: name to share of the work.")
+    matmul_sharded: float = Field(
+        description="Fraction of the matrix-multiply FLOPs that tensor or context parallelism shards, from 0 to 1."
+    )
+    without_rule: dict[str, float] = Field(
+        description="Operators that have no sharding rule: name -> fraction of the compute time."
+    )
 
 
 class Plan(Data):
@@ -244,51 +345,79 @@ class Plan(Data):
     written: Program | None = Field(
         default=None,
         alias="program",
-        description="The programs of all ranks. None: the plan is not executed, see planned_only.",
+        description="Programs of all ranks. None if the plan has estimates only; the field planned_only says why.",
     )
-    topology: Topology = Field(description="The cluster.")
-    devices: tuple[int, ...] = Field(description="The device of the topology on which each rank runs.")
-    constraints: Constraints = Field(description="What the user fixed.")
+    topology: Topology = Field(description="Cluster for which the plan was made.")
+    devices: tuple[int, ...] = Field(
+        description="Index of the device of each rank, in the order of the ranks. Devices of the topology are "
+        "numbered from 0."
+    )
+    constraints: Constraints = Field(description="Choices that the user fixed.")
     profile: ExecutionProfile = Field(
         OURS,
-        description="How the plan is executed: by our runtime, or by the framework for which it is predicted.",
+        description="How the plan is executed: by the runtime of this project, or by another framework whose step "
+        "time and memory are predicted.",
     )
-    estimate: Estimate = Field(description="Time and memory of a step.")
-    certificate: Certificate = Field(description="How good the plan is, and what else there was.")
-    shares: OperatorShare = Field(description="How much of the work is sharded.")
+    estimate: Estimate = Field(description="Estimated time and memory of a step.")
+    certificate: Certificate = Field(
+        description="Optimality gap of the plan, lower bound, and outcomes of the other candidates."
+    )
+    shares: OperatorShare = Field(
+        description="Fraction of the model's work that is sharded, and operators that cannot be sharded."
+    )
     model: str = Field(description="Class name of the model.")
-    precision: str | None = Field(default=None, description="The type that was asked for. None: as the parameters are.")
-    optimizer: str = Field(default="adamw", description="The optimizer whose states are counted.")
-    notes: tuple[str, ...] = Field(
-        default=(), description="What to know about the model and the plan, a sentence each."
+    precision: str | None = Field(
+        default=None,
+        description="Precision that the user requested, such as bf16 or fp8. None means the types of the parameters.",
     )
+    optimizer: str = Field(
+        default="adamw", description="Optimizer whose states the memory estimate contains, such as adamw."
+    )
+    notes: tuple[str, ...] = Field(default=(), description="Remarks on the model and the plan, one sentence each.")
     context: tuple[ContextWay, ...] = Field(
-        default=(), description="The algorithms of attention that were compared, where cp is more than 1."
+        default=(),
+        description="Step times with each algorithm of context-parallel attention; empty without context "
+        "parallelism (cp=1).",
     )
-    objective: Literal["train", "infer"] = Field(default="train", description="What a step is: training, or inference.")
-    global_batch: int = Field(default=0, description="Samples of a step.")
+    objective: Literal["train", "infer"] = Field(
+        default="train", description="Kind of step: training (train), or forward only (infer)."
+    )
+    global_batch: int = Field(default=0, description="Number of samples per step, over all ranks.")
     planned_only: tuple[str, ...] = Field(
-        default=(), description='What of the plan is not executed, as "dispatch=once"; such a plan has no program.'
+        default=(),
+        description='Reasons why the plan has estimates but no program, such as "dispatch=once" or '
+        '"estimate_only=True"; empty if it has a program.',
     )
     in_host: tuple[str, ...] = Field(
-        default=(), description="Of a plan without a program: kinds of what is kept in host memory."
+        default=(),
+        description="Kinds of data in host memory (optimizer, activations, parameters, disk); used only if the plan "
+        "has no program.",
     )
     of_replicas: tuple[int, ...] = Field(
-        default=(), description="Of a plan without a program: microbatches of each rank of dp, where they differ."
+        default=(),
+        description="Number of microbatches of each data-parallel rank, if these numbers differ; otherwise empty. "
+        "Used only if the plan has no program.",
     )
     lacking: str = Field(
         default="",
-        description="What did not fit on the devices alone, where offload was chosen without being asked for.",
+        description="Shortage of device memory for which the search chose offload although the user did not request "
+        "it; empty if it did not.",
     )
 
     further: dict[str, FurtherProgram] = Field(
-        default_factory=dict, description="Name to a further program over the layout of the state of program."
+        default_factory=dict,
+        description='Further programs on the same sharded parameters, by name, such as an evaluation ("eval") or a '
+        'step for another batch shape ("step 8x512").',
     )
     padding: BatchPadding | None = Field(
-        default=None, description="The shape of the batches of program. None: batches are as they were planned."
+        default=None,
+        description="Batch shape of the main program, and how smaller batches are padded to it. None if batches "
+        "have exactly the planned shape.",
     )
     weights: str = Field(
-        default="", description="The folder with the model's weights, if it was planned from its configuration."
+        default="",
+        description="Folder with the model's weights, if the plan was made from a model configuration; otherwise "
+        "empty.",
     )
 
     @property

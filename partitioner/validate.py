@@ -88,9 +88,10 @@ def check_precision(topology: Topology, precision: str | None, fp8_scaling: str 
     if lacking:
         listed = ", ".join(topology.types[lacking[0]].peak)
         raise InputsError(
-            f'precision="fp8", but {" and ".join(lacking)} of {topology.name} cannot multiply in it: expected fp8 in '
-            f"the peak of every kind of device, as of h100-sxm; {lacking[0]} lists {listed}; plan with "
-            'precision="bf16" or "fp16"; where the devices do have it, give its rate, like peak: {fp8: 1979 TFLOP/s}'
+            f'precision="fp8", but {" and ".join(lacking)} of {topology.name} cannot compute matrix products '
+            f"in fp8: expected fp8 in the peak of every kind of device, as of h100-sxm; {lacking[0]} lists "
+            f'{listed}; plan with precision="bf16" or "fp16"; if the devices do support fp8, give its rate in '
+            f"the topology, like peak: {{fp8: 1979 TFLOP/s}}"
         )
     lacking = sorted(k for k in {k for k, _ in topology.paces[0]} if not topology.types[k].has_mxfp8)
     if fp8_scaling == "block" and lacking:
@@ -148,8 +149,9 @@ def check_work(model: FoldedModel, train: bool) -> None:
     if not any(state.requires_grad for state in model.states.values()):
         count = sum(state.kind == "parameter" for state in model.states.values())
         raise InputsError(
-            f"training needs parameters that the loss depends on: of {count} none asks for a gradient that reaches it; "
-            'look for requires_grad_(False), detach() and torch.no_grad(), or give objective="infer"'
+            f"training needs parameters that the loss depends on: none of {count} requires a gradient and "
+            "affects the loss; look for requires_grad_(False), detach() and torch.no_grad(), or give "
+            'objective="infer"'
         )
 
 

@@ -51,7 +51,7 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
     calls = limits.calls if limits is not None else sum(stage.num_calls for stage in plan.estimate.stages)
     if calls and (merged.pp or 1) > calls:
         raise ConstraintError(
-            f"the model has {calls} calls that can be placed on stages, and each stage needs at least one"
+            f"the model has {calls} block calls (such as layers), and each pipeline stage needs at least one"
         )
     if limits is not None and plan.global_batch:
         list_candidates(_rebuild_search_space(plan, limits, merged))
@@ -448,7 +448,7 @@ def _answer_by_planning(
     if other.offload != plan.offload:
         marks += tuple(f"{where}: {what}." for where, what in hosted.items() if what)
     if other.constraints.group_size != plan.constraints.group_size:
-        marks += ("It computes another step: samples meet within other groups (couple, microbatch_size).",)
+        marks += ("Its step has other results: samples interact within other groups (couple, microbatch_size).",)
     best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})
     return _explain_slower(plan, asked, best, marks, other)
 

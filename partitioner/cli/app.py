@@ -95,57 +95,92 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the plan to this JSON file.", show_default=False)
     ] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages.", show_default=False)] = None,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.", show_default=False)] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
-    microbatch: Annotated[int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)] = None,
-    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks.", show_default=False)] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="Number of pipeline stages (ranks of a pipeline).", show_default=False)
+    ] = None,
+    dp: Annotated[int | None, typer.Option(help="Number of data-parallel ranks.", show_default=False)] = None,
+    tp: Annotated[int | None, typer.Option(help="Number of tensor-parallel ranks.", show_default=False)] = None,
+    microbatch: Annotated[
+        int | None,
+        typer.Option(help="Number of samples of a microbatch on one data-parallel rank.", show_default=False),
+    ] = None,
+    cp: Annotated[
+        int | None,
+        typer.Option(help="Number of context-parallel ranks, over which each sequence is sharded.", show_default=False),
+    ] = None,
     context: Annotated[
         str | None,
-        typer.Option(help="Attention over cp: `ring`, `all_gather` or `ulysses`.", show_default=False),
+        typer.Option(
+            help="Algorithm of context-parallel attention: `ring`, `all_gather` or `ulysses`.", show_default=False
+        ),
     ] = None,
-    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks.", show_default=False)] = None,
-    etp: Annotated[int | None, typer.Option(help="Ranks per expert: 1, or as many as tp.", show_default=False)] = None,
+    ep: Annotated[
+        int | None,
+        typer.Option(help="Number of expert-parallel ranks, over which experts are distributed.", show_default=False),
+    ] = None,
+    etp: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of ranks over which each expert is sharded: 1, or the value of `--tp`.", show_default=False
+        ),
+    ] = None,
     zero: Annotated[
-        int | None, typer.Option(help="Stage of state sharding (ZeRO), 0 to 3.", show_default=False)
+        int | None,
+        typer.Option(
+            help="ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters (FSDP).",
+            show_default=False,
+        ),
     ] = None,
     dp_shard: Annotated[
         int | None,
-        typer.Option(help="Data-parallel ranks over which states are sharded; default: all.", show_default=False),
+        typer.Option(
+            help="Number of data-parallel ranks over which ZeRO shards states (hybrid sharding).", show_default=False
+        ),
     ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="`1f1b`, `gpipe`, `interleaved`, `zb-1p`, `zb-2p`, `zb-v`, `dualpipe-v`, or a CSV file.",
+            help="Pipeline schedule: `1f1b`, `gpipe`, `interleaved`, `zb-1p`, `zb-2p`, `zb-v`, `dualpipe-v`, or a "
+            "CSV file.",
             show_default=False,
         ),
     ] = None,
-    virtual_stages: Annotated[int | None, typer.Option(help="Stages per pipeline rank.", show_default=False)] = None,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Number of virtual stages on each pipeline rank.", show_default=False)
+    ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(
-            help="Recompute `none`, `scores`, `selective` (cheap operators), `alternate` or `full`.", show_default=False
+            help="Activations that backward recomputes: `none`, `scores` (attention scores), `selective` (cheap "
+            "operators), `alternate` (also every second matrix product) or `full` (whole layers).",
+            show_default=False,
         ),
     ] = None,
     sequence_parallel: Annotated[
-        bool | None, typer.Option(help="Shard values between blocks over tp where this is faster.", show_default=False)
+        bool | None,
+        typer.Option(
+            help="Shard activations between layers over the tensor-parallel ranks where this is faster, or never.",
+            show_default=False,
+        ),
     ] = None,
     more: Annotated[
         str | None,
         typer.Option(
             "--constraints",
             metavar="NAME=VALUE,...",
-            help="Any other constraints; join several values of one by +.",
+            help="Further constraints, like `stage_of=embed:0+head:-1`; several values of one constraint are "
+            "joined by +.",
             show_default=False,
         ),
     ] = None,
     ahead: Annotated[
-        bool, typer.Option("--ahead", help="Larger search: every schedule, and tensor parallelism over two nodes.")
+        bool,
+        typer.Option("--ahead", help="Search more candidates: every schedule, and tensor parallelism over two nodes."),
     ] = False,
     profile: Profile = None,
     precision: Precision = None,
     global_batch: GlobalBatch = None,
-    objective: Annotated[str, typer.Option(help="`train` or `infer`.")] = "train",
+    objective: Annotated[str, typer.Option(help="Kind of step: `train`, or `infer` (forward only).")] = "train",
     optimizer: Optimizer = "adamw",
     seq: Seq = None,
     task: TaskName = None,
@@ -212,7 +247,12 @@ def plan(
 )
 def show(
     plan_file: PlanFile,
-    rank: Annotated[int | None, typer.Option(help="Show the program of this rank.", show_default=False)] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            help="Show the program of this rank (counted from 0) in place of the summary.", show_default=False
+        ),
+    ] = None,
     svg: Picture = None,
     timeline: Chart = None,
     topology: Layout = None,
@@ -247,14 +287,18 @@ def explain(
         typer.Option(
             "--why-not",
             metavar="NAME=VALUE,...",
-            help="Explain why the plan does not have these values.",
+            help="Explain why the plan does not have these constraints: what they would cost, or why they are "
+            "impossible.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="The model, to plan these values if the plan file has no answer.", show_default=False
+            metavar="MODEL",
+            help="The model of the plan, in the form that `partitioner plan` takes. With it, a plan with the "
+            "values of `--why-not` is searched for if the plan file has no answer.",
+            show_default=False,
         ),
     ] = None,
     task: TaskName = None,
@@ -286,7 +330,7 @@ def explain(
 @app.command(epilog=format_examples("partitioner diff before.json after.json"))
 def diff(
     plan_file: PlanFile,
-    other: Annotated[Path, typer.Argument(help="The plan to compare it with.", show_default=False)],
+    other: Annotated[Path, typer.Argument(help="JSON file of the plan to compare with.", show_default=False)],
 ) -> None:
     """Print the differences between two plans, and how they change step time and memory."""
     from partitioner import Plan
@@ -308,7 +352,7 @@ def prove(plan_file: PlanFile) -> None:
 def verify(
     plan_file: PlanFile,
     function: ModelFunction,
-    rows: Annotated[int, typer.Option(help="How many of the largest errors to list.")] = 5,
+    rows: Annotated[int, typer.Option(help="Number of the largest differences to list.")] = 5,
     task: TaskName = None,
     lora: Adapters = None,
 ) -> None:
@@ -349,9 +393,9 @@ def check(
             show_default=False,
         ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Number of processes. They communicate over Gloo.")] = 2,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which all processes are ended.")] = 120.0,
-    rows: Annotated[int, typer.Option(min=1, help="How many names to list for each cause.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of processes (ranks), which communicate over Gloo.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which all processes are terminated.")] = 120.0,
+    rows: Annotated[int, typer.Option(min=1, help="Number of parameters or outputs to list for each cause.")] = 8,
 ) -> None:
     """Run a model that is distributed by other means (FSDP, DTensor, pipelining, your own collectives) on this machine
     in float64; compare outputs, loss and every gradient with the plain model, and name likely causes of differences.
@@ -388,7 +432,7 @@ def check(
 def run(
     plan_file: PlanFile,
     function: ModelFunction,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, all on the same batch.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps, all on the same batch.")] = 10,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
     task: TaskName = None,
     lora: Adapters = None,
@@ -412,13 +456,26 @@ def run(
     )
 )
 def topology(
-    name: Annotated[str, typer.Argument(help="`local:4`, a preset like `dgx-h100:2`, `detect` or a YAML file.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="The cluster: `local:4` (4 ranks on this machine), a preset and a number of nodes like `dgx-h100:2`, "
+            "`detect` (the devices of this machine) or a YAML file."
+        ),
+    ],
     yaml: Annotated[
-        bool, typer.Option("--yaml", help="Print it as YAML, which you can edit and pass to `plan`.")
+        bool,
+        typer.Option(
+            "--yaml",
+            help="Print the topology as YAML, which can be edited and passed to `partitioner plan --topology`.",
+        ),
     ] = False,
-    svg: Annotated[Path | None, typer.Option(help="Draw it to this SVG file.", show_default=False)] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the devices and links to this SVG file.", show_default=False)
+    ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write its picture and tables to this HTML file.", show_default=False)
+        Path | None,
+        typer.Option(help="Write the picture and the tables of the topology to this HTML file.", show_default=False),
     ] = None,
 ) -> None:
     """Show the devices and links of a topology."""
@@ -455,10 +512,15 @@ def profile(
     ),
     ranks: Annotated[
         int | None,
-        typer.Option(help="Ranks on this machine; default: one per GPU, or one per core.", show_default=False),
+        typer.Option(
+            help="Number of ranks on this machine; default: one per GPU or, without GPUs, one per CPU core.",
+            show_default=False,
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="`cuda` or `cpu`; default: `cuda` if there is a GPU.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure for some seconds only; less accurate.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Device to measure: `cuda` or `cpu`; default: `cuda` if there is a GPU.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for a few seconds only, with less accuracy.")] = False,
 ) -> None:
     """Measure this machine, and write a topology file that `plan --topology` reads.
 

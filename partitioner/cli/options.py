@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from partitioner.plan import Plan
     from partitioner.pretrained.load import PretrainedModel
 
-PlanFile = Annotated[Path, typer.Argument(help="A plan, as `partitioner plan -o` writes it.", show_default=False)]
+PlanFile = Annotated[
+    Path, typer.Argument(help="JSON file of a plan, as `partitioner plan -o` writes it.", show_default=False)
+]
 
 ModelFunction = Annotated[
     str,
@@ -38,33 +40,53 @@ ModelFunction = Annotated[
 ]
 Cluster = Annotated[
     str,
-    typer.Option("--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), `detect` or a YAML file."),
+    typer.Option(
+        "--topology",
+        "-t",
+        help="The cluster: `local:4` (4 ranks on this machine), a preset and a number of nodes like `dgx-h100:2`, "
+        "`detect` (the devices of this machine) or a YAML file.",
+    ),
 ]
 Pins = Annotated[
     str | None,
-    typer.Option(metavar="NAME=VALUE,...", help="Constraints that fix a part of the plan.", show_default=False),
+    typer.Option(
+        metavar="NAME=VALUE,...",
+        help="Constraints that fix a part of the plan, like `tp=2,zero=3`; the search chooses the rest.",
+        show_default=False,
+    ),
 ]
-Picture = Annotated[Path | None, typer.Option(help="Draw the stages to this SVG file.", show_default=False)]
-Chart = Annotated[Path | None, typer.Option(help="Draw the schedule over time to this SVG file.", show_default=False)]
+Picture = Annotated[
+    Path | None, typer.Option(help="Draw the graph of stages and blocks to this SVG file.", show_default=False)
+]
+Chart = Annotated[Path | None, typer.Option(help="Draw the timeline of a step to this SVG file.", show_default=False)]
 Layout = Annotated[
-    Path | None, typer.Option(help="Draw the ranks on their devices to this SVG file.", show_default=False)
+    Path | None,
+    typer.Option(
+        help="Draw the devices and links, with the rank on each device, to this SVG file.", show_default=False
+    ),
 ]
-Memory = Annotated[Path | None, typer.Option(help="Draw the memory over time to this SVG file.", show_default=False)]
+Memory = Annotated[
+    Path | None, typer.Option(help="Draw the memory of the ranks during a step to this SVG file.", show_default=False)
+]
 Html = Annotated[
     Path | None,
     typer.Option("--html", help="Write a report with all pictures and tables to this HTML file.", show_default=False),
 ]
 Precision = Annotated[
     str | None,
-    typer.Option(help="`bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: the dtype of the parameters."),
+    typer.Option(
+        help="Precision of the computation: `bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: the dtype of "
+        "the parameters."
+    ),
 ]
 GlobalBatch = Annotated[
     int | None,
     typer.Option(
         "--global-batch",
         "--batch",
-        help="Samples of a step, over all ranks. With a function, its inputs then only give the shapes. Default: the "
-        "batch of the function's inputs; for a configuration, 8 per device.",
+        help="Number of samples per step, over all ranks. The inputs of a `FILE.py:FUNCTION` then give only the "
+        "shapes. "
+        "Default: the batch of these inputs; for a configuration, 8 per device.",
         show_default=False,
     ),
 ]
@@ -72,8 +94,8 @@ Seq = Annotated[
     int | None,
     typer.Option(
         "--seq",
-        help="For a configuration: tokens per sample (audio: samples of a waveform, or frames); default: 2,048, or the "
-        "number of positions of the model.",
+        help="For a configuration: number of tokens per sample (audio: samples of a waveform, or frames); default: "
+        "2,048, or the number of positions of the model if that is smaller.",
         show_default=False,
     ),
 ]
@@ -81,8 +103,8 @@ TaskName = Annotated[
     str | None,
     typer.Option(
         "--task",
-        help="For a configuration: `causal`, `seq2seq`, `masked`, `image`, `audio`, `contrastive` or `text`; default: "
-        "the task of its `architectures`, or of its model type.",
+        help="For a configuration: training task, one of `causal`, `seq2seq`, `masked`, `image`, `audio`, "
+        "`contrastive` and `text`; default: the task of its `architectures`, or of its model type.",
         show_default=False,
     ),
 ]
@@ -99,16 +121,20 @@ Profile = Annotated[
     str | None,
     typer.Option(
         metavar="NAME,FIELD=VALUE,...",
-        help="Predict how another framework executes the plan: `megatron-core`, `torchtitan` or `deepspeed`.",
+        help="Predict time and memory under another framework: `megatron-core`, `torchtitan` or `deepspeed`. The "
+        "plan then has estimates and no program.",
         show_default=False,
     ),
 ]
-Optimizer = Annotated[str, typer.Option(help="The optimizer, whose states must fit in memory.")]
+Optimizer = Annotated[
+    str, typer.Option(help="Optimizer whose states need memory: `adamw`, `adam`, `sgd_momentum`, `sgd` or `none`.")
+]
 Meta = Annotated[
     bool,
     typer.Option(
         "--meta",
-        help="Create a function's model on the meta device, without memory for weights. (A configuration's always is.)",
+        help="Create the model of a `FILE.py:FUNCTION` on the meta device, without memory for weights. A model "
+        "from a configuration is always created there.",
     ),
 ]
 
@@ -137,7 +163,8 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
     if twice:
         name = twice[0]
         raise TargetError(
-            f"{name} is given twice, {options[name]} by its option and {asked[name]} in --constraints; expected it once"
+            f"{name} is given twice, as {options[name]} by its option and as {asked[name]} in --constraints; "
+            "expected it once"
         )
     return asked | options
 
@@ -287,7 +314,10 @@ def load_target(text: str, *, meta: bool = False, asked: SampleOptions | None = 
         )
     given = [option for option in ("seq", "task", "lora") if getattr(asked, option) is not None]
     if given:
-        raise TargetError(f"--{given[0]} is for a configuration; {text} is a function, which makes the inputs")
+        raise TargetError(
+            f"--{given[0]} applies only to a configuration, but {text} is a function, which creates the inputs "
+            f"itself; leave --{given[0]} out"
+        )
     function = find_user_function(import_user_module(where), where, name)
     import torch  # the user's file has imported it already; a wrong name is reported without it
 

@@ -50,24 +50,28 @@ def predict(
         str | None,
         typer.Option(
             metavar="TEXT|FILE",
-            help="A Megatron-LM command line, a script that has one, or a YAML file of Megatron-Bridge.",
+            help="Megatron-LM: a command line, or a script that contains one, or a YAML file of Megatron-Bridge.",
             show_default=False,
         ),
     ] = None,
     torchtitan: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A TOML file, or `FILE.py:FUNCTION` of torchtitan 0.3.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="torchtitan: a TOML file, or `FILE.py:FUNCTION` of version 0.3.", show_default=False
+        ),
     ] = None,
     deepspeed: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A JSON file of DeepSpeed.", show_default=False)
+        str | None, typer.Option(metavar="FILE", help="DeepSpeed: a JSON configuration file.", show_default=False)
     ] = None,
     accelerate: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A YAML file of accelerate.", show_default=False)
+        str | None, typer.Option(metavar="FILE", help="accelerate: a YAML configuration file.", show_default=False)
     ] = None,
     transformers: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="A JSON file with a `DistributedConfig` or `TrainingArguments`.", show_default=False
+            metavar="FILE",
+            help="transformers: a JSON file with a `DistributedConfig` or `TrainingArguments`.",
+            show_default=False,
         ),
     ] = None,
     more: Annotated[
@@ -75,7 +79,7 @@ def predict(
         typer.Option(
             "--set",
             metavar="NAME=VALUE,...",
-            help="Fields of the layout that the configuration does not set, like `recompute=full`.",
+            help="Values for fields of `TrainingLayout` that the configuration does not set, like `recompute=full`.",
             show_default=False,
         ),
     ] = None,
@@ -83,7 +87,8 @@ def predict(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Options that belong to the training script, not the framework.",
+            help="Options in the configuration to ignore, because they belong to the training script and not to "
+            "the framework.",
             show_default=False,
         ),
     ] = None,
@@ -93,12 +98,18 @@ def predict(
     task: TaskName = None,
     lora: Adapters = None,
     meta: Meta = False,
-    alone: Annotated[bool, typer.Option("--alone", help="Do not make our own plan for comparison.")] = False,
+    alone: Annotated[
+        bool,
+        typer.Option("--alone", help="Predict the given layout only; do not search for the best plan for comparison."),
+    ] = False,
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds after which each search ends with the best plan so far.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write our own plan to this JSON file.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Write the best plan that the search found to this JSON file.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Predict step time and memory of another framework's configuration, and compare it with our own plan.
@@ -150,15 +161,15 @@ def export(
     format: Annotated[
         str,
         typer.Argument(
-            help="`megatron`, `torchtitan`, `deepspeed`, `accelerate` or `transformers`: a configuration. "
-            "`perfetto`: the simulated step as a trace. `model-explorer`: graphs of stages and operators.",
+            help="`megatron`, `torchtitan`, `deepspeed`, `accelerate` or `transformers`: a configuration of this "
+            "framework. `perfetto`: the simulated step as a trace. `model-explorer`: graphs of stages and operators.",
             show_default=False,
         ),
     ],
     out: Annotated[
         Path,
         typer.Argument(
-            help="The file to write. torchtitan: `.py`, or `.toml` for versions up to 0.2; Megatron: `.yaml` for "
+            help="File to write. torchtitan: `.py`, or `.toml` for versions up to 0.2; Megatron: `.yaml` for "
             "Megatron-Bridge.",
             show_default=False,
         ),

@@ -28,17 +28,28 @@ def launch(
     script: Annotated[
         str | None,
         typer.Argument(
-            help="The training script; without one, `-m partitioner.runtime` trains the plan.", show_default=False
+            help="Training script; default: `-m partitioner.runtime`, which trains the plan on random or given "
+            "batches.",
+            show_default=False,
         ),
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script, after `--`.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments for the script, after `--`.", show_default=False)
     ] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Write a script for `sbatch` instead of commands.")] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often ranks are restarted after a failure.")] = 3,
-    time: Annotated[str | None, typer.Option(help="Slurm: the time limit, like 24:00:00.", show_default=False)] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm: the partition (queue).", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it to this file.", show_default=False)] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Print a batch script for `sbatch` instead of torchrun commands.")
+    ] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts after failures.")] = 3,
+    time: Annotated[
+        str | None, typer.Option(help="Time limit of the Slurm job, like 24:00:00.", show_default=False)
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="Slurm partition (queue) of the job.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Write the commands or the batch script to this file.", show_default=False),
+    ] = None,
 ) -> None:
     """Print how to start a plan on its nodes: torchrun commands, or a batch script for Slurm."""
     from partitioner import Plan
@@ -69,7 +80,8 @@ def trace(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="The folder of `Watch`, or of PARTITION_WATCH, in a run.",
+            help="Folder with the events of a run, which `partitioner.Watch` or the variable PARTITION_WATCH "
+            "named; without it, only the predicted step is written.",
             show_default=False,
         ),
     ] = None,
@@ -87,7 +99,9 @@ def trace(
 
 def compare(
     plan_file: PlanFile,
-    trace_file: Annotated[Path, typer.Argument(help="A measured step, from `partitioner trace`.", show_default=False)],
+    trace_file: Annotated[
+        Path, typer.Argument(help="Trace of a measured step, as `partitioner trace` writes it.", show_default=False)
+    ],
 ) -> None:
     """Compare the predicted step of a plan with a measured step, and print where they differ."""
     from partitioner import Plan
@@ -100,11 +114,12 @@ def compare(
 def compare_runs(
     one: Annotated[
         Path,
-        typer.Argument(
-            help="The folder of a run that partitioner.debug.record_hashes has written.", show_default=False
-        ),
+        typer.Argument(help="Folder that `partitioner.debug.record_hashes` wrote in a run.", show_default=False),
     ],
-    other: Annotated[Path, typer.Argument(help="The folder of another run.", show_default=False)],
+    other: Annotated[
+        Path,
+        typer.Argument(help="Folder that `partitioner.debug.record_hashes` wrote in another run.", show_default=False),
+    ],
 ) -> None:
     """Compare two runs bitwise, and print the first operator whose results differ. The exit code is 1 if there is
     one.

@@ -44,10 +44,12 @@ def add_size_command(app: typer.Typer) -> None:
 
 def size(
     function: ModelFunction,
-    machine: Annotated[str, typer.Argument(help="A preset, like `dgx-h100`: one node of the cluster.")],
+    machine: Annotated[str, typer.Argument(help="Preset of one node of the cluster, like `dgx-h100`.")],
     step_time: Annotated[float | None, typer.Option(help="Maximum step time in seconds.", show_default=False)] = None,
-    minimise: Annotated[str, typer.Option(help="`nodes`, `money` or `energy` per step, or `time`.")] = "nodes",
-    nodes: Annotated[str, typer.Option(metavar="N,N,...", help="The numbers of nodes to try.")] = "1,2,4,8,16,32,64",
+    minimise: Annotated[
+        str, typer.Option(help="Quantity to minimise: `nodes` (their number), or `money`, `energy` or `time` per step.")
+    ] = "nodes",
+    nodes: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of nodes to try.")] = "1,2,4,8,16,32,64",
     constraints: Pins = None,
     profile: Profile = None,
     precision: Precision = None,
@@ -58,12 +60,18 @@ def size(
     lora: Adapters = None,
     meta: Meta = False,
     time_limit: Annotated[
-        float | None, typer.Option(help="Seconds after which the search for each size ends with its best plan so far.")
+        float | None,
+        typer.Option(help="Seconds after which the search for each number of nodes ends with its best plan so far."),
     ] = None,
-    every: Annotated[bool, typer.Option("--every", help="Plan all sizes, also those larger than necessary.")] = False,
+    every: Annotated[
+        bool, typer.Option("--every", help="Plan all numbers of nodes, also those larger than necessary.")
+    ] = False,
     svg: Annotated[
         Path | None,
-        typer.Option(help="Draw throughput and MFU over ranks to this SVG file; plans all sizes.", show_default=False),
+        typer.Option(
+            help="Draw throughput and MFU over the number of ranks to this SVG file; implies `--every`.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the chosen plan to this JSON file.", show_default=False)
@@ -138,12 +146,14 @@ def add_budget_command(app: typer.Typer) -> None:
 def budget(
     plan_file: PlanFile,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the run, like `15T` or `300B`.", show_default=False)
+        str | None, typer.Option(help="Length of the training run in tokens, like `15T` or `300B`.", show_default=False)
     ] = None,
     samples: Annotated[
-        str | None, typer.Option(help="Samples of the run, instead of tokens.", show_default=False)
+        str | None, typer.Option(help="Length of the training run in samples, instead of tokens.", show_default=False)
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of the run, instead of tokens.", show_default=False)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Length of the training run in steps, instead of tokens.", show_default=False)
+    ] = None,
     price: Annotated[
         float | None,
         typer.Option(help="US dollars per device and hour; default: the price in the topology.", show_default=False),
@@ -176,9 +186,15 @@ def add_largest_command(app: typer.Typer) -> None:
 def largest(
     function: ModelFunction,
     topology: Cluster,
-    of: Annotated[str, typer.Option(help="Find the largest `microbatch` or the longest `sequence`.")] = "sequence",
+    of: Annotated[
+        str, typer.Option(help="Quantity to maximise: `microbatch` (samples) or `sequence` (tokens).")
+    ] = "sequence",
     most: Annotated[
-        int, typer.Option(help="The largest size to try; for a configuration at most its number of positions.")
+        int,
+        typer.Option(
+            help="Largest size to try, in samples or tokens. For a configuration, sequences are at most as long as "
+            "its number of positions."
+        ),
     ] = 2**24,
     constraints: Pins = None,
     profile: Profile = None,
@@ -234,7 +250,10 @@ def fit(
     function: ModelFunction,
     topology: Cluster,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens of a training run, like `15T` or `300B`.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Length of a training run in tokens, like `15T` or `300B`, for its time and cost.", show_default=False
+        ),
     ] = None,
     price: Annotated[
         float | None,

@@ -178,7 +178,7 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
         if stage < before:
             raise EmitError(
                 f"call {call.path!r} is on stage {stage} but {before_path!r} before it is on stage {before}; "
-                "stages are contiguous runs of calls: they may not step back"
+                "expected stages that do not decrease in the order of the calls"
             )
         before, before_path = stage, call.path
 

@@ -105,8 +105,8 @@ def notes_on_precision(
     if setting == "highest" or precision != "fp32" or torch_device(topology) != "cuda":
         return ()
     return (
-        f"torch.set_float32_matmul_precision({setting!r}) is of this process and left out: "
-        'partition(..., precision="tf32") plans for products in TF32, and runs them so',
+        f"torch.set_float32_matmul_precision({setting!r}) is a setting of this process, which plans ignore; "
+        'use partition(..., precision="tf32") to plan and run matrix products in TF32',
     )
 
 

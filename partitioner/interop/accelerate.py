@@ -31,15 +31,19 @@ _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _PREFIX = "parallelism_config."
 _WHERE = "the accelerate configuration"
 _BEYOND = {
-    "dynamo_config": "what the compiler fuses is not known",
-    "dynamo_backend": "what the compiler fuses is not known",
-    "fsdp_config.fsdp_forward_prefetch": "parameters are gathered ahead of their layer",
-    "fsdp_config.fsdp_backward_prefetch": "parameters are gathered ahead of their layer",
-    "fsdp_config.fsdp_backward_prefetch_policy": "parameters are gathered ahead of their layer",
-    "fsdp_config.fsdp_auto_wrap_policy": "parameters are gathered layer by layer",
-    "fsdp_config.fsdp_min_num_params": "parameters are gathered layer by layer",
-    "fsdp_config.fsdp_ignored_modules": "states of all modules are sharded",
-    "fsdp_config.fsdp_activation_checkpointing_offload": "inputs of layers stay on the device",
+    "dynamo_config": "the fusion of operators by the compiler is not modelled",
+    "dynamo_backend": "the fusion of operators by the compiler is not modelled",
+    "fsdp_config.fsdp_forward_prefetch": "the prediction assumes that parameters are gathered ahead of their layer",
+    "fsdp_config.fsdp_backward_prefetch": "the prediction assumes that parameters are gathered ahead of their layer",
+    "fsdp_config.fsdp_backward_prefetch_policy": (
+        "the prediction assumes that parameters are gathered ahead of their layer"
+    ),
+    "fsdp_config.fsdp_auto_wrap_policy": "the prediction assumes that parameters are gathered layer by layer",
+    "fsdp_config.fsdp_min_num_params": "the prediction assumes that parameters are gathered layer by layer",
+    "fsdp_config.fsdp_ignored_modules": "the prediction assumes that the states of all modules are sharded",
+    "fsdp_config.fsdp_activation_checkpointing_offload": (
+        "the prediction assumes that saved inputs of layers stay on the device"
+    ),
     "megatron_lm_config.megatron_lm_gradient_clipping": "has no effect on the time or memory of a planned step",
 }  # fmt: skip
 

@@ -19,39 +19,54 @@ _LAX = ("activation_checkpointing", "pipeline", "expert_parallel", "optimizer", 
 _MICRO, _STEPS, _TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 _BEYOND = {
-    "amp": "mixed precision of Apex is not known",
-    "communication_data_type": "gradients are reduced in the type of the profile",
-    "seq_parallel_communication_data_type": "activations are exchanged in their own type",
-    "fp32_allreduce": "gradients are reduced in the type of the profile",
-    "sparse_gradients": "gradients are dense",
-    "zero_optimization.zero_hpz_partition_size": "a second copy of parameters in each node is not known",
-    "zero_optimization.zero_quantized_weights": "parameters are gathered in their own type",
-    "zero_optimization.zero_quantized_gradients": "gradients are reduced in the type of the profile",
-    "zero_optimization.zero_quantized_nontrainable_weights": "parameters are gathered in their own type",
-    "zero_optimization.round_robin_gradients": "gradients go to their owners in order",
-    "zero_optimization.zenflow": "updates that wait are not known",
-    "zero_optimization.stage3_param_persistence_threshold": "which small parameters stay whole is chosen by the plan",
-    "zero_optimization.param_persistence_threshold": "which small parameters stay whole is chosen by the plan",
-    "zero_optimization.stage3_max_live_parameters": "parameters are freed after their layer",
-    "zero_optimization.reduce_bucket_size": "sizes of buckets are chosen by the plan",
-    "zero_optimization.allgather_bucket_size": "sizes of buckets are chosen by the plan",
-    "zero_optimization.stage3_prefetch_bucket_size": "the next layer is gathered ahead",
-    "activation_checkpointing.partition_activations": "saved activations are not divided over tp",
-    "activation_checkpointing.cpu_checkpointing": "the model's script says what is recomputed; it stays on the device",
+    "amp": "mixed precision by Apex is not modelled",
+    "communication_data_type": "the prediction assumes that gradients are reduced in the type of the execution profile",
+    "seq_parallel_communication_data_type": "the prediction assumes that activations are exchanged in their own type",
+    "fp32_allreduce": "the prediction assumes that gradients are reduced in the type of the execution profile",
+    "sparse_gradients": "the prediction assumes that gradients are dense",
+    "zero_optimization.zero_hpz_partition_size": "a second copy of parameters in each node is not modelled",
+    "zero_optimization.zero_quantized_weights": "the prediction assumes that parameters are gathered in their own type",
+    "zero_optimization.zero_quantized_gradients": (
+        "the prediction assumes that gradients are reduced in the type of the execution profile"
+    ),
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        "the prediction assumes that parameters are gathered in their own type"
+    ),
+    "zero_optimization.round_robin_gradients": (
+        "the prediction assumes that gradients are reduced to their owners in order"
+    ),
+    "zero_optimization.zenflow": "deferred updates are not modelled",
+    "zero_optimization.stage3_param_persistence_threshold": "the plan chooses which small parameters stay unsharded",
+    "zero_optimization.param_persistence_threshold": "the plan chooses which small parameters stay unsharded",
+    "zero_optimization.stage3_max_live_parameters": (
+        "the prediction assumes that parameters are freed after their layer"
+    ),
+    "zero_optimization.reduce_bucket_size": "the plan chooses the sizes of buckets",
+    "zero_optimization.allgather_bucket_size": "the plan chooses the sizes of buckets",
+    "zero_optimization.stage3_prefetch_bucket_size": (
+        "the prediction assumes that the parameters of the next layer are gathered ahead"
+    ),
+    "activation_checkpointing.partition_activations": (
+        "the prediction assumes that saved activations are not sharded over tp"
+    ),
+    "activation_checkpointing.cpu_checkpointing": (
+        "the model's script decides what is recomputed; the prediction assumes that saved inputs stay on the "
+        "device"
+    ),
     "activation_checkpointing.number_checkpoints": "the model's script says what is recomputed",
-    "pipeline.partition": "stages are divided evenly by layers",
-    "tensor_parallel.partition_config": "how single layers are sharded is chosen by the plan",
-    "tensor_parallel.preset_model": "how single layers are sharded is chosen by the plan",
-    "tensor_parallel.tp_overlap_comm": "overlap of single layers is not known",
-    "compile": "what DeepSpeed's compiler changes is not known",
-    "compression_training": "compressed training is not known",
-    "progressive_layer_drop": "layers are never left out",
-    "data_types.param_dtype": "parameters have the type of products",
+    "pipeline.partition": "the prediction assumes that stages have equal numbers of layers",
+    "tensor_parallel.partition_config": "the plan chooses how single layers are sharded",
+    "tensor_parallel.preset_model": "the plan chooses how single layers are sharded",
+    "tensor_parallel.tp_overlap_comm": "the overlap within single layers is not modelled",
+    "compile": "the effect of DeepSpeed's compiler is not modelled",
+    "compression_training": "compressed training is not modelled",
+    "progressive_layer_drop": "the prediction assumes that no layers are dropped",
+    "data_types.param_dtype": "the prediction assumes that parameters have the type of matrix products",
     "hybrid_engine": "generation is not predicted",
     "elasticity": "other numbers of devices are not predicted",
-    "bf16.bf16_master_weights_and_grads": "copies of weights are in float32",
-    "bf16.bf16_optimizer_states": "moments are in float32",
-    "fp16.fp16_master_weights_and_grads": "copies of weights are in float32",
+    "bf16.bf16_master_weights_and_grads": "the prediction assumes that master copies of parameters are in float32",
+    "bf16.bf16_optimizer_states": "the prediction assumes that moments are in float32",
+    "fp16.fp16_master_weights_and_grads": "the prediction assumes that master copies of parameters are in float32",
 }  # fmt: skip
 
 
@@ -133,7 +148,8 @@ def _read_axes(options: Options) -> dict[str, Any]:
         found["recompute"] = "full"
         if interval > 1:
             options.note(
-                "pipeline.activation_checkpoint_interval", "each layer is taken to be saved by itself, not groups"
+                "pipeline.activation_checkpoint_interval",
+                "the prediction assumes that the input of every layer is saved, not only that of a group of layers",
             )
     stage = options.given.get("zero_optimization.stage")
     if pp > 1 and str(stage) in ("2", "3"):
@@ -166,7 +182,11 @@ def _read_batch(options: Options) -> dict[str, Any]:
         and (options.given["tensor_parallel.autotp_size"] not in (0, 1))
     ):
         # DeepSpeed multiplies by all processes; ranks of tp share samples, so the samples of a step are fewer
-        options.note(_TOTAL, "counts each rank of tensor parallelism as a replica; micro batch and steps are taken")
+        options.note(
+            _TOTAL,
+            "counts each rank of tensor parallelism as a replica; the prediction uses the micro batch size and "
+            "the accumulation steps instead",
+        )
         return {"microbatch_size": micro, "microbatches": steps} if steps else {"microbatch_size": micro}
     return {"microbatch_size": micro, "microbatches": steps, "global_batch": total}
 
@@ -194,9 +214,14 @@ def _read_states(options: Options) -> dict[str, Any]:
             "stage 3, or a ratio of 1"
         )
     if share < 1:
-        options.note("zero_optimization.offload_optimizer.ratio", "all states of the optimizer are taken to be moved")
+        options.note(
+            "zero_optimization.offload_optimizer.ratio",
+            "the prediction assumes that all optimizer states are offloaded",
+        )
     if weights == _DISK:
-        options.note("zero_optimization.offload_param.device", "parameters are taken to be in host memory")
+        options.note(
+            "zero_optimization.offload_param.device", "the prediction assumes that parameters are in host memory"
+        )
     if (weights != _NOTHING and stage < 3) or (moved != _NOTHING and stage == 0):
         options.note(f"zero_optimization.{'offload_param' if weights != _NOTHING else 'offload_optimizer'}.device",
                      f"has no effect under stage {stage}")  # fmt: skip
@@ -245,7 +270,9 @@ def _read_optimizer(options: Options) -> str | None:
     if name is None:
         return None
     if name.lower() not in _OPTIMIZERS:
-        options.note("optimizer.type", "is not known here; its states are taken to be those of Adam")
+        options.note(
+            "optimizer.type", "is not known to this project; the prediction assumes the optimizer states of Adam"
+        )
     params = options.given.get("optimizer.params")
     options.note("optimizer.params", "have no effect on the time or memory of a planned step")
     plain = isinstance(params, Mapping) and not params.get("momentum")

@@ -46,9 +46,12 @@ class UnusedOption(BaseModel, metaclass=DocumentedModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    option: str = Field(description="The option as the configuration writes it.")
-    value: str = Field(description="The given value, as text.")
-    reason: str = Field(description="Why it has no effect on the plan, or what cannot be expressed.")
+    option: str = Field(description="Option as it is written in the configuration.")
+    value: str = Field(description="Value of the option in the configuration, as text; empty if there is none.")
+    reason: str = Field(
+        description="Reason why the option has no effect on the plan, or why the configuration format cannot "
+        "express it."
+    )
 
     def __str__(self) -> str:
         return f"{self.option}={self.value}: {self.reason}" if self.value else f"{self.option}: {self.reason}"
@@ -65,58 +68,125 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    framework: str = Field(description="The format of the configuration: megatron, torchtitan, deepspeed, ...")
+    framework: str = Field(description="Format of the configuration, such as megatron, torchtitan or deepspeed.")
 
     # Mesh
 
-    pp: PositiveInt = Field(default=1, description="Pipeline ranks.")
-    dp: PositiveInt | None = Field(default=None, description="Data-parallel ranks. None: the rest of the devices.")
-    cp: PositiveInt = Field(default=1, description="Context-parallel ranks, which share each sequence.")
-    tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks.")
-    ep: PositiveInt = Field(default=1, description="Expert-parallel ranks.")
-    etp: PositiveInt | None = Field(default=None, description="Ranks that share one expert. None: not said.")
+    pp: PositiveInt = Field(default=1, description="Number of pipeline ranks.")
+    dp: PositiveInt | None = Field(
+        default=None, description="Number of data-parallel ranks. None: the number of devices divided by pp x cp x tp."
+    )
+    cp: PositiveInt = Field(
+        default=1, description="Number of context-parallel ranks, over which each sequence is sharded."
+    )
+    tp: PositiveInt = Field(default=1, description="Number of tensor-parallel ranks.")
+    ep: PositiveInt = Field(
+        default=1, description="Number of expert-parallel ranks, over which the experts of a layer are distributed."
+    )
+    etp: PositiveInt | None = Field(
+        default=None,
+        description="Number of ranks over which each expert is sharded. None: the configuration does not say it.",
+    )
     dp_shard: PositiveInt | None = Field(
-        default=None, description="Data-parallel ranks that share states. None: all of a replica."
+        default=None,
+        description="Number of data-parallel ranks over which states are sharded. None: dp / dp_replicate, or dp if "
+        "dp_replicate is not given.",
     )
     dp_replicate: PositiveInt | None = Field(
-        default=None, description="Groups of data-parallel ranks that each hold all states. None: not said."
+        default=None,
+        description="Number of groups of data-parallel ranks that each hold all states. None: the configuration "
+        "does not say it.",
     )
-    devices: PositiveInt | None = Field(default=None, description="The number of devices, where it is stated.")
+    devices: PositiveInt | None = Field(
+        default=None, description="Number of devices. None: the configuration does not say it."
+    )
 
     # Batch and pipeline
 
-    microbatch_size: PositiveInt | None = Field(default=None, description="Samples of a microbatch on one rank of dp.")
-    microbatches: PositiveInt | None = Field(default=None, description="Microbatches of a step on each rank of dp.")
-    global_batch: PositiveInt | None = Field(default=None, description="Samples of a step.")
-    schedule: str | None = Field(default=None, description="The pipeline schedule, by its name in this project.")
-    virtual_stages: PositiveInt | None = Field(default=None, description="Stages on each pipeline rank.")
-    layers_per_stage: PositiveInt | None = Field(default=None, description="Layers of each (virtual) stage.")
-    stage_layers: tuple[NonNegativeInt, ...] = Field(
-        default=(), description="Layers of each (virtual) stage, where they differ. (): evenly divided."
+    microbatch_size: PositiveInt | None = Field(
+        default=None,
+        description="Number of samples of a microbatch on one data-parallel rank. None: the configuration does not "
+        "say it.",
     )
-    first_less: NonNegativeInt = Field(default=0, description="Layers that the first stage has less than others.")
-    last_less: NonNegativeInt = Field(default=0, description="Layers that the last stage has less than others.")
+    microbatches: PositiveInt | None = Field(
+        default=None,
+        description="Number of microbatches per step on each data-parallel rank. None: the configuration does not "
+        "say it.",
+    )
+    global_batch: PositiveInt | None = Field(
+        default=None, description="Number of samples per step, over all ranks. None: the configuration does not say it."
+    )
+    schedule: str | None = Field(
+        default=None,
+        description="Pipeline schedule, by its name in this project, such as 1f1b. None: the configuration does not "
+        "say it.",
+    )
+    virtual_stages: PositiveInt | None = Field(
+        default=None,
+        description="Number of pipeline stages on each pipeline rank. None: the configuration does not say it.",
+    )
+    layers_per_stage: PositiveInt | None = Field(
+        default=None,
+        description="Number of layers of each pipeline stage (of each virtual stage if a rank has several). None: "
+        "the configuration does not say it.",
+    )
+    stage_layers: tuple[NonNegativeInt, ...] = Field(
+        default=(),
+        description="Number of layers of each pipeline stage (or virtual stage), if these numbers differ. (): the "
+        "layers are divided evenly.",
+    )
+    first_less: NonNegativeInt = Field(
+        default=0, description="Number of layers by which the first pipeline stage is smaller than the others."
+    )
+    last_less: NonNegativeInt = Field(
+        default=0, description="Number of layers by which the last pipeline stage is smaller than the others."
+    )
 
     # Memory and numbers
 
-    zero: int | None = Field(default=None, ge=0, le=3, description="Stage of state sharding (ZeRO); FSDP is 3.")
+    zero: int | None = Field(
+        default=None,
+        ge=0,
+        le=3,
+        description="ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters (FSDP). "
+        "None: the configuration does not say it.",
+    )
     sequence_parallel: bool | None = Field(
-        default=None, description="Whether values between layers are sharded over tp."
+        default=None,
+        description="Whether activations between layers are sharded over tp. None: the configuration does not say it.",
     )
     context: Literal["all_gather", "ring", "ulysses"] | None = Field(
-        default=None, description="How attention runs over cp."
+        default=None, description="Algorithm of attention over cp. None: the configuration does not say it."
     )
-    recompute: Recompute | None = Field(default=None, description="What backward recomputes.")
-    offload: tuple[Offload, ...] = Field(default=(), description="What is in host memory between uses.")
-    precision: Precision | None = Field(default=None, description="The precision of products.")
-    optimizer: str | None = Field(default=None, description="The optimizer, by the name whose states are as large.")
-    seq_length: PositiveInt | None = Field(default=None, description="Tokens of a sample.")
+    recompute: Recompute | None = Field(
+        default=None,
+        description="Activations that the backward pass recomputes, with the values of Constraints.recompute. None: "
+        "the configuration does not say it.",
+    )
+    offload: tuple[Offload, ...] = Field(
+        default=(),
+        description="Kinds of data in host memory between uses: optimizer, activations, parameters; disk means that "
+        "optimizer states are on disk.",
+    )
+    precision: Precision | None = Field(
+        default=None, description="Precision of matrix products. None: the configuration does not say it."
+    )
+    optimizer: str | None = Field(
+        default=None,
+        description="Optimizer, by the name in this project whose states have the same size, such as adamw. None: "
+        "the configuration does not say it.",
+    )
+    seq_length: PositiveInt | None = Field(
+        default=None, description="Number of tokens of a sample. None: the configuration does not say it."
+    )
 
     # Execution
 
     profile: ExecutionProfile = Field(default=OURS, description="How the framework executes the layout.")
     unused: tuple[UnusedOption, ...] = Field(
-        default=(), description="Given options without effect on the plan, and those that a layout cannot express."
+        default=(),
+        description="Options of the configuration that have no effect on the plan, and options that a layout cannot "
+        "express.",
     )
 
     def __init__(self, **data: Any) -> None:

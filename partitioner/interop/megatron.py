@@ -42,34 +42,40 @@ _MOST_REPEATED = 10_000
 
 # Options that change time or memory and that a layout cannot express.
 _BEYOND = {
-    "rampup-batch-size": "steps with smaller batches at the start are not predicted",
+    "rampup-batch-size": "the steps with smaller batches at the start are not predicted",
     "step-batch-size-schedule": "steps with other batches are not predicted",
-    "distribute-saved-activations": "saved activations are not divided over tp",
-    "optimizer-offload-fraction": "all optimizer states are taken to be in host memory",
-    "use-precision-aware-optimizer": "moments and copies of weights in short types are not known",
+    "distribute-saved-activations": "the prediction assumes that saved activations are not sharded over tp",
+    "optimizer-offload-fraction": "the prediction assumes that all optimizer states are in host memory",
+    "use-precision-aware-optimizer": "moments and master copies in short types are not modelled",
     "main-grads-dtype": "the type of accumulated gradients follows from grad-reduce-in-bf16",
-    "main-params-dtype": "copies of weights are in float32",
-    "exp-avg-dtype": "moments are in float32",
-    "exp-avg-sq-dtype": "moments are in float32",
-    "fp8-param-gather": "parameters are gathered in 16 bits",
-    "fp8-wgrad": "all products of weights are in fp8",
-    "first-last-layers-bf16": "all layers are in the same type",
-    "overlap-param-gather-with-optimizer-step": "gathers of parameters do not overlap the optimizer",
-    "delay-wgrad-compute": "gradients of weights are made with those of inputs",
-    "hierarchical-context-parallel-sizes": "attention over cp has one level",
-    "cpu-offloading-num-layers": "activations of all layers are taken to be in host memory",
-    "fine-grained-activation-offloading": "all activations are taken to be in host memory",
-    "offload-modules": "all activations are taken to be in host memory",
-    "encoder-tensor-model-parallel-size": "an encoder with a mesh of its own is not expressed",
-    "encoder-pipeline-model-parallel-size": "an encoder with a mesh of its own is not expressed",
-    "use-tp-pp-dp-mapping": "ranks are placed in the default order",
-    "microbatch-group-size-per-virtual-pipeline-stage": "groups of microbatches are as large as pp",
-    "microbatch-group-size-per-vp-stage": "groups of microbatches are as large as pp",
-    "gradient-accumulation-fusion": "the profile of the framework has it",
-    "nccl-ub": "memory and speed of registered buffers are not known",
+    "main-params-dtype": "the prediction assumes that master copies of parameters are in float32",
+    "exp-avg-dtype": "the prediction assumes that moments are in float32",
+    "exp-avg-sq-dtype": "the prediction assumes that moments are in float32",
+    "fp8-param-gather": "the prediction assumes that parameters are gathered in 16 bits",
+    "fp8-wgrad": "the prediction assumes that all matrix products with weights are in fp8",
+    "first-last-layers-bf16": "the prediction assumes that all layers compute in the same type",
+    "overlap-param-gather-with-optimizer-step": (
+        "the prediction assumes that gathers of parameters do not overlap with the optimizer"
+    ),
+    "delay-wgrad-compute": (
+        "the prediction assumes that gradients of weights are computed together with those of inputs"
+    ),
+    "hierarchical-context-parallel-sizes": "the prediction assumes that context parallelism has one level",
+    "cpu-offloading-num-layers": "the prediction assumes that the activations of all layers are in host memory",
+    "fine-grained-activation-offloading": "the prediction assumes that all activations are in host memory",
+    "offload-modules": "the prediction assumes that all activations are in host memory",
+    "encoder-tensor-model-parallel-size": "an encoder with a mesh of its own is not modelled",
+    "encoder-pipeline-model-parallel-size": "an encoder with a mesh of its own is not modelled",
+    "use-tp-pp-dp-mapping": "the prediction assumes that ranks are placed in the default order",
+    "microbatch-group-size-per-virtual-pipeline-stage": (
+        "the prediction assumes that groups of microbatches are as large as pp"
+    ),
+    "microbatch-group-size-per-vp-stage": "the prediction assumes that groups of microbatches are as large as pp",
+    "gradient-accumulation-fusion": "the execution profile of the framework already assumes it",
+    "nccl-ub": "the memory and speed of registered buffers are not modelled",
     "fp4-format": "fp4 is priced as fp8",
     "fp4": "fp4 is priced as fp8",
-    "mtp-num-layers": "layers that predict further tokens belong to the model that is given",
+    "mtp-num-layers": "layers for multi-token prediction are counted if the given model has them",
 }  # fmt: skip
 _OF_MODEL = frozenset(
     "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups group-query-attention kv-channels "
@@ -319,9 +325,9 @@ def _read_context(options: Options) -> str:
         if kind not in _CONTEXT:
             raise options.wrong_value("cp-comm-type", f"one of {', '.join(_CONTEXT)}")
     if len({*kinds}) > 1:
-        options.note("cp-comm-type", "attention of all layers is taken to run as in the first")
+        options.note("cp-comm-type", "the prediction assumes that attention runs in all layers as in the first one")
     elif "a2a+p2p" in kinds:
-        options.note("cp-comm-type", "is taken to exchange heads alone")
+        options.note("cp-comm-type", "the prediction assumes that attention only exchanges heads (Ulysses)")
     return _CONTEXT[kinds[0]] if kinds else "ring"
 
 
@@ -355,9 +361,15 @@ def _read_recompute(options: Options) -> str:
                 "uniform or block"
             )
         if method == "block" and count:
-            options.note("recompute-num-layers", "all layers are taken to be recomputed, not some of each stage")
+            options.note(
+                "recompute-num-layers",
+                "the prediction assumes that all layers are recomputed, not only some of each stage",
+            )
         elif count and count > 1:
-            options.note("recompute-num-layers", "each layer is taken to be saved by itself, not groups of layers")
+            options.note(
+                "recompute-num-layers",
+                "the prediction assumes that the input of every layer is saved, not only that of a group of layers",
+            )
         return "full"
     if kind is None:
         for option in ("recompute-method", "recompute-num-layers", "recompute-modules"):
@@ -373,7 +385,7 @@ def _read_recompute(options: Options) -> str:
         return "scores"
     if all(each in _QUICK for each in names):
         return "selective"
-    known = "what is quickly recomputed is taken to be, and products are not"
+    known = "the prediction assumes that all cheap operators are recomputed, and no matrix products"
     options.note("recompute-modules", known)
     return "scores" if "core_attn" in names and len(names) == 1 else "selective"
 
@@ -391,10 +403,10 @@ def _read_optimizer(options: Options) -> str:
     name = str(options.take_text("optimizer", "adam")).lower()
     momentum = options.take_share("sgd-momentum", 0.9)
     if name not in _OPTIMIZERS:
-        options.note("optimizer", "is not known here; its states are taken to be those of Adam")
+        options.note("optimizer", "is not known to this project; the prediction assumes the optimizer states of Adam")
         return "adamw"
     if name not in ("adam", "sgd"):
-        options.note("optimizer", "one moment is taken for every weight")
+        options.note("optimizer", "the prediction assumes that the optimizer has one moment for every parameter")
     return "sgd" if name == "sgd" and not momentum else _OPTIMIZERS[name]
 
 
@@ -515,7 +527,9 @@ def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, 
         )
     facts["overlap"] = bool(gradients)
     if gradients and sharded and not parameters:
-        options.note("overlap-grad-reduce", "gathers of parameters are taken to overlap, too")
+        options.note(
+            "overlap-grad-reduce", "the prediction assumes that gathers of parameters overlap with computation, too"
+        )
     facts["overlap_tensor"] = bool(options.take_flag("tp-comm-overlap"))
     long = options.take_flag("accumulate-allreduce-grads-in-fp32", None)
     short = options.take_flag("grad-reduce-in-bf16")
@@ -547,7 +561,10 @@ def _read_expert_profile(options: Options) -> dict[str, Any]:
     elif backend is not None:
         options.note("moe-flex-dispatcher-backend", "has no effect without the flex dispatcher")
     if kind == "allgather":
-        options.note("moe-token-dispatcher-type", "rows are taken to be exchanged, not gathered")
+        options.note(
+            "moe-token-dispatcher-type",
+            "the prediction assumes that tokens are exchanged by an all-to-all, not gathered",
+        )
     facts["overlap_experts"] = bool(options.take_flag("overlap-moe-expert-parallel-comm"))
     if options.take_flag("moe-use-legacy-grouped-gemm"):
         facts["expert_kernels"] = "grouped"
@@ -561,9 +578,9 @@ def _read_expert_profile(options: Options) -> dict[str, Any]:
     if capacity != 1.0 or facts.get("even_experts") != "padded":
         options.note(
             "moe-expert-capacity-factor",
-            "experts are taken to have the mean number of rows, whatever the capacity"
+            "the prediction assumes that every expert gets the mean number of tokens, whatever the capacity"
             if padded
-            else "the capacity matters with moe-pad-expert-input-to-capacity alone",
+            else "the capacity has an effect only with moe-pad-expert-input-to-capacity",
         )
     return facts
 

@@ -116,8 +116,9 @@ def predict_layout(
     length = plan.tokens_per_sample
     if placed.seq_length and length not in (0, placed.seq_length):
         notes.append(
-            f"The configuration has samples of {placed.seq_length} tokens, the inputs have {length}: the "
-            "inputs count. Make inputs of that length to predict the configuration."
+            f"The configuration has samples of {placed.seq_length} tokens, but the inputs have {length}. The "
+            f"prediction is for the inputs; pass inputs of {placed.seq_length} tokens to predict the "
+            "configuration."
         )
     notes += _note_other_model(placed, model)
     ours = None
@@ -155,7 +156,10 @@ def _price_layout(
     except CapacityError:
         if pins.recompute is None:
             pins = pins.model_copy(update={"recompute": "full"})
-            notes.append("The configuration does not say what backward recomputes; whole layers are taken to be.")
+            notes.append(
+                "The configuration does not say what backward recomputes; the prediction assumes that whole "
+                "layers are recomputed."
+            )
         for times in _GROWTH:
             larger = with_memory(topology, times)
             try:
@@ -192,7 +196,9 @@ def _add_cuts(layout: TrainingLayout, model: nn.Module, notes: list[str]) -> Con
                 f"the stages have {wanted} layers together, but lists of layers in the model have {have}; expected a "
                 "configuration of this model"
             )
-        notes.append("The model has no list of layers; the search divides it into stages.")
+        notes.append(
+            "The model has no list of layers (ModuleList or Sequential), so the search chooses the cuts between stages."
+        )
         return pins
     sizes = divide_layers(layout, len(found))
     stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]

@@ -38,25 +38,31 @@ _ROUNDS = "parallelism.num_pp_microbatches"
 _FULL_AC = {"full": "full", "selective": "alternate", "none": "none", "memory_budget": None}
 
 _BEYOND = {
-    "optimizer.implementation": "the kernel of the optimizer is not known",
-    "optimizer.early_step_in_backward": "the optimizer steps after backward",
-    "parallelism.enable_compiled_autograd": "compiled autograd is not known",
-    "parallelism.fsdp_disable_prefetch": "gathers of parameters overlap computation",
-    "parallelism.enable_fsdp_symm_mem": "symmetric memory is not known",
-    "parallelism.expert_parallel_comm_backend": "rows are taken to be exchanged by an all-to-all",
-    "parallelism.expert_parallel_a2a_dispatch_impl": "rows are taken to be exchanged by an all-to-all",
+    "optimizer.implementation": "the kernel of the optimizer is not modelled",
+    "optimizer.early_step_in_backward": "the prediction assumes that the optimizer steps after backward",
+    "parallelism.enable_compiled_autograd": "compiled autograd is not modelled",
+    "parallelism.fsdp_disable_prefetch": "the prediction assumes that gathers of parameters overlap with computation",
+    "parallelism.enable_fsdp_symm_mem": "symmetric memory is not modelled",
+    "parallelism.expert_parallel_comm_backend": "the prediction assumes that tokens are exchanged by an all-to-all",
+    "parallelism.expert_parallel_a2a_dispatch_impl": (
+        "the prediction assumes that tokens are exchanged by an all-to-all"
+    ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": "the schedule follows from its name",
-    "parallelism.disable_loss_parallel": "the loss is sharded where this is cheaper",
-    "parallelism.enable_loss_parallel": "the loss is sharded where this is cheaper",
+    "parallelism.disable_loss_parallel": "the plan shards the loss if this is cheaper",
+    "parallelism.enable_loss_parallel": "the plan shards the loss if this is cheaper",
     "parallelism.module_fqns_per_model_part": "names of modules are those of torchtitan; stages are divided evenly",
     "parallelism.pipeline_parallel_split_points": "names of modules are those of torchtitan; stages are divided evenly",
     "experimental.pipeline_parallel_split_points": "names of modules are torchtitan's; stages are divided evenly",
-    "experimental.enable_compiled_autograd": "compiled autograd is not known",
-    "training.enable_loss_parallel": "the loss is sharded where this is cheaper",
-    "activation_checkpoint.memory_budget": "what the compiler recomputes is not known",
-    "activation_checkpoint.force_recompute_mm_shapes_by_fqns": "products are recomputed by turns",
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "products are recomputed by turns",
-    "training.mixed_precision_reduce": "gradients are reduced in float32",
+    "experimental.enable_compiled_autograd": "compiled autograd is not modelled",
+    "training.enable_loss_parallel": "the plan shards the loss if this is cheaper",
+    "activation_checkpoint.memory_budget": "recomputation by the compiler is not modelled",
+    "activation_checkpoint.force_recompute_mm_shapes_by_fqns": (
+        "the prediction assumes that every second matrix product is recomputed"
+    ),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
+        "the prediction assumes that every second matrix product is recomputed"
+    ),
+    "training.mixed_precision_reduce": "the prediction assumes that gradients are reduced in float32",
 }
 _FLOAT8 = re.compile(r"(float8|mx|mxfp8|nvfp4)", re.IGNORECASE)
 
@@ -142,7 +148,7 @@ def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[st
         options.note(name, f"belongs to {nested['class']}; whether it changes time or memory is not known")
     for name, value in flat.items():
         if isinstance(value, Unreadable):
-            default = "; its default is taken" if name.startswith(("training.", "parallelism.")) else ""
+            default = "; the prediction uses its default" if name.startswith(("training.", "parallelism.")) else ""
             options.note(name, f"is not known without running the module{default}")
             options.given[name] = None
     take, flag = options.take_number, options.take_flag
@@ -317,7 +323,7 @@ def _read_token_batch(options: Options, pp: int, counted: str) -> dict[str, Any]
     length = tokens // samples
     if length != context:
         options.note(
-            _TOKENS, f"is no multiple of {_CONTEXT}; a microbatch is taken to have {samples} x {length} tokens"
+            _TOKENS, f"is no multiple of {_CONTEXT}; the prediction assumes microbatches of {samples} x {length} tokens"
         )
     if pp == 1:
         options.note(_ROUNDS, "has no effect without a pipeline")
@@ -357,8 +363,8 @@ def _read_sample_batch(options: Options, pp: int) -> dict[str, Any]:
             "expected a multiple of it and of the data-parallel ranks"
         )
     if pp > 1:
-        options.note("training.global_batch_size", "rounds of accumulation are taken to follow without draining the "
-                     "pipeline, if there are several")  # fmt: skip
+        options.note("training.global_batch_size", "the prediction assumes that the pipeline is not drained "
+                     "between rounds of gradient accumulation")  # fmt: skip
     return found | {"global_batch": batch}
 
 
@@ -409,7 +415,10 @@ def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
     if "FullAC" in kind:
         return "full"
     if "MemoryBudget" in kind or (mode is None and not kind):
-        options.note("activation_checkpoint.mode", "what the compiler recomputes is not known; the search chooses it")
+        options.note(
+            "activation_checkpoint.mode",
+            "recomputation by the compiler is not modelled; the search chooses what is recomputed",
+        )
         return None
     way = str(options.take("activation_checkpoint.selective_ac_option") or "op")
     if way != "op" and not (way.isdecimal() and int(way)):
@@ -417,8 +426,8 @@ def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
     if mode == "alternate" and way.isdecimal():
         if way == "1":
             return "full"
-        options.note("activation_checkpoint.selective_ac_option", "every so many layers are recomputed whole; it is "
-                     "taken to be every second product of all")  # fmt: skip
+        options.note("activation_checkpoint.selective_ac_option", "torchtitan recomputes every n-th layer whole; "
+                     "the prediction assumes every second matrix product of all layers")  # fmt: skip
     return str(mode)
 
 
@@ -428,7 +437,9 @@ def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
     kind = options.take_choice("training.mixed_precision_param", _TYPES, "bf16")
     whole = options.take_choice("training.dtype", _TYPES, "fp32")
     if whole == "bf16":
-        options.note("training.dtype", "copies of weights and moments are taken to be in float32")
+        options.note(
+            "training.dtype", "the prediction assumes that master copies of parameters and moments are in float32"
+        )
     names = options.take("model.converters")
     listed = names if isinstance(names, list) else str(names or "").split(",")
     flags = [options.take_flag(f"{section}.enable_float8_linear") for section in ("float8", "training")]
@@ -446,9 +457,11 @@ def _read_optimizer(options: Options, nested: Mapping[str, Any]) -> str:
     name = str(options.take_text("optimizer.name", "AdamW"))
     own = nested.get("optimizer")
     if isinstance(own, Unreadable) and "adamw" not in own.lower():
-        options.note("optimizer", "is not known without running the module; it is taken to be AdamW")
+        options.note("optimizer", "is not known without running the module; the prediction assumes AdamW")
     if name.lower() not in _OPTIMIZERS:
-        options.note("optimizer.name", "is not known here; its states are taken to be those of AdamW")
+        options.note(
+            "optimizer.name", "is not known to this project; the prediction assumes the optimizer states of AdamW"
+        )
     return _OPTIMIZERS.get(name.lower(), "adamw")
 
 

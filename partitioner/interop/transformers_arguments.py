@@ -90,7 +90,7 @@ def _read_distributed(options: Options) -> TrainingLayout:
     if options.take_flag("enable_sequence_parallel"):
         options.note("enable_sequence_parallel", "is reserved and does nothing")
     if options.has("ep_implementation"):
-        options.note("ep_implementation", "rows are taken to be exchanged by an all-to-all")
+        options.note("ep_implementation", "the prediction assumes that tokens are exchanged by an all-to-all")
     if pp > 1:
         options.note("pp_size", "the pipeline of transformers runs forward only; it is priced as GPipe")
     moved, short = options.take_flag("fsdp_cpu_offload"), options.take_flag("fsdp_mixed_precision")
@@ -141,9 +141,9 @@ def _read_arguments(options: Options, folder: Path | None) -> TrainingLayout:
         "optimizer": _read_optimizer(options),
     }  # fmt: skip
     if options.take_flag("torch_compile"):
-        options.note("torch_compile", "what the compiler fuses is not known")
+        options.note("torch_compile", "the fusion of operators by the compiler is not modelled")
     if options.take_flag("use_liger_kernel"):
-        options.note("use_liger_kernel", "fused kernels of Liger are not known")
+        options.note("use_liger_kernel", "the fused kernels of Liger are not modelled")
     facts: dict[str, Any] = {"name": "transformers"}
     deepspeed = options.take("deepspeed")
     if deepspeed:
@@ -162,7 +162,7 @@ def _read_optimizer(options: Options) -> str:
     if name.startswith("sgd"):
         return "sgd"
     if not name.startswith("adamw") or any(word in name for word in ("8bit", "4bit", "bnb", "paged", "anyprecision")):
-        options.note("optim", "is not known here; its states are taken to be those of AdamW")
+        options.note("optim", "is not known to this project; the prediction assumes the optimizer states of AdamW")
     return "adamw"
 
 

@@ -401,7 +401,9 @@ def run_reference(
             in the model's code are rounded to it, as in the plan.
     """
     if not isinstance(model, nn.Module):
-        raise InputsError(f"the model itself is run; expected an nn.Module, got {type(model).__name__}")
+        raise InputsError(
+            f"the unmodified model is run as the reference; expected an nn.Module, got {type(model).__name__}"
+        )
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     if not isinstance(inputs, tuple | list | Mapping):

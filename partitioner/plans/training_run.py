@@ -89,12 +89,21 @@ def training_run(
         if value is not None and not is_positive(value):
             raise InputsError(f"{what} must be a positive number; got {value!r}")
     if plan.objective != "train":
-        raise PlanError("this plan is for inference, so it has no training run; expected a plan with objective='train'")
+        raise PlanError(
+            "this plan is for inference, but the figures are those of a training run; expected a plan with "
+            "objective='train'"
+        )
     if name == "tokens" and not plan.tokens_per_step:
-        raise PlanError("the model has no sequences, so a step has no tokens; give the run in samples or steps")
+        raise PlanError(
+            "the model reads no sequences, so the length of the run cannot be given in tokens; give it in "
+            "samples or steps"
+        )
     each = {"tokens": plan.tokens_per_step, "samples": plan.global_batch, "steps": 1}[name]
     if not each:
-        raise PlanError("no input of the model has a batch dim, so a step has no samples; give the run in steps")
+        raise PlanError(
+            "no input of the model has a batch dim, so the length of the run cannot be given in samples; give it "
+            "in steps"
+        )
     count = math.ceil(number / each)
     money, energy = money_of(plan, price), energy_of(plan)
     return TrainingRun(

@@ -198,7 +198,7 @@ def _parse_configuration(
     _check_counts(data, source)
     notes = []
     if data.get("quantization_config") is not None:
-        notes.append("The model is planned without the quantisation of its configuration.")
+        notes.append("The quantisation in the configuration is ignored: the model is planned without it.")
     data = _decode_floats(_leave_out(data, (*_IMPLEMENTATIONS, "quantization_config")))
     try:
         with quiet_transformers():
@@ -224,7 +224,7 @@ def _note_defaults(data: Mapping[str, Any], config: Any) -> list[str]:
         if isinstance(given := data.get(name), Mapping):
             parts.append((value, given))
     if left_out := [name for name in sections if not data.get(name)]:
-        notes.append(f"The configuration has no {', '.join(left_out)}: the sizes there are the defaults of the type.")
+        notes.append(f"The configuration has no {', '.join(left_out)}: its sizes are the defaults of this model type.")
     for part, given in parts:
         kind, other = part.model_type, dict(part.attribute_map or {})
         missing = [
@@ -235,7 +235,8 @@ def _note_defaults(data: Mapping[str, Any], config: Any) -> list[str]:
         ]
         if missing:
             notes.append(
-                f"The configuration leaves sizes of the {kind} model to the defaults of the type: {', '.join(missing)}."
+                f"The configuration does not give all sizes of the {kind} model; the defaults of this model "
+                f"type are used: {', '.join(missing)}."
             )
         fields = getattr(type(part), "__dataclass_fields__", {}).keys() | {*other} | {*other.values()}
         absent = sorted(field for field in fields - given.keys() if not field.startswith("_"))
@@ -243,7 +244,8 @@ def _note_defaults(data: Mapping[str, Any], config: Any) -> list[str]:
             close = [] if name.endswith("token_id") else get_close_matches(name, absent, 1, 0.85)
             if close:
                 notes.append(
-                    f"The configuration has a field {name}, which the type {kind} does not have; {close[0]} is meant?"
+                    f"The configuration has a field {name}, which the model type {kind} does not have and "
+                    f"which is ignored; did you mean {close[0]}?"
                 )
     return notes
 

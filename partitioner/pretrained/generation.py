@@ -84,8 +84,9 @@ def find_generated_module(name: str, model: nn.Module, path: str) -> nn.Module:
     except AttributeError:
         known = ", ".join(repr(child) for child, _ in model.named_children())
         raise GenerationError(
-            f"programs[{name!r}] has model={path!r}, which {type(model).__name__} has not; expected the path of a "
-            f"submodule, such as {known or 'none: it has no submodules'}: correct it, or leave it out"
+            f"programs[{name!r}] has model={path!r}, but {type(model).__name__} has no such submodule; "
+            f"expected the path of a submodule, such as {known or 'none: it has no submodules'}: correct it, "
+            "or leave it out"
         ) from None
 
 

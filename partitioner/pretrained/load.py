@@ -163,13 +163,17 @@ def load_pretrained(
     if left_out := list_left_out(model, specs):
         notes = (
             *notes,
-            f"The batch has no {' and no '.join(left_out)}, which the model reads with text: the configuration does "
-            "not say the shape. For a plan with all inputs, give FILE.py:FUNCTION.",
+            f"The batch has no {' and no '.join(left_out)}, which the model can read together with text, "
+            "because the configuration does not give their shapes. For a plan with all inputs, give "
+            "FILE.py:FUNCTION.",
         )
     longest = longest_sample(found.config) if labels == "tokens" or choice.task == _HEADS else None
     weights = found.weights if adapters is None else None
     if adapters is not None and found.weights is not None:
-        notes = (*notes, f"{found.weights} has no weights of the adapters: give the ranks those of a loaded model.")
+        notes = (
+            *notes,
+            f"{found.weights} has no weights of the adapters; pass the weights of the loaded model to the ranks.",
+        )
     return PretrainedModel(model, inputs, choice.task, weights, longest, (*found.notes, *notes), choice.why)
 
 
@@ -181,9 +185,9 @@ def _check_layer_drop(found: Configuration, name: str) -> None:
         for field_name, value in part.to_dict().items():
             if field_name.endswith("layerdrop") and isinstance(value, float) and value > 0:
                 raise PretrainedError(
-                    f"{found.source}: {field_name}={value:g} skips whole layers of {name} at random in training, and a "
-                    f"plan has one way through forward for all steps; expected {field_name}=0: write it into the "
-                    "configuration, or plan for inference (--objective infer)"
+                    f"{found.source}: {field_name}={value:g} skips whole layers of {name} at random in "
+                    f"training, but a plan executes the same layers in every step; expected {field_name}=0: "
+                    "write it into the configuration, or plan for inference (--objective infer)"
                 )
 
 

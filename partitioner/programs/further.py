@@ -287,10 +287,14 @@ class FirstProgram:
         if any(isinstance(error, ShardingError) for error in errors):
             allowed = {value: (layout, REPLICATED) for value, layout in inputs.items()}
             companions = (CompanionProgram(alone, self._weigh(padding if purpose == "step" else None), allowed),)
-        why = str(errors[0]) if errors else f"its {job.global_batch} samples do not split over dp={chosen.candidate.dp}"
+        why = (
+            str(errors[0])
+            if errors
+            else f"its {job.global_batch} samples are not divisible by dp={chosen.candidate.dp}"
+        )
         raise NoFurtherPlanError(
-            f"program {name!r} has no plan in the layout of the training program ({chosen.candidate}): {why}; change "
-            "its inputs, or fix another layout by constraints=",
+            f"program {name!r} has no plan in the layout of the training program ({chosen.candidate}): {why}; "
+            "change its inputs, or fix another layout by constraints=",
             name,
             companions,
         )
@@ -318,7 +322,7 @@ class FirstProgram:
             kept = {} if purpose == "step" else self.found.estimate.stages[stage].memory
             beside = kept.get("gradients", 0) + kept.get("optimizer", 0)
             needed = max(estimate.memory[ranks.start : ranks.stop]) + beside
-            check_room(f"stage {stage} of program {name!r} takes {bytes_text(needed)}", needed, room)
+            check_room(f"stage {stage} of program {name!r} needs {bytes_text(needed)}", needed, room)
             most = max(most, needed)
         return most
 
@@ -517,8 +521,8 @@ def check_first_program(found: PlannedProgram) -> None:
     """
     if found.program is None:
         raise ConstraintError(
-            f"programs= and shapes= need a plan with programs, and {', '.join(found.beyond)} has none; leave it out, "
-            "or plan each program by itself"
+            f"programs= and shapes= need a plan that can be executed, but {', '.join(found.beyond)} gives "
+            "estimates only; leave it out, or plan each program by itself"
         )
     if found.program.offload:
         raise ConstraintError(

@@ -39,18 +39,21 @@ class Generate(BaseModel, metaclass=DocumentedModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    batch: PositiveInt = Field(description="Samples that are generated at once; a batch may have fewer.")
+    batch: PositiveInt = Field(
+        description="Number of samples that are generated at once. A batch may have fewer samples."
+    )
     prompt: PositiveInt = Field(
-        description="Tokens of each sample that prefill reads at once. Shorter prompts are padded, and longer ones are "
-        "read in several runs; an encoder reads no longer ones."
+        description="Number of tokens of each sample that one run of the prefill program reads. Shorter prompts are "
+        "padded. Longer prompts are read in several runs; with an encoder they are not possible."
     )
     length: PositiveInt = Field(
-        description="Positions of the caches: the prompt and the new tokens; with an encoder, the new tokens alone."
+        description="Number of positions in the key/value caches: prompt and new tokens together; for a model with "
+        "an encoder, new tokens alone."
     )
     model: str = Field(
         default="",
-        description="Path of the submodule that generates, such as 'policy' in a model that computes a loss with it. "
-        "Empty: the model itself.",
+        description="Path of the submodule that generates, such as 'policy' in a model that computes a loss with "
+        "it. Empty: the whole model generates.",
     )
 
     def __init__(self, **data: Any) -> None:
@@ -75,10 +78,13 @@ class Evaluate(BaseModel, metaclass=DocumentedModel):
 
     inputs: Any = Field(
         default=None,
-        description="One global batch, as for partition; meta tensors are fine. None: the shape of the training batch.",
+        description="One global batch, in the form that partition() takes; meta tensors are allowed. None: batches "
+        "have the shape of the training batch.",
     )
     loss: Any = Field(
-        default=None, description="Makes the scalar loss of the output. None: as in training, or the model's own."
+        default=None,
+        description="Function that computes the scalar loss from the model's output. None: the loss function of "
+        "training, or the loss that the model itself returns.",
     )
 
     def __init__(self, **data: Any) -> None:
@@ -99,14 +105,17 @@ class Shapes(BaseModel, metaclass=DocumentedModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch: tuple[PositiveInt, ...] = Field(
-        default=(), description="Numbers of samples. (): that of the inputs, or global_batch."
+        default=(),
+        description="Numbers of samples that batches can have. (): the number in the inputs, or global_batch.",
     )
     length: tuple[PositiveInt, ...] = Field(
-        default=(), description="Numbers of positions, as tokens of a sample. (): that of the inputs."
+        default=(),
+        description="Numbers of positions that a sample can have, such as tokens. (): the number in the inputs.",
     )
     weights: Mapping[int, float] = Field(
         default_factory=dict[int, float],
-        description="Length to how often batches have it; those left out never. {}: all equally often.",
+        description="Relative frequency of each length: length -> frequency. A length that is missing has frequency "
+        "0. {}: all lengths are equally frequent.",
     )
 
     @field_validator("batch", "length", mode="before")

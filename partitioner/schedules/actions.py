@@ -116,7 +116,8 @@ def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
     if stuck:
         stage, place = stuck[0]
         raise ScheduleError(
-            f"the schedule deadlocks: stage {stage} waits for ever before {timetable.orders[stage][place]}"
+            f"the schedule deadlocks: stage {stage} can never start {timetable.orders[stage][place]}, because "
+            "it needs an action that another stage never reaches"
         )
 
 

@@ -67,9 +67,11 @@ class ScheduleTable(Data):
     it is no valid schedule.
     """
 
-    name: str = Field(description="What reports call it.")
+    name: str = Field(description="Name of the schedule in reports.")
     rows: tuple[tuple[str, ...], ...] = Field(
-        description='The cells of each rank, such as "0F1": stage, kind of work and microbatch.'
+        description='Actions of each pipeline rank, in order. An action such as "0F1" has the virtual stage (0), '
+        "the kind (F forward, B backward, I backward of inputs, W backward of weights) and the "
+        "microbatch (1)."
     )
 
     @staticmethod
@@ -219,8 +221,8 @@ class _ScheduleTableReader:
             other = first.setdefault(cell.stage, cell)
             if other.row != cell.row:
                 raise self.create_schedule_error(
-                    f"{cell.place}: {cell.text} runs stage {cell.stage}, which row {other.row} holds (cell "
-                    f"{other.cell}: {other.text}); expected all of a stage in one row"
+                    f"{cell.place}: {cell.text} runs stage {cell.stage}, but row {other.row} runs this stage, "
+                    f"too (cell {other.cell}: {other.text}); expected all actions of a stage in one row"
                 )
         for number, row in enumerate(self.rows, 1):
             if not row:
@@ -245,7 +247,8 @@ class _ScheduleTableReader:
                 other = seen.get((kind, cell.stage, cell.microbatch))
                 if other is not None:
                     raise self.create_schedule_error(
-                        f"{cell.place}: {cell.text} again; cell {other.cell} has {other.text}"
+                        f"{cell.place}: {cell.text} repeats an action: cell {other.cell} already has "
+                        f"{other.text}; expected every action once"
                     )
             seen[cell.kind, cell.stage, cell.microbatch] = cell
 
@@ -295,6 +298,6 @@ class _ScheduleTableReader:
             cells = [self.rows[rank][place] for rank, place in stuck]
             shown = "; ".join(f"{c.place} ({c.text})" for c in cells[:4])
             raise self.create_schedule_error(
-                f"{cells[0].place}: {cells[0].text} waits for ever, because it needs an action that comes after "
-                f"it. Waiting actions: {shown}"
+                f"{cells[0].place}: {cells[0].text} can never start, because it needs an action that is "
+                f"listed after it. Waiting actions: {shown}"
             )

@@ -269,7 +269,9 @@ class PatternLink(TopologyPart):
         """Return ``pairs``. Raise ``ValueError`` unless it is ``"all"`` or a list of pairs of integers."""
         listed = isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)
         if pairs != "all" and not (listed and all(_is_whole(place) for pair in pairs for place in pair)):
-            raise ValueError(f"expected all, or pairs of places like [[0, 1], [2, 3]]; got {pairs!r}")
+            raise ValueError(
+                f"expected all, or pairs of device indices in the node, like [[0, 1], [2, 3]]; got {pairs!r}"
+            )
         return pairs
 
 

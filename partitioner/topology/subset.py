@@ -119,7 +119,7 @@ def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
             pairs = tuple((at[i], at[j]) for i, j in pairs if i in at and j in at)
         links += [PatternLink(pairs=pairs, bandwidth=link.bandwidth)] if pairs else []
     if not links:
-        raise TopologyError("no links of the pattern are left in a node; leave the whole node out")
+        raise TopologyError("no links of the pattern are left in a node; leave out the whole node")
     return pattern.model_copy(update={"links": tuple(links)})
 
 
@@ -139,8 +139,8 @@ def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence
     same = np.allclose(topology.cards.alone[kept], smaller.cards.alone)
     if not same or (smaller.network_share < topology.network_share[kept] * (1 - _ROUNDING)).any():
         raise TopologyError(
-            "the devices that are left would have other network cards; describe the remaining devices in a "
-            "topology file"
+            "without these devices, the remaining devices would get other network cards; "
+            "describe the remaining devices in a topology file"
         )
 
 

@@ -64,23 +64,34 @@ class Topology(TopologyPart):
     Raises :class:`TopologyError` for inconsistent descriptions.
     """
 
-    name: str = Field(description="What reports call the cluster.")
+    name: str = Field(description="Name of the cluster in reports.")
     nodes: tuple[NodeGroup, ...] = Field(
-        min_length=1, description="Groups of equal nodes, in the order of the devices."
+        min_length=1, description="Groups of equal nodes. Devices are numbered from 0 in this order."
     )
-    types: dict[str, DeviceType] = Field(description="Name to device type: rates, memory, times, price.")
+    types: dict[str, DeviceType] = Field(
+        description="Device types by name, with their compute rates, bandwidth, memory and price."
+    )
     levels: tuple[Level, ...] = Field(
-        default=(), description="Links by distance, from the inside out: within a node, between nodes."
+        default=(),
+        description="Links that join devices at one distance, from the inside out: first within a node, then "
+        "between nodes.",
     )
     overrides: dict[str, DeviceOverride] = Field(
-        default_factory=dict, description="Device name to what is different about this device."
+        default_factory=dict,
+        description="Devices that differ from the other devices of their node, by device name: type, memory or speed.",
     )
-    links: tuple[LinkOverride, ...] = Field(default=(), description="Links of single pairs of devices.")
+    links: tuple[LinkOverride, ...] = Field(
+        default=(), description="Links between single pairs of devices, which replace the links of the levels."
+    )
     patterns: dict[str, Pattern] = Field(
-        default_factory=dict, description="Name to a pattern of links inside a node, which a group of nodes can have."
+        default_factory=dict,
+        description="Patterns of direct links between the devices of a node, by name. A group of nodes refers to a "
+        "pattern by its name.",
     )
     node_overrides: dict[int, NodeOverride] = Field(
-        default_factory=dict, description="Node number to what is different about this node."
+        default_factory=dict,
+        description="Nodes that differ from the other nodes of their group, by node number from 0: network "
+        "bandwidth, failed network cards, memory or speed.",
     )
 
     def __init__(self, **data: Any) -> None:

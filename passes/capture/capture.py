@@ -163,9 +163,10 @@ def _warn_of_unrolled_loops(captured: Captured) -> None:
         return
     (source, path, target), _ = found.most_common(1)[0]
     warnings.warn(
-        f"a Python loop of forward is unrolled: {source}{f' ({path})' if path else ''} becomes {most:,} operators "
-        f"{target}, and planning takes the longer the more there are. For a loop over time steps use nn.LSTM, nn.GRU, "
-        "nn.RNN, torch.associative_scan or products over chunks of steps, or plan for fewer steps",
+        f"a Python loop of forward is unrolled: {source}{f' ({path})' if path else ''} becomes {most:,} "
+        f"operators {target}, and planning time grows with their number. For a loop over time steps use "
+        "nn.LSTM, nn.GRU, nn.RNN, torch.associative_scan or products over chunks of steps, or plan for fewer "
+        "steps",
         UnrolledLoopWarning,
         stacklevel=2,
     )
@@ -252,7 +253,10 @@ def _note_ignored_loss(captured: Captured, loss: Callable[[Any], Tensor] | None)
     returned = [output.value for output in captured.outputs if output.path == "loss"]
     if loss is None or not set(returned) - {None, captured.loss}:
         return ()
-    return ("what is trained on is what loss= makes of the output; the loss that the model itself returns is not",)
+    return (
+        "the model is trained on the loss that loss= computes from the output; the loss that the model itself "
+        "returns is ignored",
+    )
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

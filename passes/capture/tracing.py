@@ -533,8 +533,9 @@ class _StateChangeResolver:
             return self.first, [_format_unused_note(changes)]
         names = ", ".join(sorted(used))
         notes.append(
-            f"forward counts in {names}: Python numbers that are state of the plan, as buffers are; a run starts from "
-            "the values of the module that it is given, else from those of now, and leaves the module as it is"
+            f"forward changes the Python numbers {names}: the plan keeps them as state, like buffers; a run "
+            "starts from their values in the module that it is given, otherwise from their values at "
+            "planning time, and does not change the module"
         )
         guards = tuple(g for g in counted.captured.signature.guards if not g.reads_state)
         captured = counted.captured.with_(signature=replace(counted.captured.signature, guards=guards))
@@ -644,9 +645,8 @@ def _format_unused_note(changes: Sequence[StateChange]) -> str:
     """Return a note for the user that Python state which forward changed has no effect on what it computes.
     ``changes``: the changed variables."""
     return (
-        f"forward changes {_format_changed_names(changes)}, which had no effect on what it computes at its "
-        f"next call: the plan does "
-        "not change it"
+        f"forward changes {_format_changed_names(changes)}, which has no effect on the results of its next "
+        "call: the plan does not change it"
     )
 
 

@@ -284,7 +284,9 @@ class _ExpertDistributor:
         shapes = [[tuple(v.shape) for v in (m if isinstance(m, tuple) else (m,))] for m in (made, plain)]
         if any(m != (p[0] + _ADDED_TEST_ROWS, *p[1:]) for m, p in zip(*shapes, strict=True)):
             raise UnsupportedError(
-                f"{_format_location(node)} makes {shapes[0]} of {_ADDED_TEST_ROWS} rows more, not of {shapes[1]}"
+                f"{_format_location(node)} has a result of shape {shapes[1]} for the planned rows and "
+                f"{shapes[0]} for {_ADDED_TEST_ROWS} more rows; expected {_ADDED_TEST_ROWS} more rows in the "
+                "result, because ranks with different experts get different numbers of tokens"
             )
 
 

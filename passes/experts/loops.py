@@ -48,7 +48,10 @@ from partitioner.passes.ops import experts
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import operands_of
 
-SELECTS = "rows that a mask selects are of no fixed number: the plan computes all rows and leaves out the others"
+SELECTS = (
+    "the number of rows that a mask selects depends on data: the plan computes all rows and discards those that "
+    "are not selected"
+)
 
 aten = torch.ops.aten
 
@@ -57,7 +60,10 @@ _PRODUCTS: dict[Any, bool] = {  # product -> whether its weight is [n, k]
     aten.mm.default: False,
     aten.matmul.default: False,
 }
-_ROUTED = "loops over experts are computed as products of each row with its experts' matrices alone"
+_ROUTED = (
+    "loops over experts are computed as grouped products, in which each row is multiplied only with the matrices "
+    "of its own experts"
+)
 
 
 def route_loops(captured: Captured) -> Captured:

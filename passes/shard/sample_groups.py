@@ -92,22 +92,23 @@ def rewrite_buffer_recurrences(group: Captured, num_groups: int, sample_nodes: C
 
 
 _READ = (
-    "forward reads it for more than its own new value{line}, and would read what the group before has left, while "
-    "ranks work on groups at the same time"
+    "forward also reads it for other purposes than its new value{line}: it would read the value that the "
+    "previous group has left, but ranks compute groups at the same time"
 )
 _OTHER = (
-    "its new value{line} is not a number times the old one plus what does not depend on it, so that what the groups "
-    "leave one after the other cannot be added up"
+    "its new value{line} is not a constant times the old value plus a term that does not depend on the old "
+    "value, so that the contributions of groups cannot be added up"
 )
-_KIND = "what the groups leave in it, of type {kind}, cannot be added up"
+_KIND = "contributions of groups of type {kind} cannot be added up"
 
 
 def _format_buffer_refusal(state: ModelState, reason: str) -> str:
     """Return an error message: the buffer ``state`` would get a wrong value, because a plan computes groups of samples
     at the same time, and not one after the other as the model expects. ``reason``: the reason."""
     return (
-        f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
-        f"the one before, and {reason}; plan with couple='batch', or keep it as it is (model.eval())"
+        f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes "
+        f"it after the previous group, and {reason}; plan with couple='batch', or keep the buffer unchanged "
+        "(model.eval())"
     )
 
 
@@ -242,8 +243,9 @@ def average_over_groups(
     cut = ", ".join(f"{p} (dim {dim})" for p, dim in inputs.items() if dim is not None)
     whole = ", ".join(p for p, dim in inputs.items() if dim is None)
     note = (
-        f"samples meet within a microbatch alone: the step is the mean over {num_groups} groups of samples that follow "
-        f"one another; they are cut from {cut}" + (f", and each reads all of {whole}" if whole else "")
+        f"samples interact only within a microbatch: loss and gradients are the mean over {num_groups} groups "
+        f"of consecutive samples; inputs that are split into groups: {cut}"
+        + (f"; inputs that every group reads whole: {whole}" if whole else "")
     )
     captured = group.with_(
         notes=(*group.notes, note),

@@ -412,9 +412,9 @@ def _is_differentiable(value: Tensor) -> bool:
 
 
 _ADVICE = (
-    "which a plan would leave out; expected hooks that only look (they return nothing and change nothing): write what "
-    "it does as a torch.autograd.Function in forward, or do it to the gradients after the step's backward, and remove "
-    "the hook"
+    "which a plan would leave out; expected hooks that only observe (return nothing and change nothing): "
+    "implement the change as a torch.autograd.Function in forward, or apply it to the gradients after the "
+    "step, and remove the hook"
 )
 _BACKWARD = {"_backward_hooks": (MODEL, GIVEN, GIVEN), "_backward_pre_hooks": (MODEL, GIVEN)}
 _FORWARD = {"_forward_hooks": (MODEL, GIVEN, GIVEN), "_forward_pre_hooks": (MODEL, GIVEN)}
@@ -447,13 +447,13 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
             notes.append(_format_hook_note(hook, of, "gradients"))
         for hook, given in _forward_hooks(module).values():
             if describe_hook_effect(hook, given) is None:
-                notes.append(_format_hook_note(hook, of, "what forward computes"))
+                notes.append(_format_hook_note(hook, of, "the results of forward"))
     for hook, given in _list_hooks(modules, _GLOBAL_BACKWARD) if train else ():
         _check_hook_effects(hook, given, "a backward hook of all modules (register_module_full_backward_hook) is set")
         notes.append(_format_hook_note(hook, "of all modules", "gradients"))
     for hook, given in _list_hooks(modules, _GLOBAL_FORWARD):
         _check_hook_effects(hook, given, "a forward hook of all modules (register_module_forward_hook) is set")
-        notes.append(_format_hook_note(hook, "of all modules", "what forward computes"))
+        notes.append(_format_hook_note(hook, "of all modules", "the results of forward"))
     return tuple(dict.fromkeys(notes))
 
 
@@ -493,7 +493,7 @@ def _format_hook_note(hook: Any, of: str, at: str) -> str:
     """Return a text for the user that says that a plan does not call ``hook``, because it only observes. ``of``: words
     for what the hook is registered on, such as "of the model". ``at``: words for what it observes, such as "gradients".
     """
-    return f"the hook {_format_hook_location(hook)} {of} only looks at {at}: the plan does not call it"
+    return f"the hook {_format_hook_location(hook)} {of} only observes {at}: the plan does not call it"
 
 
 def _format_hook_location(hook: Any) -> str:
@@ -749,7 +749,8 @@ def undo_hook_changes(model: nn.Module, notes: list[str]) -> Iterator[None]:
             if held.restore():
                 of = f"of the module {name!r}" if name else "of the model"
                 notes.append(
-                    f"the hook {_format_hook_location(hook)} {of} keeps values outside of the model: the plan does not"
+                    f"the hook {_format_hook_location(hook)} {of} stores values outside of the model: the "
+                    "plan does not do this"
                 )
 
 

@@ -348,9 +348,9 @@ class Saver:
         """
         if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
             warnings.warn(
-                f"step {steps} was saved, and the next one adds to its gradients, which are not part of a checkpoint: "
-                "a run that resumes from it would lack them; save, and call after_step(), after the optimizer has "
-                "stepped",
+                f"step {steps} was saved while its gradients were still being accumulated; a checkpoint "
+                "contains no gradients, so a run that resumes from it would lack them: call save() and "
+                "after_step() only after the optimizer has stepped",
                 stacklevel=3,
             )
         self.saved_at = None
@@ -436,8 +436,8 @@ def agree_on_target(
         raise error
     if failed:
         raise CheckpointError.from_other_rank(
-            f"{final} was not started: on {failed} other ranks the previous save or the start of this one failed; "
-            "their own errors say why"
+            f"saving {final} was not started: on {failed} other ranks the previous save or the start of this "
+            "one failed; their own errors say why"
         )
     return CheckpointTarget(final, f"{token:015x}", own)
 

@@ -268,8 +268,9 @@ class Checkpoints:
         # a checkpoint of this step may be this run's own, which it has written again
         if found and self._published and found != self._published and found[0] != directory.name:
             raise CheckpointError(
-                f"another run writes to {self.folder}: {found[0]} is of it, while this run wrote {directory.name}; "
-                "expected one training for each folder: end one of the runs, or give each its own folder"
+                f"another run writes to {self.folder}: it wrote {found[0]}, while this run wrote "
+                f"{directory.name}; expected one training for each folder: end one of the runs, or give each "
+                "its own folder"
             )
         write_text(self.folder / LATEST, directory.name)
         self._published = _read_published(self.folder)

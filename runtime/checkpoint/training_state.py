@@ -201,9 +201,9 @@ def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
     data = rank.program.states[name]
     if data.parts or data.zero_axes or any(shard.layout.is_shard for shard in rank.shards(name)):
         raise CheckpointError(
-            f"the optimizer's {key!r} of {name} has shape {list(tensor.shape)}, and of the parameter, of shape "
-            f"{list(data.shape)}, this rank has only a shard or a stack: then only numbers and states of the "
-            "parameter's shape can be saved; use such an optimizer with a plan that shards nothing"
+            f"the optimizer's state {key!r} of {name} has shape {list(tensor.shape)}, but this rank has only "
+            f"a shard or a stack of the parameter, of shape {list(data.shape)}: then only numbers and states "
+            "of the parameter's shape can be saved; use this optimizer with a plan that shards nothing"
         )
 
 

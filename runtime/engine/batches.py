@@ -185,9 +185,8 @@ class BatchEntries:
             raise BatchError(self._explain_unknown_input(path, leaf))
         if not _is_plain(leaf) or PlainValue.of(leaf) != planned:
             raise BatchError(
-                f"input {path!r} is {_describe_value(leaf)}: the plan was made for {path}={planned}, which "
-                f"is part of its "
-                f"programs; expected {planned}, or plan again with {path!r} in the inputs as it is now"
+                f"input {path!r} is {_describe_value(leaf)}, but the plan was made for {path}={planned}, a "
+                f"constant in its programs; expected {planned}, or plan again with the new value of {path!r}"
             )
 
     def _check_absent(self, path: str, planned: PlainValue) -> None:
@@ -241,8 +240,9 @@ class BatchEntries:
             if not guard.holds(numbers):
                 values = ", ".join(f"{path}={value}" for path, value in numbers.items())
                 raise BatchError(
-                    f"the batch has {values}: the plan was made for {guard}, on which forward branches "
-                    f"({guard.where}); expected numbers for which this holds, or plan again with these numbers"
+                    f"the batch has {values}, but the plan was made for {guard}, a condition on which forward "
+                    f"branches ({guard.where}); expected numbers that satisfy this condition, or plan again "
+                    "with these numbers"
                 )
 
     # -- entries that the program reads
@@ -342,7 +342,9 @@ def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
                 f"another batch size than planned ({data.shape[dim]}); pass the whole global batch of "
                 f"{data.shape[dim]} samples, or plan again with global_batch={shape[dim]}"
             )
-    return "the plan was made for inputs of the expected shape; pass such, or plan again for these"
+    return (
+        "the plan was made for inputs of the expected shape; pass inputs of this shape, or plan again for the new one"
+    )
 
 
 def _suggest_local_fix(data: InputData, shape: tuple[int, ...], share: BatchShare) -> str:
@@ -350,17 +352,17 @@ def _suggest_local_fix(data: InputData, shape: tuple[int, ...], share: BatchShar
     ``shape`` instead of the expected shape. ``share``: the part of a batch that the rank reads.
     """
     if data.batch_dim is None:
-        return "the program reads this input whole, with local=True too: pass all of it on every rank that reads it"
+        return "this input is not split over ranks, also with local=True: pass all of it on every rank that reads it"
     if shape == data.shape:
         rows = share.rows(shape[data.batch_dim])
         return (
-            f"this is the whole global batch; pass samples {rows.start} to {rows.stop - 1} of it, which are this "
-            "rank's, or leave out local=True"
+            "this is the whole global batch, but local=True expects the rank's own part: pass samples "
+            f"{rows.start} to {rows.stop - 1} of it, or leave out local=True"
         )
     rows = share.rows(data.shape[data.batch_dim])
     return (
-        "with local=True every rank passes its own part of the planned global batch, here its "
-        f"{len(rows)} samples from {rows.start} on"
+        f"with local=True every rank passes its own part of the planned global batch: here {len(rows)} "
+        f"samples, from sample {rows.start} on"
     )
 
 

@@ -39,13 +39,14 @@ _CHUNK = 1 << 20  # numbers of a batch that are hashed at a time
 _MAX_DISTANCE = 1e-3  # distance of replicas over the norm; kernels with a non-deterministic order of sums stay below it
 
 _GLOBAL = (
-    "expected the same global batch on all ranks, in the same order, of which each takes its part: draw it from a "
-    "generator of the same seed on each, without a DistributedSampler; or give each rank its own samples alone, those "
-    "of engine.share, with step(batch, local=True), as partitioner.Loader does"
+    "expected the same global batch, in the same order, on all ranks, because each rank takes its own part "
+    "of it: draw batches from a generator with the same seed on all ranks, without a DistributedSampler; or "
+    "pass only this rank's samples (engine.share) with step(batch, local=True), as partitioner.Loader does"
 )
 _LOCAL = (
-    "they compute one result: expected the same samples, those of engine.share, in the same order on all ranks of one "
-    "place on dp: draw them from a generator of the same seed on each, or use partitioner.Loader"
+    "these ranks compute one result together: expected the same samples (engine.share), in the same order, "
+    "on all ranks with the same dp coordinate: draw them from generators with the same seed, or use "
+    "partitioner.Loader"
 )
 
 _Kind = tuple[tuple[str, ...], tuple[int, ...]]
@@ -185,13 +186,17 @@ class ConsistencyChecks:
         ):
             return
         text = (
-            f"gradients were scaled by {factors[low]:.4g} on rank {low} and by {factors[high]:.4g} on rank {high}, "
-            f"each to a norm of at most {largest:.4g} of its own: expected one factor, of the whole model's norm, as "
-            "engine.clip_grad_norm_(max_norm) takes it; torch.nn.utils.clip_grad_norm_ sees the part of one rank alone"
+            f"gradients were clipped with different factors ({factors[low]:.4g} on rank {low}, "
+            f"{factors[high]:.4g} on rank {high}), on each rank to a norm of at most {largest:.4g} of its own "
+            "gradients: expected one factor from the norm of the whole model; call "
+            "engine.clip_grad_norm_(max_norm), because torch.nn.utils.clip_grad_norm_ sees the gradients of "
+            "one rank only"
         )
         if max(factors[r] for r in scaled) - factors[low] > _OTHER * factors[low]:
             raise AgreementError(f"{text}. The last step was wrong: resume from the last checkpoint before it")
-        self._warn_on_first_rank(f"{text}, unless this was meant")  # one factor on some ranks, none on others
+        self._warn_on_first_rank(
+            f"{text}. Ignore this warning if the difference is intended"
+        )  # one factor on some ranks, none on others
 
     def _measure_scale_factor(self) -> float | None:
         """Return the factor by which the training script has multiplied all of this rank's gradients since backward,
@@ -289,12 +294,13 @@ class ConsistencyChecks:
         far, apart = holders[index], float(distances[index] / norms.max().clamp(min=1e-300))
         more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
         text = (
-            f"ranks {', '.join(map(str, holders[:8]))} hold the same part of {name}{more}, and not the same numbers: "
-            f"rank {far} is about {apart:.1e} of its norm away"
+            f"ranks {', '.join(map(str, holders[:8]))} should have equal values of {name}{more}, but they "
+            f"differ: those of rank {far} deviate by about {apart:.1e} of the norm"
         )
         if apart <= _MAX_DISTANCE:
             self._warn_on_first_rank(
-                f"{text}; kernels that add up in any order do that, and loading a checkpoint ends it"
+                f"{text}; kernels with a non-deterministic order of sums can cause this, and loading a "
+                "checkpoint makes the values equal again"
             )
             return
         raise AgreementError(

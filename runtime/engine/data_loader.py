@@ -209,15 +209,15 @@ class Loader:
                 for n in (state["of"], self.num_samples)
             )
             raise CheckpointError(
-                f"the run has read {before}, this one has {here.removeprefix('a dataset of ')}, so its order "
-                "cannot be continued; use the same dataset"
-                ", or leave the loader out of extra="
+                f"the saved run has read {before}, but this run has "
+                f"{here.removeprefix('a dataset of ')}, "
+                "so the order of samples cannot be continued; use the same dataset, or leave the loader out "
+                "of extra="
             )
         if self.is_stream and state["shuffle"]:
             raise CheckpointError(
-                "the run has read a shuffled dataset, but this dataset is a stream, which has its own order: use "
-                "the same dataset"
-                ", or leave the loader out of extra="
+                "the saved run has read a shuffled dataset, but the dataset of this run is a stream, which "
+                "has its own order: use the same dataset, or leave the loader out of extra="
             )
         self.samples = state["samples"]
         self.order = SampleOrder(state["of"] or 0, state["seed"], state["shuffle"])
@@ -393,8 +393,8 @@ def _check_stream(shuffle: bool | None, num_workers: int) -> None:
     """
     if shuffle:
         raise BatchError(
-            "shuffle=True of a stream, which has its own order: shuffle in the dataset, in the same way on all ranks "
-            "(for example in its set_epoch), and leave shuffle out"
+            "shuffle=True is not possible for a stream, which has its own order: shuffle in the dataset, in the "
+            "same way on all ranks (for example in its set_epoch), and leave shuffle out"
         )
     if num_workers > 1:
         raise BatchError(
@@ -408,8 +408,8 @@ def _make_too_short_error(loader: Loader) -> BatchError:
     """Return the error to raise for the dataset of ``loader`` if it has less than one global batch in all epochs."""
     samples = "the stream" if loader.num_samples is None else f"{loader.num_samples} samples"
     return BatchError(
-        f"{loader.epochs} epochs of {samples} hold no whole batch: expected at least {loader.batch_size}; pass more "
-        "epochs, or None to run on over their ends"
+        f"{loader.epochs} epochs of {samples} are less than one batch: expected at least {loader.batch_size} "
+        "samples; pass a larger epochs=, or epochs=None for no limit"
     )
 
 

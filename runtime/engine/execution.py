@@ -59,7 +59,8 @@ def choose_execution(
         return ExecutionSetup(execution, compile or execution == "compiled", None)
     if device.type != "cuda":
         _log.warning(
-            "execution='graph' on %s: operators are recorded and repeated one by one, which is a check and not faster",
+            "execution='graph' on %s: operators are recorded and replayed one by one, which checks the "
+            "recording but is not faster",
             device.type,
         )
         if compile:

@@ -201,9 +201,7 @@ def list_placements(program: Program, name: str) -> list[Placement]:
     sharing = [axis for axis in axes if axis in state.zero_axes]
     ranks = math.prod(program.size(axis) for axis in sharing)
     if ranks > 1 and shape[0] % ranks:
-        raise DTensorError(
-            f"{ranks} ranks have equal shards of its {shape[0]} rows, which do not consist of whole rows"
-        )
+        raise DTensorError(f"its {shape[0]} rows are not divisible by {ranks}, so that ZeRO cuts shards within a row")
     for axis in sharing:
         # torch cuts along the mesh's axes from the first to the last; here the last ones came first
         before = math.prod(program.size(a) for a in first if axes.index(a) > axes.index(axis))

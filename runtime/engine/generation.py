@@ -198,8 +198,8 @@ class TokenGenerator:
             )
         if tokens.shape[0] > batch:
             raise BatchError(
-                f"input_ids has {tokens.shape[0]} samples, and {self.name!r} is planned for {batch}; expected at most "
-                f"these: pass fewer at once, or plan with Generate(batch={tokens.shape[0]}, ...)"
+                f"input_ids has {tokens.shape[0]} samples, but {self.name!r} is planned for at most {batch}: "
+                f"pass fewer at once, or plan with Generate(batch={tokens.shape[0]}, ...)"
             )
         if new < 1:
             raise BatchError(f"max_new_tokens is {new}; expected 1 or more")
@@ -209,9 +209,9 @@ class TokenGenerator:
         width = max(read, tokens.shape[1])
         if width + new - 1 > length:
             raise BatchError(
-                f"prompts of {tokens.shape[1]} tokens (read as {width}) and {new} new ones take {width + new - 1} "
-                f"places of the caches, which have {length}; expected at most these: generate fewer tokens, shorten "
-                f"the prompts, or plan with Generate(length={width + new - 1}, ...)"
+                f"prompts of {tokens.shape[1]} tokens (padded to {width}) and {new} new tokens need {width + new - 1} "
+                f"positions of the key/value caches, which have {length}: generate fewer tokens, shorten the "
+                f"prompts, or plan with Generate(length={width + new - 1}, ...)"
             )
         if mask is not None and (mask.shape != tokens.shape or not _is_padded_left(mask)):
             raise BatchError(
@@ -227,13 +227,12 @@ class TokenGenerator:
         _, read, length = self.shape
         if tokens.shape[1] > read:
             raise BatchError(
-                f"prompts have {tokens.shape[1]} tokens, and {self.name!r} is planned for an encoder that reads "
-                f"{read}; expected at most these: shorten the prompts, or plan with Generate(prompt="
-                f"{tokens.shape[1]}, ...)"
+                f"prompts have {tokens.shape[1]} tokens, but the encoder of {self.name!r} is planned for at "
+                f"most {read}: shorten the prompts, or plan with Generate(prompt={tokens.shape[1]}, ...)"
             )
         if new > length:
             raise BatchError(
-                f"{new} new tokens take {new} places of the caches, which have {length}; expected at most these: "
+                f"{new} new tokens need {new} positions of the key/value caches, which have {length}: "
                 f"generate fewer tokens, or plan with Generate(length={new}, ...)"
             )
         if mask is not None and (mask.shape != tokens.shape or not _is_mask(mask) or not mask.any(1).all()):

@@ -163,7 +163,7 @@ class OptimizerCheck:
         """
         sample, held = found.sample, self.parameters.get(found.sample.name)
         if found.unit == "stages":
-            where = f"its parameters, of which ranks have different ones (pp={self.rank.program.size('pp')})"
+            where = f"on each rank only the parameters of one pipeline stage (pp={self.rank.program.size('pp')})"
             whole = "all of them"
         else:
             here = "another rank has" if held is None else f"this rank has {list(held.shape)} of it"
@@ -177,11 +177,10 @@ class OptimizerCheck:
         }[found.kind]
         plan = self._list_uncut_constraints(found)
         return (
-            f"{find_optimizer_class(optimizer).__name__} would step {where}; {why}. Expected an optimizer that "
-            "updates each "
-            "element from that element, its gradient and its state (SGD, Adam, AdamW, Lion, RMSprop): take such a one"
-            f"{f', or plan with Constraints({plan})' if plan else ''}; if "
-            f"{'it is such a one' if found.kind == 'untried' else 'this is meant'}, call "
+            f"{find_optimizer_class(optimizer).__name__} would step {where}; {why}. Expected an optimizer "
+            "that updates each element from that element, its gradient and its state (SGD, Adam, AdamW, "
+            f"Lion, RMSprop): use one of these{f', or plan with Constraints({plan})' if plan else ''}; if "
+            f"{'it does so' if found.kind == 'untried' else 'this is intended'}, call "
             "engine.trust_optimizer(optimizer) before its first step"
         )
 

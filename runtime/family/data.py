@@ -19,33 +19,41 @@ class InputPadding(Data):
     that grow, and the number that fills the new elements."""
 
     batch_dim: int | None = Field(
-        default=None, description="The index of the input's dim of samples; None if it has none."
+        default=None,
+        description="Index of the input's dim whose size is the number of samples; None if it has no such dim.",
     )
     length_dim: int | None = Field(
-        default=None, description="The index of the input's dim of positions; None if it has none."
+        default=None,
+        description="Index of the input's dim whose size is the number of positions (such as tokens) of a sample; "
+        "None if it has no such dim.",
     )
     batch_fill: float | None = Field(
-        default=None, description="The number in added samples; None means that the last sample is repeated."
+        default=None,
+        description="Number that fills the elements of added samples; None means that the last sample is repeated.",
     )
     target_dim: int | None = Field(
-        default=None, description="The index of the input's dim of target positions; None if it has none."
+        default=None,
+        description="Index of the input's dim whose size is the number of target positions, such as decoder tokens; "
+        "None if it has no such dim.",
     )
     target_fill: float | None = Field(
         default=None,
-        description="The number at added target positions; None means that the last position is repeated.",
+        description="Number that fills added target positions; None means that the last position is repeated.",
     )
     length_fill: float | None = Field(
-        default=None, description="The number at added positions; None means that the last position is repeated."
+        default=None, description="Number that fills added positions; None means that the last position is repeated."
     )
     hides: float | None = Field(
         default=None,
-        description="The number by which the input hides a position from an attention in which a query that sees no "
-        "position attends to all of them, also to added ones. None if the input hides none from such an attention.",
+        description="Number in this input that masks a position, for attention in which a query with all positions "
+        "masked attends to all of them, also to added ones. None if the input masks no position of such "
+        "an attention.",
     )
     unseen: Literal["all", "first", "gap"] = Field(
         default="all",
-        description="Which positions must be hidden for a query to see none: all of its sample (all); the first one, "
-        "as under a causal mask (first); or also those of a gap before a visible one, as under a causal window (gap).",
+        description="Condition under which a query sees no position: all positions of its sample are masked (all); "
+        "the first one is masked, as under a causal mask (first); or also positions of a gap before a "
+        "visible one are masked, as under a causal window (gap).",
     )
 
 
@@ -56,35 +64,45 @@ class BatchPadding(Data):
     before. ``passes/padding`` proved this from the model's graph.
     """
 
-    batch: int = Field(description="The number of samples in a batch of the program.")
+    batch: int = Field(description="Number of samples in a batch of the program.")
     length: int = Field(
-        default=0, description="The number of positions of each sample; 0 if the inputs have no dim of positions."
+        default=0,
+        description="Number of positions (such as tokens) of each sample; 0 if no input has a dim of positions.",
     )
     targets: int = Field(
         default=0,
-        description="The number of positions of each target, if it is another one than that of the positions, as in a "
-        "model with an encoder and a decoder; 0 if there is none.",
+        description="Number of target positions of each sample, if targets have a length of their own, as in a "
+        "model with an encoder and a decoder; otherwise 0.",
     )
-    weight: float = Field(default=1.0, description="The share of batches that have this shape, from 0 to 1.")
-    inputs: dict[str, InputPadding] = Field(default_factory=dict, description="How each input is padded, by its path.")
+    weight: float = Field(default=1.0, description="Fraction of the batches that have this shape, from 0 to 1.")
+    inputs: dict[str, InputPadding] = Field(
+        default_factory=dict, description="Padding of each input, by the path of the input in the batch."
+    )
     outputs: dict[str, tuple[int | None, int | None]] = Field(
-        default_factory=dict, description="The dims of samples and of positions of each output, by name."
+        default_factory=dict,
+        description="Two dim indices for each output, by name: the dim of samples and the dim of positions; null if "
+        "the output has no such dim.",
     )
     trimmed: dict[str, int] = Field(
         default_factory=dict,
-        description="The number of positions that an output has beyond those of the batch, by name, if there are any.",
+        description="Number of positions that an output has in addition to those of the batch, by name of the "
+        "output. Outputs without additional positions are left out.",
     )
     target_outputs: dict[str, tuple[int, int]] = Field(
         default_factory=dict,
-        description="The dim of target positions of each output that has one, and the number of positions that it has "
-        "beyond those of the targets, by name.",
+        description="Two numbers for each output with a dim of target positions, by name: the index of this dim, "
+        "and the number of positions that the output has in addition to the targets.",
     )
-    fewer: str = Field(default="", description="The reason why a batch may not have fewer samples; empty if it may.")
+    fewer: str = Field(
+        default="", description="Reason why a batch may not have fewer samples than the program; empty if it may."
+    )
     shorter: str = Field(
-        default="", description="The reason why a batch may not have fewer positions; empty if it may."
+        default="",
+        description="Reason why samples may not have fewer positions than in the program; empty if they may.",
     )
     shorter_targets: str = Field(
-        default="", description="The reason why a batch may not have fewer target positions; empty if it may."
+        default="",
+        description="Reason why samples may not have fewer target positions than in the program; empty if they may.",
     )
 
 
@@ -99,25 +117,28 @@ class FurtherProgram(Data):
     """One more program of a plan, such as one for evaluation or for another batch shape. It uses the parameters and
     buffers as the plan's main program (the training step) lays them out over the ranks."""
 
-    program: Program = Field(description="The program of all ranks.")
+    program: Program = Field(description="Program of all ranks.")
     purpose: Literal["evaluate", "step", "prefill", "decode"] = Field(
-        description="What the program is for: Engine.run (evaluate), Engine.step (step), or the prompts (prefill) "
-        "and further tokens (decode) of Engine.generate."
+        description="Use of the program: Engine.run (evaluate), Engine.step on batches of another shape (step), or "
+        "Engine.generate, which uses one program for prompts (prefill) and one for further tokens "
+        "(decode)."
     )
-    seconds: float = Field(description="The estimated seconds of one run.")
+    seconds: float = Field(description="Estimated time of one run in seconds.")
     memory: int = Field(
-        description="The peak bytes of a rank while the program runs, including parameters and other states."
+        description="Peak memory in bytes of the rank that needs most while this program runs, including parameters "
+        "and other states."
     )
     caches: tuple[str, ...] = Field(
-        default=(), description="The paths of the inputs that are key/value caches, which the program changes in place."
+        default=(), description="Paths of the inputs that are key/value caches. The program changes them in place."
     )
     first_token: int | None = Field(
         default=None,
-        description="The token with which a decoder begins to generate; None if it begins with the prompt.",
+        description="Token id with which a decoder begins to generate; None if generation continues the prompt.",
     )
     padding: BatchPadding | None = Field(
         default=None,
-        description="The shape of the program's batches and how smaller ones are padded; None for the planned shape.",
+        description="Batch shape of the program, and how smaller batches are padded to it; None if batches have "
+        "exactly the planned shape.",
     )
 
 

@@ -90,47 +90,69 @@ def _build_parser() -> argparse.ArgumentParser:
         prog="torchrun --nproc-per-node N -m partitioner.runtime",
         description="Train a plan on its ranks for some steps.",
     )
-    parser.add_argument("plan", help="a plan's JSON file")
-    parser.add_argument("--weights", help="a safetensors file or folder; without it, small random weights")
+    parser.add_argument("plan", help="JSON file of the plan, as Plan.save() writes it")
     parser.add_argument(
-        "--steps", type=_make_bounded_parser(int, 0), default=1, help="in all, those before a restart too"
+        "--weights",
+        help="safetensors file, or folder of such files, with the initial weights; default: small random weights",
     )
     parser.add_argument(
-        "--batch", default="random", help="a safetensors file with the inputs of one global batch by path, or 'random'"
+        "--steps",
+        type=_make_bounded_parser(int, 0),
+        default=1,
+        help="number of steps in total, including those before a restart",
     )
-    parser.add_argument("--lr", type=_make_bounded_parser(float, 0.0), default=1e-4, help="of AdamW")
-    parser.add_argument("--clip", type=_make_bounded_parser(float, 0.0), help="the largest norm of the whole gradient")
-    parser.add_argument("--save", help="write the weights to this folder at the end, as safetensors")
-    parser.add_argument("--checkpoints", type=Path, help="a folder of checkpoints by step; goes on from the newest")
+    parser.add_argument(
+        "--batch",
+        default="random",
+        help="safetensors file with one global batch, which every step reads: input path -> tensor; or 'random': "
+        "a new random batch for each step",
+    )
+    parser.add_argument("--lr", type=_make_bounded_parser(float, 0.0), default=1e-4, help="learning rate of AdamW")
+    parser.add_argument(
+        "--clip",
+        type=_make_bounded_parser(float, 0.0),
+        help="maximum norm of the gradient over all parameters; larger gradients are scaled down; default: no clipping",
+    )
+    parser.add_argument("--save", help="folder to which the weights are written at the end, as safetensors files")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        help="folder for checkpoints that all ranks can read; training continues from the newest one in it",
+    )
     parser.add_argument(
         "--every",
         type=_make_bounded_parser(int, 0),
         default=100,
-        help="steps between checkpoints; the last is saved, too",
+        help="number of steps between checkpoints; the last step is saved in any case",
     )
     parser.add_argument(
         "--copies-every",
         type=_make_bounded_parser(int, 0),
         default=0,
-        help="with --checkpoints: steps between copies in the nodes' memory",
+        help="number of steps between copies of the training state in the memory of the nodes, for faster "
+        "restarts; needs --checkpoints; 0: no copies",
     )
     parser.add_argument(
-        "--offload-folder", help="a folder of each node's disk, for plans that keep optimizer states on disk"
+        "--offload-folder", help="folder on the local disk of each node, for plans that keep optimizer states on disk"
     )
-    parser.add_argument("--metrics", help="a folder for metrics.jsonl and TensorBoard's events")
-    parser.add_argument("--check", action="store_true", help="stop at a loss or gradient that is no number")
+    parser.add_argument(
+        "--metrics", help="folder for the metrics of each step: metrics.jsonl and event files of TensorBoard"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="stop with an error if the loss or a gradient is NaN or infinite"
+    )
     parser.add_argument(
         "--patience",
         type=_make_bounded_parser(float, 0.0),
         default=300.0,
-        help="seconds without movement that count as a stall",
+        help="seconds without progress on any rank after which the ranks count as stalled",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of random weights, random batches and dropout")
     parser.add_argument(
         "--timeout",
         type=_make_bounded_parser(float, 0.0),
         default=600.0,
-        help="seconds that a rank waits for another one",
+        help="maximum seconds that a rank waits for another rank in a collective",
     )
     return parser
 
@@ -161,7 +183,9 @@ def _has_gpu() -> bool:
     if count >= ranks or alone:
         return True
     if os.environ.get("LOCAL_RANK") == "0":
-        print(f"{ranks} ranks and {count} GPUs on this node: they run on the CPU, over Gloo", file=sys.stderr)
+        print(
+            f"this node has {ranks} ranks but only {count} GPUs: the ranks run on the CPU, over Gloo", file=sys.stderr
+        )
     return False
 
 
@@ -216,7 +240,11 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
         )
         found = kept.restore()
         if _read_rank() == 0:
-            where = "no checkpoint there: from the start" if found is None else f"going on from step {found}"
+            where = (
+                "no checkpoint found, training starts from the beginning"
+                if found is None
+                else f"training continues from step {found}"
+            )
             print(f"{options.checkpoints}: {where}", file=sys.stderr, flush=True)
     spikes = LossSpikes()
     first, told = _read_rank() == 0, False
@@ -245,7 +273,7 @@ def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
         kept.close()
         if kept.interrupted:
             if first:
-                print(f"asked to end: step {engine.steps} is saved in {options.checkpoints}", file=sys.stderr)
+                print(f"stopped by a signal: step {engine.steps} is saved in {options.checkpoints}", file=sys.stderr)
             sys.exit(128 + signal.SIGTERM)  # it is not done: whoever starts runs again may do so
 
 

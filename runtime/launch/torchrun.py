@@ -65,8 +65,8 @@ def _explain_unreachable_host(endpoint: str) -> str:
     In this case torchrun has ended its ranks before any of them could report an error.
     """
     return (
-        f"the host where ranks meet, {endpoint}, cannot be reached: it has ended, or its network, or never was there; "
-        "start the run again on as many hosts, to meet at one that is there (--rdzv-endpoint)"
+        f"the rendezvous host {endpoint} cannot be reached: it has ended, its network has failed, or its "
+        "address is wrong; start the run again on as many hosts, with an --rdzv-endpoint that can be reached"
     )
 
 
@@ -84,7 +84,7 @@ def _find_first_cause(folder: Path, error: ChildFailedError) -> str:
         message = first.message["message"] if isinstance(first.message, dict) else first.message
         told = " ".join(str(message).split()).removeprefix("InstructionError: ")
         if first.error_file == "<N/A>" and first.exitcode > 0:
-            told = f"left with status {first.exitcode}, before it could say why here; its own words are above"
+            told = f"exited with status {first.exitcode} before it could report an error; its own output is above"
         return (
             f"{told}{f' ({how.strip()})' if how else ''}" if told.startswith("rank ") else f"rank {rank}: {how}{told}"
         )

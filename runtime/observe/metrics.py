@@ -295,8 +295,8 @@ class LossSpike:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}: the loss {self.loss:.4g} is {self.deviations:.1f} deviations above the usual "
-            f"{self.usual:.4g}"
+            f"step {self.step}: the loss {self.loss:.4g} is {self.deviations:.1f} standard deviations above "
+            f"{self.usual:.4g}, the median of recent losses"
         )
 
 

@@ -209,7 +209,10 @@ def _describe_origins(origins: list[NonFiniteOrigin], step: int) -> Failure:
     nans = sorted((o for o in origins if o.is_nan), key=lambda o: (o.at, o.rank))
     infinities = sorted((o for o in origins if not o.is_nan), key=lambda o: (o.at, o.rank))
     if not nans and not infinities:
-        text = "the loss or a gradient is not finite; run again, the step is: what made it so does not recur"
+        text = (
+            "the loss or a gradient is not finite, but it is finite when the step is repeated, so the cause "
+            "cannot be located"
+        )
         return Failure(0, text, KIND, instruction="end of the step", step=step)
     first = nans[0] if nans else infinities[0]
     if nans and first.from_infinity and infinities and infinities[0].at <= first.at:

@@ -264,56 +264,72 @@ class Program(Data):
     """
 
     mesh: dict[str, int] = Field(
-        description="The number of ranks along each mesh axis. The sizes of all axes but ep multiply to the number "
-        "of ranks; ep reuses the ranks of dp, cp and tp."
+        description="Number of ranks along each mesh axis. The product over all axes except ep is the number of "
+        "ranks; ep reuses the ranks of dp, cp and tp."
     )
-    objective: Literal["train", "infer"] = Field(
-        description="Whether a step trains the model or only runs forward (inference)."
+    objective: Literal["train", "infer"] = Field(description="Kind of step: training (train), or forward only (infer).")
+    num_microbatches: int = Field(
+        description="Number of microbatches per step of the data-parallel rank that has the most."
     )
-    num_microbatches: int = Field(description="The number of microbatches in a step, on the rank that has the most.")
     data_shares: tuple[int, ...] = Field(
         default=(),
-        description="The number of microbatches of each dp rank, in the order of the batch. If the list is empty, "
-        "all ranks have equally many. A rank with fewer than num_microbatches skips the instructions of the missing "
-        "ones.",
+        description="Number of microbatches of each data-parallel rank, in the order of the batch; empty if all "
+        "ranks have the same number. A rank with fewer than num_microbatches skips the instructions of "
+        "the missing microbatches.",
     )
-    schedule: str = Field(description="The name of the pipeline schedule.")
+    schedule: str = Field(description="Name of the pipeline schedule, such as 1f1b.")
     blocks: dict[str, BlockGraph] = Field(
-        description="The graph of each block type (a piece of the model that calls execute), by name."
+        description="Graph of each block (a piece of the model that may be called several times, such as a decoder "
+        "layer), by name."
     )
-    states: dict[str, StateData] = Field(description="The parameters, buffers and constants, by name.")
+    states: dict[str, StateData] = Field(description="Parameters, buffers and constants of the model, by name.")
     values: dict[str, Value] = Field(
-        description="The shape, type and layout of each tensor that passes between calls, by name."
+        description="Shape, type and layout of each tensor that block calls pass to each other, by name."
     )
-    inputs: tuple[InputData, ...] = Field(description="The tensors of the batch that a step reads.")
-    outputs: tuple[OutputData, ...] = Field(description="The tensors and constants that a step returns.")
-    loss: str | None = Field(description="The name of the tensor that is the loss; null if there is none.")
-    stages: tuple[Stage, ...] = Field(description="The calls and instructions of each pipeline stage, in order.")
-    fingerprint: str = Field(description="A hash of the names, shapes and types of the weights.")
+    inputs: tuple[InputData, ...] = Field(description="Tensors of the batch that a step reads.")
+    outputs: tuple[OutputData, ...] = Field(description="Tensors and constants that a step returns.")
+    loss: str | None = Field(description="Name of the tensor that is the loss; null if there is none.")
+    stages: tuple[Stage, ...] = Field(description="Block calls and instructions of each pipeline stage, in order.")
+    fingerprint: str = Field(
+        description="Hash of the names, shapes and types of the parameters and buffers. Checkpoints of the same "
+        "model have the same hash."
+    )
     constants: dict[str, Any] = Field(
         default_factory=dict,
-        description="The values of constants as nested lists, by name; checkpoints do not have them.",
+        description="Values of constants as nested lists, by name. Checkpoints do not contain constants.",
     )
     initial: dict[str, Any] = Field(
         default_factory=dict,
-        description="The initial value of each buffer, a number or nested lists, for engines without weights.",
+        description="Initial value of each buffer (a number or nested lists), by name, for engines that start "
+        "without weights.",
     )
-    tree: str | None = Field(default=None, description="The pytree structure of the model's result, as text.")
-    signature: SignatureData = Field(default_factory=SignatureData, description="The arguments of the model's forward.")
-    etp: int = Field(default=0, description="The number of ranks that share one expert; 0 means the size of tp.")
+    tree: str | None = Field(
+        default=None,
+        description="Pytree structure of the model's result, as text for torch.utils._pytree; null if it is not known.",
+    )
+    signature: SignatureData = Field(
+        default_factory=SignatureData,
+        description="Arguments of the model's forward, and the conditions on the batch under which the program is "
+        "valid.",
+    )
+    etp: int = Field(
+        default=0, description="Number of ranks over which each expert is sharded; 0 means the size of tp."
+    )
     zero: Literal[0, 1, 2, 3] = Field(
         default=0,
-        description="The ZeRO stage: 1 shards optimizer states over the data-parallel ranks, 2 also gradients, 3 also "
-        "parameters.",
+        description="ZeRO stage: 0 shards nothing over the data-parallel ranks, 1 optimizer states, 2 also "
+        "gradients, 3 also parameters.",
     )
     dp_shard: int = Field(
         default=0,
-        description="The number of neighbouring dp ranks over which ZeRO shards states (hybrid sharding); 0 means all. "
-        "Without ZeRO, a hierarchical reduction reduce-scatters gradients over them first.",
+        description="Number of neighbouring data-parallel ranks over which ZeRO shards states (hybrid sharding); 0 "
+        "means all of them. Without ZeRO, hierarchical reductions first reduce-scatter gradients over "
+        "these ranks.",
     )
     fused_attention: bool = Field(
         default=True,
-        description="Whether attention kernels save no scores for backward, whatever the width of the heads.",
+        description="Whether no attention kernel saves the matrix of attention scores for backward. If false, "
+        "kernels save it when heads of queries and of values differ in width, as on CPUs.",
     )
     tf32: bool = Field(
         default=False,
@@ -321,13 +337,13 @@ class Program(Data):
     )
     whole_scatter: bool = Field(
         default=False,
-        description="Whether a reduce-scatter receives the parts of all ranks before it sums them, as on Gloo; this "
-        "takes memory.",
+        description="Whether a rank in a reduce-scatter receives the whole buffers of all ranks before it sums "
+        "them, as with Gloo. This needs additional memory.",
     )
     offload: tuple[Offload, ...] = Field(
         default=(),
-        description='The kinds of states that are in host memory; "disk" means that optimizer states are on disk '
-        "instead.",
+        description="Kinds of data in host memory between uses: optimizer (its states), activations or parameters; "
+        "disk means that optimizer states are on disk instead.",
     )
 
     @property

@@ -538,7 +538,7 @@ def _make_unsupported_error(optimizer: torch.optim.Optimizer, reason: str) -> Of
     that prevents this, as part of a sentence.
     """
     return OffloadError(
-        f"{type(optimizer).__name__} {reason}: with its states on disk an optimizer steps some parameters at a time; "
-        "expected one that updates each from its own gradient and state, as Adam does: take such a one, or plan "
-        "without 'disk' in offload"
+        f"{type(optimizer).__name__} {reason}: with states on disk, an optimizer steps some parameters at a "
+        "time; expected an optimizer that updates each parameter from its own gradient and state, such as "
+        "Adam: use such an optimizer, or plan without 'disk' in offload"
     )

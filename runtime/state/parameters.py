@@ -195,7 +195,10 @@ def _find_differences(program: Program, weights: Weights) -> Iterator[str]:
     known = {n for name, state in program.states.items() for n in (name, *state.aliases)}
     for name in weights.names():
         if name not in known and (tensor := weights.identity(name)) in owners:
-            yield f"{name}: is the same tensor as {owners[tensor]}, a tie that the plan does not know of"
+            yield (
+                f"{name}: expected a tensor of its own, but it is the same tensor as {owners[tensor]} (tied), "
+                "which the plan does not expect"
+            )
 
 
 def load_states(

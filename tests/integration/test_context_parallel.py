@@ -282,11 +282,15 @@ class Perceptron(nn.Module):
 @pytest.mark.parametrize(
     ("model", "fixed", "message"),
     [
-        (Decoder(("causal",), 2), dict(cp=4, context="ulysses"), "2 heads of keys, which do not divide over cp=4"),
-        (Decoder(("causal",), 2), dict(cp=2, tp=2, context="ulysses"), "do not divide over cp=2 x tp=2"),
-        (Decoder(("dilated",)), dict(cp=2, context="ring"), "a mask that is no band of positions.*'all_gather'"),
+        (Decoder(("causal",), 2), dict(cp=4, context="ulysses"), "2 key/value heads, which is not divisible by cp=4"),
+        (Decoder(("causal",), 2), dict(cp=2, tp=2, context="ulysses"), "is not divisible by cp=2 x tp=2"),
+        (
+            Decoder(("dilated",)),
+            dict(cp=2, context="ring"),
+            "a mask that is not a band around the diagonal.*'all_gather'",
+        ),
         (Decoder(("soft_cap",)), dict(cp=2, context="ring"), "no fused attention was found"),
-        (Decoder(("causal",)), dict(cp=5, context="ring"), "48 queries and 48 keys, which do not divide over 5"),
+        (Decoder(("causal",)), dict(cp=5, context="ring"), "48 queries and 48 keys, which are not divisible by 5"),
         (Decoder(("causal",)), dict(cp=5), "no input has a dim besides the batch dim that is divisible by 5"),
     ],
 )

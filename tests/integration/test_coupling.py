@@ -413,7 +413,10 @@ def test_a_model_of_as_many_samples_as_a_group():
     model = Sized(whole=False)
     plan = partition(model, Topology.local(2), inputs, constraints=in_groups(pp=2))
     assert plan.verify(model, inputs).ok
-    with pytest.raises(InputsError, match=r"another number of samples, here 4, which fails: Sized.forward fails"):
+    with pytest.raises(
+        InputsError,
+        match=r"with 4 samples, the size of a microbatch, and the model fails .*: Sized.forward fails",
+    ):
         partition(Sized(whole=True), Topology.local(2), inputs, constraints=in_groups(pp=2))
 
 
@@ -491,7 +494,7 @@ def test_the_search_is_free_but_for_the_groups():
     assert {axis for c in tried for axis, ranks in c.mesh.items() if ranks > 1} == {"pp", "dp", "tp", "ep"}
     assert plan.certificate.bound <= plan.certificate.objective == plan.estimate.step_time
     assert plan.verify(model, inputs).ok
-    assert "mean over 4 groups of samples" in " ".join(plan.explain().split())
+    assert "mean over 4 groups of consecutive samples" in " ".join(plan.explain().split())
 
 
 def test_it_goes_with_the_plan(tmp_path: Path):

@@ -170,7 +170,7 @@ def test_every_rank_may_be_given_its_own_rows_alone(tmp_path: Path):
         losses = pool.call(local_losses, path, rows)
         assert losses[0] == losses[1] == losses[2]
         assert losses[0][1] < losses[0][0]
-        with pytest.raises(RankError, match="here its 2 samples from 8 on"):
+        with pytest.raises(RankError, match="here 2 samples, from sample 8 on"):
             pool.call(local_losses, path, [(0, 4), (4, 8), (6, 10)])
     del model
 

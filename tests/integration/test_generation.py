@@ -442,9 +442,9 @@ def test_the_estimate_counts_the_caches():
 
 
 ODD: list[tuple[dict[str, Any], str]] = [
-    (dict(input_ids=draw_prompt(4, 25)), "take 30 places of the caches, which have 28"),
-    (dict(input_ids=draw_prompt(4, 3), max_new_tokens=22), "(read as 8) and 22 new ones take 29 places"),
-    (dict(input_ids=draw_prompt(5, 8)), "input_ids has 5 samples, and 'generate' is planned for 4"),
+    (dict(input_ids=draw_prompt(4, 25)), "need 30 positions of the key/value caches, which have 28"),
+    (dict(input_ids=draw_prompt(4, 3), max_new_tokens=22), "(padded to 8) and 22 new tokens need 29 positions"),
+    (dict(input_ids=draw_prompt(5, 8)), "input_ids has 5 samples, but 'generate' is planned for at most 4"),
     (dict(input_ids=draw_prompt(4, 8)[0]), "input_ids has shape [8]"),
     (dict(input_ids=draw_prompt(4, 8).float()), "type torch.float32; expected integers"),
     (dict(max_new_tokens=0), "max_new_tokens is 0; expected 1 or more"),
@@ -582,8 +582,11 @@ def test_a_model_without_caches_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(input_ids=draw_prompt(4, 20)), "planned for an encoder that reads 19"),
-        (dict(max_new_tokens=NEW + 1), f"{NEW + 1} new tokens take {NEW + 1} places of the caches, which have {NEW}"),
+        (dict(input_ids=draw_prompt(4, 20)), "is planned for at most 19"),
+        (
+            dict(max_new_tokens=NEW + 1),
+            f"{NEW + 1} new tokens need {NEW + 1} positions of the key/value caches, which have {NEW}",
+        ),
         (dict(attention_mask=torch.zeros(4, 8)), "or a row of zeros; expected [4, 8]"),
         (dict(attention_mask=torch.full((4, 8), 2)), "or other numbers than 0 and 1"),
     ],

@@ -298,7 +298,7 @@ def test_where_ranks_met_is_lost_and_the_run_is_started_again(tmp_path: Path):
         assert left.wait(LEAVE_S + 10) == 1
         [cause] = causes(left)
         assert cause.startswith(
-            "first cause: the host where ranks meet, host0:29500, cannot be reached: it has ended, or"
+            "first cause: the rendezvous host host0:29500 cannot be reached: it has ended, its network has failed, or"
         )
         again = [run.start(host, meeting="host1") for host in (here, hosts.add())]
         for each in again:

@@ -464,5 +464,5 @@ def test_what_fits_only_with_host_memory_is_said_first() -> None:
     first, second, *_ = plan.summary().splitlines()
     assert first.endswith("parameters: fits only with optimizer in host memory")
     assert second.split()[:5] == ["without", "host", "memory", "stage", "0"]
-    assert re.search(r"stage 0 of 1 .* needs .* of the 16 MiB usable on a device", plan.lacking)
+    assert re.search(r"stage 0 of 1 .* needs .*, but only 16 MiB are usable on a device", plan.lacking)
     assert "Only with optimizer in host memory. Without it: stage 0 of 1" in " ".join(plan.explain().split())

@@ -308,7 +308,7 @@ def test_the_step_is_priced_by_the_lengths_of_documents():
     ("name", "documents", "message"),
     [
         ("boolean", (5, 0), "documents must be the lengths of typical documents"),
-        ("none", (5, 6), "no attention of the model is within documents.*position_ids that restart"),
+        ("none", (5, 6), "no attention of the model is restricted to packed documents.*position_ids that restart"),
     ],
 )
 def test_lengths_that_mean_nothing_are_refused(name: str, documents: tuple[int, ...], message: str):

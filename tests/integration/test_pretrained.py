@@ -349,7 +349,7 @@ def test_an_encoder_that_is_to_predict_the_next_token_is_told(tmp_path: Path) ->
 def test_inputs_that_a_batch_leaves_out_are_told(tmp_path: Path) -> None:
     found = load_pretrained(write_config(tmp_path, "voxtral"), task="audio", batch=2)
     assert "input_features" not in found.inputs
-    assert any("The batch has no audio, which the model reads with text" in note for note in found.notes)
+    assert any("The batch has no audio, which the model can read together with text" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("kind", "used"), [("vit", False), ("bert", True), ("t5", True)])
@@ -449,16 +449,23 @@ def test_sizes_that_the_type_decides_and_misspelt_fields_are_told(tmp_path: Path
     assert notes(**sizes) == ()
     assert notes(**sizes, torch_dtype="bfloat16", _name_or_path="x", my_own_field=3) == ()  # others' fields
     missing, misspelt = notes(model_type="gpt2", vocab_size=96, n_embd=32, n_head=2, n_layers=2)
-    assert missing == ("The configuration leaves sizes of the gpt2 model to the defaults of the type: n_layer=12.")
-    assert misspelt == "The configuration has a field n_layers, which the type gpt2 does not have; n_layer is meant?"
+    assert missing == (
+        "The configuration does not give all sizes of the gpt2 model; the defaults of this model type are used: "
+        "n_layer=12."
+    )
+    assert misspelt == (
+        "The configuration has a field n_layers, which the model type gpt2 does not have and which is ignored; "
+        "did you mean n_layer?"
+    )
     tiny_config("clip").save_pretrained(tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
     del data["text_config"]
     data["vision_config"].pop("hidden_size")
     (tmp_path / "config.json").write_text(json.dumps(data | {"architectures": ["CLIPModel"]}))
     assert read_configuration(tmp_path).notes == (
-        "The configuration has no text_config: the sizes there are the defaults of the type.",
-        "The configuration leaves sizes of the clip_vision_model model to the defaults of the type: hidden_size=768.",
+        "The configuration has no text_config: its sizes are the defaults of this model type.",
+        "The configuration does not give all sizes of the clip_vision_model model; the defaults of this "
+        "model type are used: hidden_size=768.",
     )
 
 
@@ -539,7 +546,7 @@ def test_a_name_that_is_a_function_is_refused_the_options_of_configurations(tmp_
     (tmp_path / "model.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2)\n")
     result = invoke("plan", f"{tmp_path / 'model.py'}:make", "--topology", "local:2", "--seq", 16)
     assert result.exit_code == 2
-    assert "--seq is for a configuration" in result.stderr
+    assert "--seq applies only to a configuration" in result.stderr
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

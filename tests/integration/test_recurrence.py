@@ -115,17 +115,17 @@ class Changing(nn.Module):
 
 
 REFUSED = {
-    "read": (lambda old, x: (0.9 * old + x.mean(0), old), torch.ones(WIDTH), r"reads it for more.* \(.*\.py:\d+\)"),
+    "read": (lambda old, x: (0.9 * old + x.mean(0), old), torch.ones(WIDTH), r"also reads it for .* \(.*\.py:\d+\)"),
     "square": (
         lambda old, x: (old * old + x.mean(0), 1.0),
         torch.ones(WIDTH),
-        r"new value \(.*\) is not a number times",
+        r"new value \(.*\) is not a constant times",
     ),
-    "largest": (lambda old, x: (old.maximum(x.amax(0)), 1.0), torch.ones(WIDTH), "is not a number times"),
-    "by element": (lambda old, x: (old * x.mean(0), 1.0), torch.ones(WIDTH), "is not a number times"),
-    "mixed": (lambda old, x: (old.flip(0) + x.mean(0), 1.0), torch.ones(WIDTH), "is not a number times"),
-    "truth": (lambda old, x: (x.mean() > 0, 1.0), torch.tensor(False), r"of type torch.bool, cannot be added up"),
-    "whole": (lambda old, x: (2 * old + 1, 1.0), torch.tensor(1), r"of type torch.int64, cannot be added up"),
+    "largest": (lambda old, x: (old.maximum(x.amax(0)), 1.0), torch.ones(WIDTH), "is not a constant times"),
+    "by element": (lambda old, x: (old * x.mean(0), 1.0), torch.ones(WIDTH), "is not a constant times"),
+    "mixed": (lambda old, x: (old.flip(0) + x.mean(0), 1.0), torch.ones(WIDTH), "is not a constant times"),
+    "truth": (lambda old, x: (x.mean() > 0, 1.0), torch.tensor(False), r"of type torch.bool cannot be added up"),
+    "whole": (lambda old, x: (2 * old + 1, 1.0), torch.tensor(1), r"of type torch.int64 cannot be added up"),
 }
 
 

@@ -138,7 +138,7 @@ def test_hooks_on_a_parameter_that_only_look_are_left_out():
     for hook in LOOKING.values():
         model.layers[0].weight.register_hook(hook)
     plan = partition(model, Topology.local(1), INPUTS)
-    notes = [n for n in plan.notes if "of the parameter 'layers.0.weight' only looks at gradients" in n]
+    notes = [n for n in plan.notes if "of the parameter 'layers.0.weight' only observes gradients" in n]
     assert all("test_hooks.py:" in n and "the plan does not call it" in n for n in notes)
     assert any("keeps_norm" in n for n in notes) and any("<lambda>" in n for n in notes)
     assert any("Recorder.__call__" in n for n in notes)
@@ -176,7 +176,7 @@ def all_kinds() -> nn.Module:
 def test_hooks_of_all_kinds_that_only_look(constraints: dict[str, int]):
     model = all_kinds()
     plan = partition(model, Topology.local(2), INPUTS, constraints=mesh(**constraints))
-    notes = [n for n in plan.notes if "only looks at gradients" in n]
+    notes = [n for n in plan.notes if "only observes gradients" in n]
     assert len(notes) == 4
     assert any("of_module" in n and "of the module 'layers.0'" in n for n in notes)
     assert any("of the model" in n for n in notes)
@@ -196,7 +196,7 @@ WITHIN: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_hooks_that_forward_registers_to_look(way: str):
     model = Model(WITHIN[way])
     plan = partition(model, Topology.local(1), INPUTS)
-    assert any("only looks at gradients" in n for n in plan.notes) == (way != "to look at the graph")
+    assert any("only observes gradients" in n for n in plan.notes) == (way != "to look at the graph")
     if way not in ("multi", "of a module"):  # the reference is the model, which registers these
         assert plan.verify(model, INPUTS).ok
 
@@ -437,13 +437,13 @@ FORWARD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "changes, with names": (
         lambda: forward_hooked(lambda module, args, named, output: output * 3, with_kwargs=True), ""
     ),
-    "changes and keeps": (lambda: forward_hooked(doubles_and_keeps), "keeps values outside of the model"),
-    "changes and tells": (lambda: forward_hooked(doubles_and_tells), "keeps values outside of the model"),
-    "keeps": (lambda: forward_hooked(keeps), "only looks at what forward computes"),
-    "measures": (lambda: forward_hooked(measures), "only looks at what forward computes"),
+    "changes and keeps": (lambda: forward_hooked(doubles_and_keeps), "stores values outside of the model"),
+    "changes and tells": (lambda: forward_hooked(doubles_and_tells), "stores values outside of the model"),
+    "keeps": (lambda: forward_hooked(keeps), "only observes the results of forward"),
+    "measures": (lambda: forward_hooked(measures), "only observes the results of forward"),
     "looks before": (
         lambda: forward_hooked(lambda module, args: print(args[0].shape), before=True),
-        "only looks at what forward computes",
+        "only observes the results of forward",
     ),
 }  # fmt: skip
 
@@ -462,13 +462,13 @@ def test_hooks_on_the_forward_of_all_modules(request: pytest.FixtureRequest):
     request.addfinalizer(handle.remove)
     model = Model()
     plan = partition(model, Topology.local(1), INPUTS)
-    assert any("of all modules only looks at what forward computes" in n for n in plan.notes)
+    assert any("of all modules only observes the results of forward" in n for n in plan.notes)
     assert plan.verify(model, INPUTS).ok
     handle.remove()
     handle = modules.register_module_full_backward_hook(of_module)
     request.addfinalizer(handle.remove)
     plan = partition(model, Topology.local(1), INPUTS)
-    assert any("of all modules only looks at gradients" in n for n in plan.notes)
+    assert any("of all modules only observes gradients" in n for n in plan.notes)
     assert plan.verify(model, INPUTS).ok
 
 

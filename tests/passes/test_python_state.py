@@ -116,8 +116,8 @@ def test_what_forward_counts_is_counted_once_a_step(case: str, mesh: dict[str, i
     compute, attributes = COUNTED[case]
     model = seeded(lambda: Stateful(compute, **attributes))
     plan = planned(model, **mesh)
-    assert any("forward counts in" in note for note in plan.notes)
-    assert "forward counts in" in " ".join(plan.summary().split())
+    assert any("forward changes the Python numbers" in note for note in plan.notes)
+    assert "forward changes the Python numbers" in " ".join(plan.summary().split())
     assert all(getattr(model, name) == value for name, value in attributes.items())
     report = plan.verify(model, {"x": x(1)})
     assert report.ok, str(report)

@@ -91,7 +91,7 @@ class Read(PlainExperts):
 
 def test_weights_that_are_read_elsewhere_are_not_spread():
     torch.manual_seed(0)
-    with pytest.raises(PlanError, match="up is a weight of experts in one call, but not in another"):
+    with pytest.raises(PlanError, match="up is used as a weight of experts in one call, but not in another"):
         partition(Read(), Topology.local(2), plain_inputs(), constraints=Constraints(ep=2))
     plan = partition(Read(), Topology.local(2), plain_inputs(), constraints=Constraints(dp=2))
     assert plan.mesh["ep"] == 1

@@ -596,7 +596,7 @@ def test_two_runs_that_write_to_one_folder_are_found(tmp_path: Path):
         checkpoints.wait()
     run(*ours, 1)
     with pytest.raises(
-        CheckpointError, match=r"another run writes to .*: step-0000000001 is of it, while this run wrote"
+        CheckpointError, match=r"another run writes to .*: it wrote step-0000000001, while this run wrote"
     ):
         ours[2].wait()
     assert (tmp_path / "latest").read_text().strip() == "step-0000000001"

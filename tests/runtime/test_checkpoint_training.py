@@ -179,7 +179,7 @@ def test_factors_of_whole_parameters_are_kept(tmp_path: Path):
     assert got.keys() == expected.keys()
     assert all(torch.equal(torch.as_tensor(got[name]), torch.as_tensor(expected[name])) for name in got)
     for load in (True, False):
-        with pytest.raises(CheckpointError, match="use such an optimizer with a plan that shards nothing"):
+        with pytest.raises(CheckpointError, match="use this optimizer with a plan that shards nothing"):
             on_every_rank(program_of_net(tp=2), lambda c, load=load: trained(c, {"tp": 2}, load))
 
 
@@ -405,6 +405,6 @@ def test_a_save_amid_gradients_that_are_added_up_is_told(tmp_path: Path):
     engine.step(net_inputs())
     engine.step(net_inputs(), accumulate=True)
     checkpoints.after_step()
-    with pytest.warns(UserWarning, match="step 8 was saved, and the next one adds to its gradients"):
+    with pytest.warns(UserWarning, match="step 8 was saved while its gradients were still being accumulated"):
         engine.step(net_inputs(), accumulate=True)
     checkpoints.close()

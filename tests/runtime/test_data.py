@@ -156,7 +156,8 @@ def test_another_number_of_samples_is_refused():
 
     for number, (whole, few, nothing) in enumerate(on_every_rank(program, work)):
         assert (
-            f"expected shape [4, 8], got [8, 8]: this is the whole global batch; pass samples {4 * number} to" in whole
+            "expected shape [4, 8], got [8, 8]: this is the whole global batch, but local=True expects the "
+            f"rank's own part: pass samples {4 * number} to" in whole
         )
         assert "expected shape [4, 8], got [3, 8]: with local=True every rank passes its own part" in few
         assert "is missing: expected a float32 tensor of shape [4, 8]" in nothing
@@ -171,7 +172,7 @@ def test_an_input_without_samples_is_given_whole():
     for local, batch in ((True, own), (False, net_inputs())):
         values = convert_rank_batch(program, share, batch, local)
         assert {n: len(t) for n, t in values.items()} == {"x": 8, "target": 4, "weight": 4}
-    with pytest.raises(BatchError, match=r"\[8, 8\], got \[4, 8\]: the program reads this input whole"):
+    with pytest.raises(BatchError, match=r"\[8, 8\], got \[4, 8\]: this input is not split over ranks"):
         convert_rank_batch(program, share, own | {"x": own["x"][4:]}, True)
 
 
@@ -289,7 +290,7 @@ def test_another_loop_after_the_end_is_refused_and_not_empty():
 
 
 def test_epochs_without_a_whole_batch_are_refused():
-    with pytest.raises(BatchError, match=f"1 epochs of 3 samples hold no whole batch: expected at least {BATCH}"):
+    with pytest.raises(BatchError, match=f"1 epochs of 3 samples are less than one batch: expected at least {BATCH}"):
         one_rank(Rows(3), epochs=1)
     assert len([*one_rank(Rows(3), epochs=3)]) == 1
 
@@ -304,7 +305,7 @@ def test_its_state_is_of_one_dataset():
     other.load_state_dict(state)
     assert torch.equal(next(other)["x"], after), "the seed is the state's, and what was loaded before is dropped"
     assert not torch.equal(first[0], after)
-    with pytest.raises(CheckpointError, match="a dataset of 40 samples, this one has 41"):
+    with pytest.raises(CheckpointError, match="a dataset of 40 samples, but this run has 41"):
         one_rank(Rows(41)).load_state_dict(state)
 
 
@@ -448,9 +449,9 @@ class NoLength:
 @pytest.mark.parametrize(
     ("dataset", "options", "told"),
     [
-        (Stream(), {"shuffle": True}, "shuffle=True of a stream, which has its own order"),
+        (Stream(), {"shuffle": True}, "shuffle=True is not possible for a stream, which has its own order"),
         (Stream(), {"num_workers": 2}, "num_workers=2 of a stream.*pass num_workers=1"),
-        (Sized(3), {"epochs": 1}, f"1 epochs of 3 samples hold no whole batch: expected at least {BATCH}"),
+        (Sized(3), {"epochs": 1}, f"1 epochs of 3 samples are less than one batch: expected at least {BATCH}"),
         ((i for i in range(9)), {}, r"is an iterator \(generator\), which can be read only once"),
         (DataLoader(Rows()), {}, "is a DataLoader, which itself creates batches"),  # type: ignore[arg-type]
         (NoLength(), {}, "a NoLength, has __getitem__ and no __len__"),
@@ -466,7 +467,7 @@ def test_what_cannot_be_read_is_refused_when_the_loader_is_made(dataset: Any, op
 @pytest.mark.parametrize(
     ("made", "options", "told"),
     [
-        (lambda: Stream(3), {"epochs": 1}, "1 epochs of the stream hold no whole batch"),
+        (lambda: Stream(3), {"epochs": 1}, "1 epochs of the stream are less than one batch"),
         (lambda: Stream(0), {}, r"gave no samples in epoch 0 \(from 0\)"),
         (Once, {}, r"gave no samples in epoch 1 \(from 0\).*create its iterator in __iter__"),
         (lambda: Short(BATCH), {}, "says that it has 9 samples, but gave 8 in epoch 0"),
@@ -482,9 +483,11 @@ def test_streams_that_are_not_what_they_say_are_refused(
 
 
 def test_the_state_of_a_dataset_is_none_of_a_stream():
-    with pytest.raises(CheckpointError, match="read a dataset of 40 samples, this one has a stream of unknown length"):
+    with pytest.raises(
+        CheckpointError, match="read a dataset of 40 samples, but this run has a stream of unknown length"
+    ):
         one_rank(Stream()).load_state_dict(one_rank(Rows()).state_dict())
-    with pytest.raises(CheckpointError, match="has read a shuffled dataset, but this dataset is a stream"):
+    with pytest.raises(CheckpointError, match="has read a shuffled dataset, but the dataset of this run is a stream"):
         one_rank(Sized()).load_state_dict(one_rank(Rows()).state_dict())
     with pytest.raises(BatchError, match="a stream whose length is not known"):
         assert one_rank(Stream()).epoch == 0

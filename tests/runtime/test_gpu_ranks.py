@@ -88,7 +88,7 @@ def test_ranks_without_a_gpu_each_are_told_that_they_run_on_the_cpu(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert cli._has_gpu() is expected
-    assert ("they run on the CPU" in capsys.readouterr().err) is not expected
+    assert ("the ranks run on the CPU" in capsys.readouterr().err) is not expected
 
 
 def test_a_group_of_gpus_alone_says_how_long_ranks_on_the_cpu_wait(monkeypatch: pytest.MonkeyPatch):

@@ -170,7 +170,7 @@ def test_torchrun_that_is_ended_leaves_a_checkpoint_of_the_last_step(how: signal
     out, told = run.communicate(timeout=200)  # until the ranks have ended, too
     steps = re.findall(r"^step (\d+) ", "".join(lines) + out, re.MULTILINE)
     assert (tmp_path / "run" / "latest").read_text() == f"step-{int(steps[-1]):010}"
-    assert f"asked to end: step {steps[-1]} is saved in" in told
+    assert f"stopped by a signal: step {steps[-1]} is saved in" in told
     assert "first cause" not in told
     assert (f"torchrun (process {run.pid}) was killed" in told) == (how == signal.SIGKILL)
 

@@ -403,7 +403,7 @@ def test_with_stages_only_what_couples_parameters_is_refused():
     assert on_ranks(program_of_net(pp=2), trained(WHOLE["adafactor"])) == [True, True]
     for error in on_ranks(program_of_net(pp=2), trained(WHOLE["global norm"])):
         assert isinstance(error, OptimizerError)
-        assert "its parameters, of which ranks have different ones (pp=2)" in str(error)
+        assert "on each rank only the parameters of one pipeline stage (pp=2)" in str(error)
         assert "Constraints(pp=1)" in str(error)
 
 
@@ -476,7 +476,7 @@ def test_what_cannot_be_tried_is_refused_unless_it_is_trusted():
 
     for error in on_ranks(program_of_net(tp=2), trained(made)):
         assert "could not be tried: it uses a Net, of which a trial has no copy" in str(error)
-        assert "if it is such a one, call engine.trust_optimizer(optimizer)" in str(error)
+        assert "if it does so, call engine.trust_optimizer(optimizer)" in str(error)
     assert on_ranks(program_of_net(tp=2), trained(made, trust=True)) == [True, True]
     assert on_ranks(program_of_net(tp=2), trained(WHOLE["lamb"], trust=True)) == [True, True]
     assert on_ranks(program_of_net(dp=2), trained(made)) == [True, True]  # whole: nothing to try

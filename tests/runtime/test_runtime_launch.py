@@ -103,7 +103,11 @@ def test_it_goes_on_from_the_last_step(tmp_path: Path):
         )
         assert done.returncode == 0, done.stderr
         seen += re.findall(r"^step (\d+) ", done.stdout, re.MULTILINE)
-        said = "no checkpoint there: from the start" if steps == "3" else "going on from step 3"
+        said = (
+            "no checkpoint found, training starts from the beginning"
+            if steps == "3"
+            else "training continues from step 3"
+        )
         assert f"{tmp_path / 'out'}: {said}\n" in done.stderr, "another folder than was meant is seen"
     assert seen == ["1", "2", "3", "4"]
 

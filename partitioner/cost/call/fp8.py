@@ -188,8 +188,8 @@ def notes_on_fp8(
         blocks = ", ".join(paths[:_SHOWN]) + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")
         every = sum(short[call.block] for call in model.calls)
         return (
-            f"{kept} of {every} products that could be in fp8 stay in 16 bits, in which {blocks} are estimated to be "
-            "faster",
+            f"{kept} of {every} matrix products that could be in fp8 stay in 16 bits, because {blocks} are "
+            "estimated to be faster in 16 bits",
         )
     others = [(call.states[place], why) for call in model.calls for place, why in left[call.block]]
     if not others:

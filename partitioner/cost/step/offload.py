@@ -183,6 +183,6 @@ def _check_room(has: str, room: float, sizes: Sequence[float]) -> None:
     """
     if (size := sum(sizes)) > room:
         raise CapacityError(
-            f"{has} but {bytes_text(size)} are offloaded to it: {bytes_text(size - room)} too much",
+            f"{has}, but {bytes_text(size)} are offloaded to it: {bytes_text(size - room)} too much",
             missing_bytes=math.ceil((size - room) / len(sizes)),
         )

@@ -75,8 +75,9 @@ class MicrobatchMemory:
         room = ranks.room(needed, math.inf)
         if (missing := math.ceil(needed.total - room)) > 0:
             raise CapacityError(
-                f"the schedule leaves {bytes_text(max(0.0, room))} on all ranks for each microbatch in flight, which "
-                f"needs {bytes_text(needed.total)}: {bytes_text(missing)} too much",
+                f"under the schedule, all ranks together have {bytes_text(max(0.0, room))} of free memory for "
+                f"each microbatch in flight, but its activations need {bytes_text(needed.total)}: "
+                f"{bytes_text(missing)} too much",
                 missing_bytes=missing,
                 at_least=True,
             )

@@ -301,10 +301,11 @@ class CandidateEvaluator:
         """
         apart = candidate.ep == 1 and candidate.expert_tp != candidate.tp
         if self.job.experts and (apart or candidate.tp % candidate.expert_tp):
-            expected = f"{candidate.tp}, as many as share all else" if apart else f"a divisor of tp={candidate.tp}"
+            expected = f"etp={candidate.tp}, the size of tp" if apart else f"a divisor of tp={candidate.tp}"
             raise PlanError(
-                f"etp={candidate.etp} with ep={candidate.ep}, tp={candidate.tp}: ranks over which an expert is "
-                f"sharded would have different rows, which no collective gathers; expected {expected}"
+                f"etp={candidate.etp} with ep={candidate.ep}, tp={candidate.tp}: the ranks over which an "
+                "expert is sharded would have different tokens, and no collective gathers these; expected "
+                f"{expected}"
             )
         if candidate.ep == 1:
             return
@@ -315,13 +316,15 @@ class CandidateEvaluator:
         whole = candidate.dp == 1 or self.job.constraints.group_size is not None
         if not whole and not can_spread_experts(self.job.model, self.job.expert_batch):
             raise PlanError(
-                f"ep={candidate.ep}: samples interact within the experts, and their rows cannot be assigned to "
-                "samples; expected experts that work on each row separately, or on all rows; use ep=1"
+                f"ep={candidate.ep}: samples interact within the experts, and the tokens there cannot be "
+                "traced back to samples; expected experts that work on each token separately, or on all "
+                "tokens; use ep=1"
             )
         left = self.job.experts.keys() - local.spread(candidate.tp, candidate.ep, candidate.etp).experts.keys()
         if left:
             raise PlanError(
-                f"ep={candidate.ep} with tp={candidate.tp}: {min(left)} is not indexed by expert on each rank; use ep=1"
+                f"ep={candidate.ep} with tp={candidate.tp}: {min(left)} has no dim of experts that can be "
+                "distributed over the ranks; use ep=1"
             )
         self._spread.add((candidate.ep, key))
 

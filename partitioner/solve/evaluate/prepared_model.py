@@ -194,9 +194,9 @@ class PreparedModel:
         count = len(list_document_attentions(normal.graph)) - chunked
         if not count and self.documents:
             raise InputsError(
-                f"documents has {format_plural(len(self.documents), 'length')}, but no attention of the model is "
-                "within documents: expected a mask that compares the documents of query and key; leave documents "
-                "out, or pass position_ids that restart at each document"
+                f"documents has {format_plural(len(self.documents), 'length')}, but no attention of the model "
+                "is restricted to packed documents; expected a mask that compares the documents of query and "
+                "key: leave documents out, or pass position_ids that restart at each document"
             )
         if not count and not chunked and not list_prefix_attentions(normal.graph):
             return ()
@@ -207,13 +207,21 @@ class PreparedModel:
         lengths = set_document_lengths(normal, self.documents, values)
         if not count and chunked:
             mean = sum(lengths) / len(lengths)
-            return (f"{format_plural(chunked, 'attention call')} within chunks of {mean:.0f} positions in the mean",)
+            return (
+                f"{format_plural(chunked, 'attention call')} restricted to chunks of the sequence; the cost model "
+                f"assumes chunks of {mean:.0f} positions, the mean",
+            )
         if not count:
             return ()
-        attended = f"{format_plural(count, 'attention call')} within documents"
+        attended = f"{format_plural(count, 'attention call')} restricted to packed documents"
         if not lengths:
-            return (f"{attended}, priced as one document per row: give documents= or inputs with numbers",)
-        return (f"{attended}, priced for documents of {sum(lengths) / len(lengths):.0f} positions in the mean",)
+            return (
+                f"{attended}; the cost model assumes one document per row, because the lengths are not known: "
+                "pass documents=, or inputs with values",
+            )
+        return (
+            f"{attended}; the cost model assumes documents of {sum(lengths) / len(lengths):.0f} positions, the mean",
+        )
 
 
 @contextmanager
@@ -224,7 +232,8 @@ def _explain_input_errors(size: int) -> Iterator[None]:
         yield
     except InputsError as error:
         raise InputsError(
-            f"couple='microbatch' traces the model with another number of samples, here {size}, which fails: {error}"
+            f"couple='microbatch' traces the model with {size} samples, the size of a microbatch, and the "
+            f"model fails with this batch size: {error}"
         ) from error
 
 
@@ -238,8 +247,8 @@ def _warn_about_evaluation_mode(asked: nn.Module | ExportedProgram) -> Iterator[
     if kinds:
         names = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
         yield (
-            f"the model is in evaluation mode, in which {names} may act otherwise than in training (no dropout, fixed "
-            "statistics): model.train() first, if that is not meant"
+            f"the model is in evaluation mode, in which {names} may behave differently from training (no "
+            "dropout, fixed statistics); call model.train() before planning if this is not intended"
         )
 
 
@@ -255,13 +264,16 @@ def _list_inference_warnings(model: FoldedModel, asked: nn.Module | ExportedProg
     graphs. ``asked``: the module or ``torch.export`` program that the user gave.
     """
     if SEED in model.states and isinstance(asked, nn.Module) and asked.training:
-        yield "inference draws random numbers, as dropout in training mode does: model.eval() first, if not meant"
+        yield (
+            "the forward draws random numbers, as dropout in training mode does; call model.eval() before "
+            "planning if this is not intended"
+        )
     if model.updates:
         names = ", ".join(list(model.updates)[:3]) + (", ..." if len(model.updates) > 3 else "")
         training = isinstance(asked, nn.Module) and asked.training
         yield (
-            f"inference changes {format_plural(len(model.updates), 'buffer')} ({names}), as the model's forward does"
-            + (": model.eval() first, if that is not meant" if training else "")
+            f"inference changes {format_plural(len(model.updates), 'buffer')} ({names}), as the model's "
+            "forward does" + ("; call model.eval() before planning if this is not intended" if training else "")
         )
 
 
@@ -314,7 +326,10 @@ def prepare(
         other += ["documents"] if documents and tuple(documents) != model.documents else []
         other += ["objective"] if objective not in ("train", model.objective) else []
         if other:
-            raise InputsError(f"the model was prepared with another {', '.join(other)}: pass it to prepare()")
+            raise InputsError(
+                f"model is the result of prepare(), which was called with another {', '.join(other)}; expected "
+                f"the same value here: leave {', '.join(other)} out, or call prepare() with it"
+            )
         return model
     if objective not in OBJECTIVES:
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")

@@ -461,7 +461,7 @@ class BestFirstSearch:
         it had looked at all candidates."""
         rows = self.outcomes
         if any(row.is_open for row in rows.values()) and self.cutoff_s < math.inf:
-            return PlanError(f"no plan takes less than {self.cutoff_s:.3g} s a step")
+            return PlanError(f"no plan takes less than {self.cutoff_s:.3g} s per step; allow a longer step")
         if interrupted:  # the other candidates may have plans
             return TimeLimitError(
                 "the time limit passed before any plan was found; allow more time or fix more constraints"

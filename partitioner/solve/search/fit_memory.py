@@ -277,8 +277,8 @@ def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate
     if missing <= 0:
         return None
     error = CapacityError(
-        f"the program of stage {stage} takes {bytes_text(needs[stage])} at its fullest, of the "
-        f"{bytes_text(rooms[stage])} usable on a device: {bytes_text(missing)} too much",
+        f"the program of stage {stage} needs {bytes_text(needs[stage])} at its peak, but only "
+        f"{bytes_text(rooms[stage])} are usable on a device: {bytes_text(missing)} too much",
         stage=stage,
         missing_bytes=missing,
     )

@@ -291,7 +291,7 @@ def _search_candidates(
     baselines = Future(others, worth_it=unknown or alternatives, most_s=as_long_s)
     beyond = beyond_the_bound(space)
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
-        beyond["placement"] = "The best placements of ranks on devices were tried, not all."
+        beyond["placement"] = "Only the most promising placements of ranks on devices were tried."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
     return PlanSearchResult(found, certificate, baselines, result.rows, floors=cascade.sharded.floors)
 

@@ -37,9 +37,9 @@ def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
     size = space.constraints.group_size
     if space.further_samples and space.splits_first(dp):
         uneven = format_ranges([samples for samples in space.further_samples if samples % dp])
-        return f"the batch of {uneven} samples of a further program of the plan does not split over dp={dp}"
-    groups = "" if size is None else f", in groups of {size} samples that meet,"
-    return f"the global batch of {space.global_batch}{groups} does not split over dp={dp}"
+        return f"the batch of {uneven} samples of a further program of the plan is not divisible by dp={dp}"
+    groups = "" if size is None else f", in groups of {size} samples that interact (couple='microbatch'),"
+    return f"the global batch of {space.global_batch}{groups} is not divisible by dp={dp}"
 
 
 def why_none(space: SearchSpace) -> PlanError | ConstraintError:
@@ -62,11 +62,10 @@ def why_none(space: SearchSpace) -> PlanError | ConstraintError:
     fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
     pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
     return PlanError(
-        f"no mesh of {format_plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must "
-        f"{_describe_batch_limit(space)} the {batch}{_describe_further_limits(space)}, "
-        f"{_describe_pipeline_limit(space)} (the calls that "
-        f"can be placed), tp must "
-        f"divide a dim of a weight{_describe_tensor_limit(space)}"
+        f"no mesh of {format_plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp "
+        f"must {_describe_batch_limit(space)} the {batch}{_describe_further_limits(space)}, "
+        f"{_describe_pipeline_limit(space)} (the number of block calls, such as layers), tp must divide a dim "
+        f"of a weight{_describe_tensor_limit(space)}"
         + (f", dp is {len(asked.data_shares)}, as many as data_shares" if asked.data_shares else "")
         + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
         + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
@@ -558,7 +557,7 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     is_fixed = math.prod(pinned.pinned.values()) == space.world_size  # no ranks are left for another axis
     has_replicas = any(dp > 1 for _, dp, *_ in list_mesh_shapes(space)) or space.experts > 0
     if pinned.offload is None and can_offload(topology):
-        found["offload"] = "Offload to host memory is not part of the search, since plans were found without it."
+        found["offload"] = "Offload to host memory was not tried, because plans without it fit."
     if space.world_size == 1:
         return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:
@@ -576,11 +575,13 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     if several and has_replicas and space.train and pinned.zero != 0 and pinned.dp_shard is None:
         found["dp_shard"] = _describe_tried_parts(space)
     if len(topology.paces[0]) > 1 and pinned.data_shares is None:
-        found["data_shares"] = "Shares of the batch were tried about as fast as ranks are, not all."
+        found["data_shares"] = (
+            "Unequal numbers of microbatches (data_shares) were tried only near the ratio of the ranks' speeds."
+        )
     if several and has_replicas and space.train and pinned.hierarchical is None and not topology.single_ring:
-        found["hierarchical"] = "Reducing gradients level by level in the program (hierarchical=True) was not tried."
+        found["hierarchical"] = "Hierarchical gradient reduction (hierarchical=True) was not tried."
     if space.experts and pinned.etp is None and space.any_etp and not pinned.ahead:
-        found["etp"] = "Splitting an expert over other numbers of ranks than tp or one was not tried."
+        found["etp"] = "Sharding an expert over other numbers of ranks than 1 or tp was not tried."
     return found
 
 
@@ -593,7 +594,9 @@ def _describe_tried_context(space: SearchSpace) -> str:
     rare = [cp for cp in tried if cp not in usual]
     sizes = (
         f"over {format_ranges(usual)} ranks" if usual else "",
-        f"over {format_ranges(rare)} ranks where the batch does not divide over the ranks without it" if rare else "",
+        f"over {format_ranges(rare)} ranks where the batch cannot be divided over the ranks without context parallelism"
+        if rare
+        else "",
     )
     least = f"a rank would have fewer than {_LEAST_TOKENS:,} tokens of a sample"
     if tried:
@@ -604,7 +607,10 @@ def _describe_tried_context(space: SearchSpace) -> str:
             f"estimate promised a faster step, because {least}{uneven}."
         )
     if space.length < 2 * _FEWEST_TOKENS or space.length % 4:
-        return "Context parallelism was not tried: ranks would have too few tokens of a sample, or not equally many."
+        return (
+            "Context parallelism was not tried, because ranks would have too few tokens of a sample, or unequal "
+            "numbers of them."
+        )
     return f"Context parallelism was tried only where an estimate promised a faster step, because {least}."
 
 
@@ -615,12 +621,12 @@ def _describe_tried_parts(space: SearchSpace) -> str:
     """
     what = "Sharding states over a part of the data-parallel ranks"
     if space.constraints.zero is not None:
-        return f"{what} was not tried, since the stage of ZeRO is fixed."
+        return f"{what} was not tried, because you fixed the ZeRO stage."
     if space.constraints.hierarchical:
-        return f"{what} was not tried, since gradients are reduced level by level."
+        return f"{what} was not tried, because you fixed hierarchical=True."
     return (
-        f"{what} was tried over about as many ranks as a node has, and over {_PART_GROWS}, {_PART_GROWS**2} and so on "
-        "times as many; other sizes were not tried."
+        f"{what} was tried over about as many ranks as a node has, and over {_PART_GROWS} times, "
+        f"{_PART_GROWS**2} times and so on as many; other sizes were not tried."
     )
 
 

@@ -159,8 +159,8 @@ def _restrict_layouts(
         said = "; ".join(f"{name!r} is {why} {' or '.join(map(str, allowed))}" for name, why, allowed in limits)
         raise ShardingError(
             f"no layout is possible for {_format_tie_names(tie)} of shape {list(tie.spec.shape)} over "
-            f"{num_ranks} ranks: its shape allows "
-            f"{', '.join(map(str, options))}, but {said}. Relax one of these, or change the number of ranks"
+            f"{num_ranks} ranks: its shape allows {', '.join(map(str, options))}, but {said}. Change one of "
+            "these requirements, or the number of ranks"
         )
     return left
 

@@ -172,17 +172,20 @@ def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorith
     """
     query, key = (get_meta_shape(o) for o in operands_of(node)[:2])
     if get_node_argument(node, "dropout_p"):
-        return "drops out weights within the operator"
+        return "applies dropout to the attention weights inside the operator"
     if algorithm == "ulysses":
         heads = min(query[-3], key[-3]) if len(query) > 2 else 1
         if heads % (num_ranks * tp):
             over = f"cp={num_ranks}" + (f" x tp={tp}" if tp > 1 else "")
-            return f"has {heads} heads of keys, which do not divide over {over}"
+            return f"has {heads} key/value heads, which is not divisible by {over}"
         return ""
     if query[-2] % num_ranks or (find_attention_band(node) is not None and key[-2] % num_ranks):
-        return f"has {query[-2]} queries and {key[-2]} keys, which do not divide over {num_ranks} ranks"
+        return f"has {query[-2]} queries and {key[-2]} keys, which are not divisible by {num_ranks} ranks"
     if algorithm == "ring" and find_attention_band(node) is None:
-        return "has a mask that is no band of positions, whose rows need all keys at once"
+        return (
+            "has a mask that is not a band around the diagonal (such as causal or sliding-window), so each query "
+            "needs all keys at once"
+        )
     return ""
 
 

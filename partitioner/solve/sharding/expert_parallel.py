@@ -185,6 +185,8 @@ def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[F
         for placeholder, state in bound:
             layout = spread.get(placeholder, Layout("R"))
             if layouts.setdefault(state, layout) != layout:
-                raise PlanError(f"ep={ep}: {state} is a weight of experts in one call, but not in another; use ep=1")
+                raise PlanError(
+                    f"ep={ep}: {state} is used as a weight of experts in one call, but not in another; use ep=1"
+                )
     blocks = {**model.blocks, **{name: block for name, (block, _) in made.items()}}
     return model.with_(blocks=blocks), {name: layout for name, layout in layouts.items() if layout.is_shard}

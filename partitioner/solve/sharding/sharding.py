@@ -227,9 +227,9 @@ class ShardingProblem:
         except InfeasibleAssignmentError as error:
             around = ", ".join(dict.fromkeys(self.builder.names[i] for i in error.nodes[:6]))
             raise ShardingError(
-                f"no sharding over {self.num_ranks} ranks of {self.axis!r} satisfies the requested layouts; they "
-                f"conflict at {around}. Allow other layouts for the inputs, outputs or pins nearby, or use another "
-                "number of ranks"
+                f"no sharding over {self.num_ranks} ranks of {self.axis!r} satisfies the requested layouts; "
+                f"they conflict at {around}. Allow other layouts for the inputs, outputs or fixed values "
+                "nearby, or use another number of ranks"
             ) from error
         return self._assignment_to_solution(answer, time.perf_counter() - start)
 

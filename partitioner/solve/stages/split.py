@@ -27,7 +27,7 @@ from partitioner.units import bytes_text
 
 _HOW = {
     "none": " without recomputation",
-    "selective": " with activations recomputed in part",
+    "selective": " with selective recomputation",
     "full": " with repeated layers recomputed",
 }
 
@@ -37,7 +37,7 @@ def check_room(takes: str, needed: float, room: float) -> None:
     ``takes``: the start of the error message, which names the data that need the memory, such as ``"one layer takes 12
     GB"``."""
     if (missing := math.ceil(needed - room)) > 0:
-        text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
+        text = f"{takes}, but only {bytes_text(room)} are usable on a device: {bytes_text(missing)} too much"
         raise CapacityError(text, missing_bytes=missing, at_least=True)
 
 
@@ -81,15 +81,18 @@ def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
     missing, stage, cuts = _find_least_shortage(tables)
     if not np.isfinite(missing):
         pins = ", ".join(f"{problem.calls[i].path} on stage {s}" for i, s in sorted(problem.pinned.items()))
-        return PlanError(f"no split into {problem.num_stages} stages has {pins}; leave every stage at least one call")
+        return PlanError(
+            f"the model cannot be cut into {problem.num_stages} stages with {pins}; expected at least one call on "
+            "every stage: change stage_of or pp"
+        )
     capacity = problem.capacity[stage]
     paths = [call.path for call in problem.calls[cuts[stage] : cuts[stage + 1]]]
     where = " to ".join(dict.fromkeys((paths[0], paths[-1]))) if paths else "without calls"
     how = _HOW.get(problem.recompute or "", " even with everything recomputed") if problem.train else ""
     least = "at least " if relaxed else ""
     return CapacityError(
-        f"stage {stage} of {problem.num_stages} ({where}) needs {least}{bytes_text(capacity + missing)} of the "
-        f"{bytes_text(capacity)} usable on a device{how}: {least}{bytes_text(missing)} too much",
+        f"stage {stage} of {problem.num_stages} ({where}) needs {least}{bytes_text(capacity + missing)}{how}, "
+        f"but only {bytes_text(capacity)} are usable on a device: {least}{bytes_text(missing)} too much",
         stage=stage,
         missing_bytes=round(missing),
     )

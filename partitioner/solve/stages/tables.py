@@ -59,8 +59,8 @@ class StageTables:
         n, p = len(problem.calls), problem.num_stages
         if p > n and not problem.may_be_empty:
             raise PlanError(
-                f"{p} pipeline stages for {n} calls that can be placed; expected at most {n}: use a smaller pp, or a "
-                "model with more layers"
+                f"pp needs {p} pipeline stages, but the model has only {n} block calls (such as layers) that "
+                f"can be placed; expected at most {n}: use a smaller pp, or a model with more layers"
             )
         self.segments = segments_of(problem.calls, problem.local)
         self.states = self.segments.states_of(problem.state_bytes)

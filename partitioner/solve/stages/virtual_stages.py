@@ -385,9 +385,9 @@ def _solve_virtual_stages(
         return _join_stages_by_rank(split, ranks, ranks.memory(whole, split.stages), bound)
     stage, missing = lacking
     raise CapacityError(
-        f"rank {stage} of {num_ranks} needs {bytes_text(capacity[stage] + missing)} of the "
-        f"{bytes_text(capacity[stage])} of a device for its {len(ranks.own[stage])} virtual stages: "
-        f"{bytes_text(missing)} too much",
+        f"pipeline rank {stage} of {num_ranks} needs {bytes_text(capacity[stage] + missing)} for its "
+        f"{len(ranks.own[stage])} virtual stages, but only {bytes_text(capacity[stage])} are usable on a "
+        f"device: {bytes_text(missing)} too much",
         stage=stage,
         missing_bytes=round(missing),
     )

@@ -223,7 +223,9 @@ def test_a_margin_is_of_what_each_device_has() -> None:
 
 
 def test_a_program_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CapacityError, match=r"the program of stage 0 takes .* at its fullest, of the .* too much"):
+    with pytest.raises(
+        CapacityError, match=r"the program of stage 0 needs .* at its peak, but only .* usable on a device: .* too much"
+    ):
         _planned_with(2**27, monkeypatch, 64)
 
 

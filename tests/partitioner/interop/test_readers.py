@@ -405,7 +405,7 @@ def test_unused_options_are_not_said_to_have_no_effect() -> None:
 
 def test_a_capacity_other_than_the_mean_is_listed() -> None:
     text = "--num-experts 8 --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor "
-    assert "mean number of rows" in unused_of(read_layout(MEGATRON + text + "2.0"))["--moe-expert-capacity-factor"]
+    assert "mean number of tokens" in unused_of(read_layout(MEGATRON + text + "2.0"))["--moe-expert-capacity-factor"]
     assert "--moe-expert-capacity-factor" not in unused_of(read_layout(MEGATRON + text + "1.0"))
 
 

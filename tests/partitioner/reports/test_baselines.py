@@ -69,7 +69,7 @@ def test_a_smaller_microbatch_is_tried_before_that_is_said():
 
 def test_a_batch_that_does_not_split_is_told():
     plain = by_name(planned(batch=3))[NAMES[0]]
-    assert (plain.candidate, plain.excluded) == (None, "the global batch of 3 does not split over dp=4")
+    assert (plain.candidate, plain.excluded) == (None, "the global batch of 3 is not divisible by dp=4")
 
 
 def test_what_cannot_be_trained_is_not_sharded():

@@ -125,7 +125,7 @@ def test_what_cannot_be_says_what_conflicts(plan: Plan):
     assert plan.why_not(pp=3).verdict == "infeasible"
     assert "a multiple of 3, but there are 8" in str(plan.why_not(pp=3))
     assert "it does not vary recompute: every layout has the best choice" in str(plan.why_not(recompute="full"))
-    assert "the model has 4 calls" in str(plan.why_not(pp=8))
+    assert "the model has 4 block calls" in str(plan.why_not(pp=8))
     answer = plan.why_not(pp=8, **again())
     assert answer.verdict == "infeasible"
     assert [change.constraints.pp for change in answer.changes][:1] == [4]

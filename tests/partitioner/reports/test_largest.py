@@ -118,9 +118,11 @@ def test_what_cannot_be_asked() -> None:
     model, inputs = Tokens(), (torch.zeros(1, 64, 256),)
     with pytest.raises(ConstraintError, match="of must be one of microbatch, sequence; got 'width'"):
         largest_that_fits(model, cluster(6, 1), inputs, "width")  # type: ignore[arg-type]
-    with pytest.raises(ConstraintError, match="microbatch_size=2, but the largest microbatch is to be found"):
+    with pytest.raises(
+        ConstraintError, match="microbatch_size=2 is fixed, but of='microbatch' searches for the largest microbatch"
+    ):
         largest_that_fits(model, cluster(6, 1), inputs, "microbatch", constraints=Constraints(microbatch_size=2))
-    with pytest.raises(InputsError, match="no input has two or three dims"):
+    with pytest.raises(InputsError, match="no input has a sequence dim"):
         largest_that_fits(nn.Linear(4, 1), cluster(6, 1), (torch.zeros(4),))
     with pytest.raises(CapacityError):
         largest_that_fits(model, cluster(1, 1), inputs, constraints=PINS)
@@ -138,7 +140,7 @@ def test_the_command_line_finds_it(tmp_path: Path) -> None:
 
 
 def test_images_are_no_sequences() -> None:
-    with pytest.raises(InputsError, match="no input has two or three dims"):
+    with pytest.raises(InputsError, match="no input has a sequence dim"):
         length_of({"pixels": torch.empty(4, 3, 32, 32), "labels": torch.empty(4)})
     assert length_of((torch.empty(4, 1, 6, 6), torch.empty(4, 6))) == 6  # a square mask, and tokens
 
@@ -150,13 +152,16 @@ def test_a_largest_size_that_is_no_size_is_refused(most: Any) -> None:
 
 
 def test_sequences_that_are_longer_than_the_largest_size_are_refused() -> None:
-    with pytest.raises(ConstraintError, match="sequences of 64 tokens, with which the search starts, and most=32"):
+    with pytest.raises(ConstraintError, match="sequences of 64 tokens, from which the search starts, but most=32"):
         largest_that_fits(Tokens(), cluster(6, 1), (torch.empty(1, 64, 256),), most=32)
 
 
 def test_a_price_without_a_run_or_below_zero_is_refused() -> None:
     inputs = (torch.empty(1, 64, 256),)
-    with pytest.raises(ConstraintError, match="price=2 is for the cost of a training run; expected tokens"):
+    with pytest.raises(
+        ConstraintError,
+        match="price=2 without tokens: the price is used for the cost of a training run; expected tokens",
+    ):
         check_fit(Tokens(), cluster(6, 1), inputs, price=2)
     with pytest.raises(InputsError, match="price must be a positive number; got -1"):
         check_fit(Tokens(), cluster(6, 1), inputs, price=-1, tokens=1e6)

@@ -50,7 +50,7 @@ OF_ONE_MODE: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", OF_TWO_MODES)
 def test_training_in_evaluation_mode_is_said(name: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), OF_TWO_MODES[name]())
-    assert f"evaluation mode, in which {name} may act otherwise" in noted(model.eval())
+    assert f"evaluation mode, in which {name} may behave differently from training" in noted(model.eval())
     if name != "RReLU":  # which is refused in training
         assert "evaluation mode" not in noted(model.train())
 
@@ -69,7 +69,7 @@ def test_frozen_layers_in_a_trained_model_may_be_in_evaluation_mode() -> None:
 @pytest.mark.parametrize("name", ["Dropout", "AlphaDropout", "OwnNoise"])
 def test_inference_in_training_mode_is_said(name: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), OF_TWO_MODES[name]())
-    assert "inference draws random numbers" in noted(model, objective="infer", loss=None)
+    assert "the forward draws random numbers" in noted(model, objective="infer", loss=None)
     assert noted(model.eval(), objective="infer", loss=None) == ""
 
 
@@ -87,7 +87,7 @@ class WithLoss(nn.Module):
 
 
 def test_the_model_s_own_loss_beside_another_is_said() -> None:
-    assert "the loss that the model itself returns is not" in noted(WithLoss(), loss=lambda o: loss(o["logits"]))
+    assert "the loss that the model itself returns is ignored" in noted(WithLoss(), loss=lambda o: loss(o["logits"]))
     assert noted(WithLoss(), loss=lambda o: o["loss"]) == ""
     assert noted(WithLoss(), loss=None) == ""
 

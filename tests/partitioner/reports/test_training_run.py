@@ -99,7 +99,9 @@ def test_what_is_no_run(plan: Plan, asked: dict[str, Any], message: str) -> None
 def test_what_has_no_tokens_or_no_steps(plan: Plan) -> None:
     certificate = plan.certificate.model_copy(update={"limits": None})
     with pytest.raises(
-        PlanError, match="the model has no sequences, so a step has no tokens; give the run in samples or steps"
+        PlanError,
+        match="the model reads no sequences, so the length of the run cannot be given in tokens; give it in "
+        "samples or steps",
     ):
         plan.model_copy(update={"certificate": certificate}).training_run(tokens=1e9)
     with pytest.raises(PlanError, match="for inference"):

@@ -48,7 +48,9 @@ def test_its_plan_is_the_models() -> None:
 
 def test_arguments_that_it_was_not_prepared_with_are_refused() -> None:
     prepared = prepare(_model(), (torch.zeros(8, 8),), loss=_loss, precision="bf16")
-    with pytest.raises(InputsError, match="prepared with another precision"):
+    with pytest.raises(
+        InputsError, match="was called with another precision; expected the same value here: leave precision out"
+    ):
         partition(prepared, Topology.local(2), precision="fp32")
 
 
@@ -109,4 +111,4 @@ def test_inference_that_changes_buffers_is_told(training: bool) -> None:
     plan = partition(Counting().train(training), Topology.local(1), (torch.zeros(8, 8),), objective="infer")
     (note,) = [note for note in plan.notes if "inference changes" in note]
     assert note.startswith("inference changes 1 buffer (calls), as the model's forward does")
-    assert note.endswith("model.eval() first, if that is not meant") == training
+    assert note.endswith("call model.eval() before planning if this is not intended") == training

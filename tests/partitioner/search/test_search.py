@@ -552,7 +552,7 @@ def test_the_baselines_are_data_parallelism_and_the_textbook():
     pinned = space(tp=8)
     assert left_out(pinned, list_candidates(pinned)) == {MeshCandidate(1, 64, 1, 1): "excluded by the constraints"}
     odd = space(batch=48)
-    assert list(left_out(odd, list_candidates(odd)).values()) == ["the global batch of 48 does not split over dp=64"]
+    assert list(left_out(odd, list_candidates(odd)).values()) == ["the global batch of 48 is not divisible by dp=64"]
 
 
 @pytest.mark.parametrize(
@@ -958,7 +958,7 @@ def test_a_time_limit_is_a_length_of_time(seconds: Any):
 @pytest.mark.parametrize(
     ("world", "batch", "length", "pins", "words"),
     [
-        (8, 8, 2048, {}, "was not tried: ranks would have too few tokens of a sample"),
+        (8, 8, 2048, {}, "was not tried, because ranks would have too few tokens of a sample"),
         (
             8,
             8,
@@ -967,8 +967,20 @@ def test_a_time_limit_is_a_length_of_time(seconds: Any):
             "was tried only where an estimate promised a faster step, because a rank would have fewer than 8,192",
         ),
         (8, 8, 32768, {}, "was tried over 2, 4 ranks. Over other numbers of ranks it was tried only where an"),
-        (8, 2, 8192, {"pp": 1}, "was tried over 2, 4 ranks where the batch does not divide over the ranks without it."),
-        (8, 8, 32769, {}, "was not tried: ranks would have too few tokens of a sample, or not equally many."),
+        (
+            8,
+            2,
+            8192,
+            {"pp": 1},
+            "was tried over 2, 4 ranks where the batch cannot be divided over the ranks without context parallelism.",
+        ),
+        (
+            8,
+            8,
+            32769,
+            {},
+            "was not tried, because ranks would have too few tokens of a sample, or unequal numbers of them.",
+        ),
     ],
 )
 def test_what_is_said_of_context_parallelism_is_what_was_tried(

@@ -124,19 +124,21 @@ def test_what_is_lacking_is_said():
         solve_stages(problem(calls, 2, capacity=200, microbatch_size=4, recompute="none"))
     error = caught.value
     assert (error.stage, error.missing_bytes) == (1, 253)
-    assert error.shortage.startswith("stage 1 of 2 (layers.1 to layers.3) needs 453 B of the 200 B usable on a device")
+    assert error.shortage.startswith(
+        "stage 1 of 2 (layers.1 to layers.3) needs 453 B without recomputation, but only 200 B are usable on a device"
+    )
     assert str(error).endswith(": 253 B too much")
     with pytest.raises(CapacityError, match=r"needs at least 453 B .*: at least 253 B too much"):
         least_time(problem(calls, 2, capacity=200, microbatch_size=4, recompute="none"))  # of a relaxed problem
 
 
 def test_no_more_stages_than_calls():
-    with pytest.raises(PlanError, match="5 pipeline stages for 4 calls"):
+    with pytest.raises(PlanError, match="needs 5 pipeline stages, but the model has only 4 block calls"):
         solve_stages(problem([call(k) for k in range(4)], 5))
 
 
 def test_pins_that_leave_a_stage_empty_are_refused():
-    with pytest.raises(PlanError, match=r"no split into 3 stages has layers\.0 on stage 1"):
+    with pytest.raises(PlanError, match=r"cannot be cut into 3 stages with layers\.0 on stage 1"):
         solve_stages(problem([call(k) for k in range(4)], 3, pinned={0: 1}))
 
 

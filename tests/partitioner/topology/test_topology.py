@@ -291,7 +291,7 @@ def test_quantities_that_cannot_be_are_refused(text: str, message: str):
         (PAIR + "node_overrides:\n  0: 3", r"line 5: node_overrides.0: expected a mapping, like \{name: value\}"),
         (
             "nodes: [{type: l40s, devices: 2, pattern: p}]\npatterns:\n  p: {links: [{bandwidth: 1, pairs: some}]}",
-            "line 3: patterns.p.links.0.pairs: expected all, or pairs of places like",
+            "line 3: patterns.p.links.0.pairs: expected all, or pairs of device indices in the node, like",
         ),
     ],
 )

@@ -316,10 +316,11 @@ class _RelaxationSearch:
 
     def _list_plainest_candidates(self, job: Job, given_up: Sequence[str]) -> list[MeshCandidate]:
         """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of ``job``. If the user did
-        not fix the schedule, only those with 1F1B are returned, which needs the least memory of the searched schedules.
+        not fix the schedule, only candidates with 1F1B are returned, which needs the least memory of the searched
+        schedules.
 
-        ``given_up``: names of the fixed constraints that may change; with ``virtual_stages`` among them, candidates
-        with several virtual stages are included.
+        ``given_up``: names of the fixed constraints that may change. If ``virtual_stages`` is one of them, candidates
+        with several virtual stages are returned, too.
         """
         space = build_search_space(job)
         asked = self.asked.constraints

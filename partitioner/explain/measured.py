@@ -232,8 +232,10 @@ def _group_spans_by_rank(spans: Sequence[TraceSpan], stage: int) -> list[list[Tr
 
 
 def _describe_differences(stages: Sequence[StageComparison], kinds: Sequence[StageComparison]) -> Iterator[str]:
-    """Yield a sentence on the largest difference between prediction and measurement, and one on the slowest stage if
-    stages differ much. ``stages``: work and waiting of each stage. ``kinds``: work by kind of instruction.
+    """Yield a sentence that names the kind of instruction, or the stage's waiting, whose measured time differs most
+    from the prediction. If the ratio of measured to predicted work differs much between stages, also yield a sentence
+    on the stage with the largest ratio. ``stages``: work and waiting of each stage. ``kinds``: work by kind of
+    instruction.
     """
     total = sum(r.measured for r in stages) or 1.0
     worst = max((*kinds, *(r for r in stages if r.what == "waiting")), key=lambda r: abs(r.measured - r.predicted))

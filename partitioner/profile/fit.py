@@ -274,11 +274,11 @@ def fit_concurrent(measured: Measurements, cores: int) -> float | None:
 
 def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
     """Return the links between the measured ranks as one level of links called ``name``: bandwidth, latency, and for
-    each collective a table of rows (ranks, start-up seconds, bytes/s through each rank). ``samples``: measured messages
-    and collectives.
+    each collective a table of rows (ranks, start-up seconds, bytes/s through each rank).
 
-    If the times of a kind of transfer do not grow with its size, they do not determine a bandwidth. Its bandwidth is
-    then at most the largest one of the other kinds. Raise :class:`TopologyError` if there are no times of messages.
+    If the times of a message or collective do not grow with its size, they do not determine a bandwidth. The largest
+    bandwidth that was found for the others is then its upper limit. ``samples``: measured messages and collectives.
+    Raise :class:`TopologyError` if there are no times of messages.
     """
     lines = {("send", 2): _BandwidthSamples.of(s for s in samples if s.op == "send")}
     if not lines["send", 2].seconds:

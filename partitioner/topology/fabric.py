@@ -252,11 +252,12 @@ def least_cut(matrix: Floats) -> float:
 
 
 def least_share(parts: Ints, shares: Floats) -> Floats:
-    """Return, for each group of devices (row), the least bandwidth that one of its parts has, as a multiple of the
-    bandwidth of one link, shape ``[rows]``. The bandwidth of a part is the sum of the shares of its devices.
+    """Return, for each group of devices, the bandwidth of the part of the group (such as a node) that has the least, as
+    a multiple of the bandwidth of one link, shape ``[rows]``, one row for each group. The bandwidth of a part is the
+    sum of the shares of its devices.
 
-    ``parts``: for each device of a group, the number of the part (such as a node) to which it belongs. ``shares``: for
-    each device, the fraction of the bandwidth of a link that it gets. Both have the shape ``[rows, size]``.
+    ``parts``: for each device of a group, the number of the part to which it belongs. ``shares``: for each device, the
+    fraction of the bandwidth of a link that it gets. Both have the shape ``[rows, size]``.
     """
     rows, size = parts.shape
     order = np.lexsort((parts.ravel(), np.repeat(np.arange(rows), size)))

@@ -327,12 +327,13 @@ class NodeGroup(TopologyPart):
     """``count`` equal nodes of ``devices`` devices each, all of the device type ``type``. ``names``: a name for each
     device; default: ``node<n>/<k>`` for device ``k`` of node ``n``.
 
-    ``island``: the name by which levels of links refer to these nodes; default: the type. ``pattern``: name of the
-    pattern of direct links inside a node; ``None``: there are none. ``nics``: number of network cards of a node, each
-    with the bandwidth of the levels that connect nodes; each of its devices gets an equal part of their bandwidth;
-    ``None``: one for each device. ``concurrent``: number of devices of a node that can compute at full speed at the
-    same time; more devices share that capacity evenly, as ranks do that compete for CPU cores; ``None``: all. ``host``:
-    memory and disk of a node; ``None``: not known.
+    ``island``: a name for these nodes, which a level of links (links with equal bandwidth and latency) can give to say
+    that it connects them; default: the type. ``pattern``: name of the pattern of direct links inside a node; ``None``:
+    there are none. ``nics``: number of network cards of a node, each with the bandwidth of the levels that connect
+    nodes; each of its devices gets an equal part of their bandwidth; ``None``: one for each device. ``concurrent``:
+    number of devices of a node that can compute at full speed at the same time, for example because ranks compete for
+    CPU cores; more devices share that capacity evenly; ``None``: all. ``host``: memory and disk of a node; ``None``:
+    not known.
     """
 
     type: str

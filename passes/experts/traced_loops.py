@@ -45,10 +45,10 @@ class TracedLoops:
     """Record of the loops of forward, in one trace, over the experts that some row (token) chose.
 
     ``leaves_out``: 0 or 1 if the trace skips the iterations of experts with even or odd numbers; ``None`` if it skips
-    none. ``num_loops`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
-    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``iterations``: by
-    the ``id`` of each tensor that forward got as a loop index, (the tensor, its expert number). ``branches`` records
-    branches on whether an expert has rows; ``None`` if these are not traced."""
+    none. ``num_loops``: the number of loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
+    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``iterations``: ``id`` of
+    a tensor that forward got as a loop index -> (the tensor, its expert number). ``branches``: record of branches on
+    whether an expert has rows; ``None`` if these are not traced."""
 
     leaves_out: int | None = None
     num_loops: int = 0

@@ -345,7 +345,8 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
 
 
 def find_visibility_conditions(choice: ConditionalValue) -> tuple[Condition, ...] | None:
-    """Return conditions that all hold at exactly those attention scores that an additive mask does not hide.
+    """Return the conditions under which an additive mask shows an attention score: the mask shows the scores at which
+    all conditions hold, and hides all others.
 
     An additive mask is 0 at shown scores and -6e4 or less at hidden ones. ``choice``: the mask: one number where its
     conditions hold, another one elsewhere. Return ``None`` if these numbers are not those of an additive mask, or if

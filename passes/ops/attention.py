@@ -129,11 +129,12 @@ def list_ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band:
 
 @lru_cache(maxsize=4096)
 def count_max_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
-    """Return the largest number of query-key pairs that any rank has to compute, if a query sees the positions in
-    ``band``.
+    """Return the largest number of query-key pairs that any rank has to compute in an attention over a sharded
+    sequence.
 
     ``queries``, ``keys``: the number of each per rank. ``num_ranks``: the number of ranks that share the sequence.
-    ``zigzag``: each rank has one range of positions from each end of the sequence.
+    ``zigzag``: each rank has one range of positions from each end of the sequence. ``band``: how many positions before
+    and after its own position a query sees.
     """
     before, after = band
     most = 0

@@ -233,10 +233,11 @@ class _Rewriter:
         )
 
     def exchange_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-to-all that changes which dim of a tensor is sharded, and return the node of the result. If
-        only the sections of a dim change (parts of it that are each divided over all ranks), append a gather and a
-        slice instead. ``local``: the node of this rank's shard. ``source``, ``to``: the sharded layouts before and
-        after."""
+        """Append an all-to-all that changes which dim of a tensor is sharded, and return the node of the result. A dim
+        may consist of sections, each of which is divided over all ranks. If only these sections change and the dim does
+        not, append a gather and a slice instead.
+
+        ``local``: the node of this rank's shard. ``source``, ``to``: the sharded layouts before and after."""
         if source.dim == to.dim:  # other sections of the same dim
             return self.slice_whole(self.gather_shards(local, source, REPLICATED), REPLICATED, to)
         local = self.reorder_to_rank_major(local, to)

@@ -46,9 +46,11 @@ class HookValue:
     objects: tuple[Any, ...] = ()  # the objects that a ``known`` value may be
 
     def join(self, other: HookValue) -> HookValue:
-        """Return the origin of a value in a hook's source that is either this value or ``other``, depending on what
-        happens when the hook runs, as in ``a if c else b``. The origin of a value says whether it is an argument of
-        the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
+        """Return the common origin of two alternative values in the source of a hook: the value is this one or
+        ``other``, depending on what happens when the hook runs, as in ``a if c else b``.
+
+        An origin is one of: an argument of the hook, a part of the model, an object that exists already, a new value,
+        ``None``, or unknown."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}

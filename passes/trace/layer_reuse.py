@@ -141,9 +141,9 @@ class Journal(TorchFunctionMode):
         return build_value_key(value, self._build_tensor_key)
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
-        """Return a key of ``tensor``, an argument of a torch function. For an operand or a result of the recorded
-        module call, the key is ("tensor", position of the tensor in the order in which this record sees tensors for the
-        first time). For any other tensor, it is ("other", ``id`` of the tensor)."""
+        """Return a key of ``tensor``, an argument of a torch function. For a tensor that is an operand of the recorded
+        module call or was computed in it, the key is ("tensor", number of the tensor); the record numbers these tensors
+        in the order of their first occurrence. For any other tensor, the key is ("other", ``id`` of the tensor)."""
         place = self._places.get(id(tensor))
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 

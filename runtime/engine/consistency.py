@@ -303,10 +303,11 @@ class ConsistencyChecks:
         )
 
     def _list_replica_kinds(self) -> list[_Kind]:
-        """Return all kinds of replication of the trained parameters, sorted; the list is equal on all ranks.
+        """Return the distinct ways in which the trained parameters are replicated, sorted; the list is equal on all
+        ranks.
 
-        A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share a tied
-        parameter (empty if only one stage has the parameter).
+        Each is a pair: the mesh axes along which ranks hold equal shards of a parameter, and the pipeline stages that
+        share it because it is tied (empty if only one stage has it).
         """
         return sorted({self._find_replica_kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 

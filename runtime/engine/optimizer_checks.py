@@ -65,10 +65,11 @@ class OptimizerCheck:
         self._trusted.add(optimizer)
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise :class:`OptimizerError` if ``optimizer`` updates a rank's parts differently from whole parameters.
+        """Check ``optimizer`` before its first step, and again after parameters were added to it. Raise
+        :class:`OptimizerError` if it updates the part of a parameter that a rank holds differently from the same part
+        of the whole parameter.
 
-        ``args``, ``kwargs``: arguments of its ``step``, the optimizer first. The check runs before the first step, and
-        again after parameters were added to the optimizer.
+        ``args``, ``kwargs``: the arguments of the call of ``optimizer.step``; the first of ``args`` is the optimizer.
         """
         seen = tuple(len(group["params"]) for group in optimizer.param_groups)
         if self._checked.get(optimizer) == seen:

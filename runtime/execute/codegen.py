@@ -304,10 +304,11 @@ class _CodeWriter:
         return CompiledGraph(self.name, self.globals["run"], code, filename, self.line_nodes)
 
     def unpack_arguments(self, sinks: Mapping[fx.Node, list[int]]) -> None:
-        """Write the source lines that take the function's arguments out of their list and delete those that nothing
-        reads.
+        """Write the source lines that assign the function's arguments to variables, and that delete the variables that
+        nothing reads. If an argument is itself the gradient of a parameter from one microbatch, also write the line
+        that adds it to the parameter's accumulator (a sum over microbatches).
 
-        ``sinks``: node -> indices of the accumulators that add up its value.
+        ``sinks``: node -> indices of the accumulators to which the node's value is added.
         """
         for node in self.placeholders:
             self.names[node] = f"v{len(self.names)}"

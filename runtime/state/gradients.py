@@ -418,8 +418,8 @@ class RankGradients:
         """Start to reduce-scatter the gradients of the bucket (parameters that are reduced together) with index
         ``bucket``.
 
-        The collective runs over the mesh axes of ZeRO or, with ``level``, over the next step of a hierarchical
-        reduction.
+        ``level``: this is one level of a hierarchical reduction; the collective then runs over the ranks of the next
+        level, such as those of one node. Otherwise it runs over the mesh axes of ZeRO.
         """
         if level:
             self._complete_bucket(bucket)

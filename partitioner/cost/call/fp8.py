@@ -131,9 +131,11 @@ def _build_product_casts(product: Kernel, operands: list[Operand], result: Opera
 
 
 def _build_cast_kernels(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast ``operand`` to fp8 for ``product``: one kernel finds the largest absolute value and
-    computes the scale, in four launches, and another scales and rounds every element to a byte, in two. ``transposed``:
-    the second also copies the bytes to a transposed tensor, in one more launch.
+    """Yield the cost of casting ``operand`` to fp8 for ``product``, as two kernels. The first stands for finding the
+    largest absolute value and computing the scale, which takes four kernel launches. The second stands for scaling
+    every element and rounding it to a byte, which takes two.
+
+    ``transposed``: the bytes are also copied to a transposed tensor, which takes one more launch.
     """
     whole = float(operand.nbytes)
     bytes_out = operand.numel * (1.0 + 2.0 * transposed)

@@ -246,8 +246,8 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _only_sends(node: fx.Node) -> bool:
-    """Return whether ``node`` is a collective without computation of its own. All collectives are, except attentions
-    over a sharded sequence.
+    """Return whether ``node`` is a collective that only communicates. The only collectives that also compute are the
+    attention operators over a sharded sequence.
     """
     name = collective_name(node.target)
     return name is not None and name not in CONTEXT

@@ -427,13 +427,14 @@ def _compute_contended_seconds(
     chunks: int | None,
 ) -> float:
     """Return the seconds of the pipeline plus the seconds of the optimizer's update, if the ranks of a node compete for
-    its processor cores. 0 if every node has enough cores for all its devices to compute at the same time.
+    its processor cores. 0 if every node has enough cores for all its devices to compute at the same time. Collectives
+    get no further slowdown: their measured times contain it already.
 
     ``problem``: the block calls (such as layers) of the model with their costs, to be cut into pipeline stages.
     ``split``: the block calls of each pipeline stage. ``updates``: for each stage, seconds of its update if each rank
     has a core of its own. ``machine``: the devices and links that the mesh is laid over. ``schedule``: name or table of
     the pipeline schedule. ``chunks``: number of virtual stages of each rank; ``None``: the number that the schedule
-    fixes. Collectives get no further slowdown: their measured times contain it already.
+    fixes.
     """
     if not machine.topology.concurrent:
         return 0.0

@@ -406,10 +406,10 @@ class DeviceKinds:
         return longest
 
     def speeds(self, candidates: Sequence[MeshCandidate]) -> Matrix:
-        """Return the relative speed of each device type, shape ``[kinds, candidates]``. The best type has speed 1. A
-        type may be faster in some blocks (such as layers) than in others; its greatest speed over all blocks, forward
-        and backward, is returned, so speeds are upper bounds. ``candidates``: combinations of mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        """Return an upper bound on the relative speed of each device type for each mesh candidate, shape ``[kinds,
+        candidates]``; the best type has speed 1. A type may be faster in some blocks (such as layers) than in others.
+        The result is its greatest speed over all blocks, forward and backward. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         best = np.maximum(np.concatenate(self.seconds(self.works.best, candidates)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, candidates)), _TINY_S) for paced in self.works.paced]

@@ -180,9 +180,11 @@ class BoundCascade:
         return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
 
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:
-        """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement
-        (assignment of ranks to devices): the greatest of all bounds that are known for single candidates. ``cutoff_s``:
-        a bound of this value is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the greatest of several lower bounds in seconds on the step of ``candidate``, on any placement
+        (assignment of ranks to devices).
+
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage; the search has found a plan for it.
+        ``cutoff_s``: a bound of this value is high enough, so the computation may stop there.
         """
         floor, own = (
             self.sharded.bound_blocks(candidate, candidate.microbatch_size),

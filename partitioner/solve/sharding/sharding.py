@@ -345,9 +345,10 @@ class ShardingProblem:
             yield Asker(variable, [frozenset((layout,)) for layout in options])
 
     def _assignment_to_solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
-        """Return the layouts of tensors and the strategies of operators that ``answer`` chooses. A strategy is a way to
-        run an operator on the ranks: the layouts of its operands and results. ``answer``: a solution of this assignment
-        problem, with one choice for each node. ``seconds``: time that the solver took.
+        """Convert ``answer`` to a sharding: the layout of each tensor and the strategy of each operator. A strategy is
+        a way to run an operator on the ranks: the layouts of its operands and results. ``answer``: the solution of the
+        integer program, which has one variable for each operator and for each layout to choose, and one chosen option
+        for each variable. ``seconds``: time that the solver took.
         """
         chosen = {
             name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}

@@ -147,9 +147,10 @@ class _Duals(NamedTuple):
 
 class _PricedCut(NamedTuple):
     """One way to cut the block calls (such as layers) into virtual stages and to recompute some of them. ``seconds``:
-    of each phase of each stage for one microbatch, shape ``[stages, phases]``. ``bytes``: of each stage, shape ``[3,
-    stages]``: bytes that do not depend on the number of microbatches in flight, bytes of a microbatch whose backward
-    has not begun, and bytes of one between the two halves of its backward.
+    of each phase (such as forward and the halves of backward) of each stage for one microbatch, shape ``[stages,
+    phases]``. ``bytes``: of each stage, shape ``[3, stages]``: bytes that do not depend on the number of microbatches
+    in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its
+    backward.
     """
 
     seconds: Table
@@ -160,9 +161,10 @@ class _CutMixture:
     """The linear program over mixtures of cuts: the least seconds of a step such that each path through the schedule is
     at most as long and the memory of each rank suffices at each moment, for weights of the cuts that sum up to 1.
 
-    ``memory``: of each moment, the fraction of its rank's capacity that a byte takes; for its shape see
-    :class:`_RelaxedCuts`. ``limit_s``: the seconds that lacking all memory of a rank costs, so that there always is a
-    solution.
+    ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte takes, shape
+    ``[moments, 3, stages]``. The second dim is for bytes that do not depend on the number of microbatches in flight,
+    bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its backward.
+    ``limit_s``: the seconds that lacking all memory of a rank costs, so that there always is a solution.
     """
 
     def __init__(self, memory: Table, limit_s: float) -> None:
@@ -227,9 +229,11 @@ class _RelaxedCuts:
     """The relaxed problem: cuts into virtual stages whose cost is the seconds on a mean of paths plus the price of
     their memory.
 
-    ``memory``: of each moment of each rank, the fraction of the rank's capacity that a byte takes, shape ``[moments, 3,
-    stages]``; the second dim is that of the bytes of :class:`_PricedCut`. ``num_phases``: how many phases a stage has.
-    ``num_sequences``: how many pairs there are of a virtual stage and a sequence of block calls (such as layers).
+    ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte of a stage
+    takes, shape ``[moments, 3, stages]``. The second dim is for bytes that do not depend on the number of microbatches
+    in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its
+    backward. ``num_phases``: number of phases (such as forward) of a stage. ``num_sequences``: number of combinations
+    of a virtual stage, a sequence of block calls (such as layers) and a kind of selective recomputation.
 
     ``tables``: seconds and bytes of all possible stages. ``ranks``: the memory of each rank. ``most_s``: the most
     seconds of a microbatch in a stage.
@@ -292,10 +296,13 @@ class _RelaxedCuts:
 
 
 def _complete_cuts(costs: Table, start: NDArray[np.int64]) -> Table:
-    """Return, for each stage and each sequence of block calls (such as layers), the least sum of the costs of the other
-    stages; infinite if they cannot consist of the other calls. ``costs``: of each stage for each sequence, shape
-    ``[stages, calls + 1, width]``, indexed by the call after the last and by the number of calls minus one. ``start``:
-    the first call of each of these sequences.
+    """Return, for each stage and each sequence of consecutive block calls (such as layers), the least sum of the costs
+    of all other stages if the stage consists of this sequence. It is infinite if the calls before and after the
+    sequence cannot be cut into the other stages.
+
+    ``costs``: cost of each stage for each sequence. The result and ``costs`` have the shape ``[stages, calls + 1,
+    width]``: the second index is the end of a sequence (the call after its last), the third its number of calls minus
+    1. ``start``: the first call of each sequence, shape ``[calls + 1, width]``.
     """
     _, size, width = costs.shape
     before, behind = np.full((len(costs) + 1, size), np.inf), np.full((len(costs) + 1, size), np.inf)
@@ -313,14 +320,17 @@ def _complete_cuts(costs: Table, start: NDArray[np.int64]) -> Table:
 
 @dataclass
 class _Recomputation:
-    """The cost of all sequences of block calls (such as layers) under one way of selective recomputation: none, or of
-    all calls. Each call may be recomputed in full in addition.
+    """The cost of all sequences of consecutive block calls (such as layers), either without selective recomputation or
+    with selective recomputation of all calls. Each call may be recomputed in full in addition. Tables of sequences end
+    with the dims ``[calls + 1, width]``: the end of the sequence (the call after its last), and its number of calls
+    minus 1.
 
-    ``seconds``: of a microbatch without full recomputation, shape ``[stages, phases, calls + 1, width]``, indexed by
-    the call after the last and the number of calls minus one. ``allowed``: whether the stage may consist of the
-    sequence, shape ``[stages, calls + 1, width]``. ``bytes``: of each sequence, shape ``[3, calls + 1, width]``; the
-    first dim is that of the bytes of :class:`_PricedCut`. ``again_s``: seconds to recompute each call in full, shape
-    ``[stages, calls]``. ``freed``: bytes that this frees, shape ``[calls]``.
+    ``seconds``: of each phase (such as forward and the halves of backward) for one microbatch, without full
+    recomputation, shape ``[stages, phases, calls + 1, width]``. ``allowed``: whether the stage may consist of the
+    sequence, shape ``[stages, calls + 1, width]``. ``bytes``: shape ``[3, calls + 1, width]``: bytes that do not depend
+    on the number of microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one
+    between the two halves of its backward. ``again_s``: seconds to recompute each call in full, shape ``[stages,
+    calls]``. ``freed``: bytes that the full recomputation of each call frees, shape ``[calls]``.
     """
 
     seconds: Table
@@ -333,10 +343,11 @@ class _Recomputation:
     def of(
         cls, tables: StageTables, seconds: Table, start: NDArray[np.int64], stop: NDArray[np.int64], chunks: int
     ) -> _Recomputation:
-        """Return the costs under the way of selective recomputation of ``tables``.
+        """Return the costs under the kind of selective recomputation (none, or of all calls) that ``tables`` has.
 
-        ``seconds``: as in the class; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first
-        call and the call after the last of the sequences. ``chunks``: the most virtual stages of a rank.
+        ``seconds``: of each phase (such as forward) of each stage for each sequence of calls, shape ``[stages, phases,
+        calls + 1, width]``; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first call and
+        the call after the last of each sequence. ``chunks``: the most virtual stages of a rank.
         """
         problem, cut = tables.problem, tables.segments
         # what several stages of a rank share, and temporary memory, counts once: at least the mean over its stages
@@ -361,9 +372,10 @@ class _Recomputation:
         memory, shape ``[stages, calls + 1, width]``, if each call is recomputed in full where that is cheaper. The
         result is infinite if a stage may not consist of the sequence.
 
-        ``path``: how often each phase counts, shape ``[stages, phases]``. ``per_byte``: the price of a byte in seconds,
-        shape ``[3, stages]``; the first dim is that of the bytes of :class:`_PricedCut`. ``start``, ``stop``: the first
-        call and the call after the last of the sequences.
+        ``path``: how often each phase (such as forward) of a stage counts, shape ``[stages, phases]``. ``per_byte``:
+        the price of a byte in seconds, shape ``[3, stages]``: of a byte that does not depend on the number of
+        microbatches in flight, of a microbatch whose backward has not begun, and of one between the two halves of its
+        backward. ``start``, ``stop``: the first call and the call after the last of each sequence.
         """
         saved = np.minimum(0.0, self._price_recomputation(path, per_byte))
         sums = np.concatenate([np.zeros((len(saved), 1)), np.cumsum(saved, axis=1)], axis=1)
@@ -371,9 +383,13 @@ class _Recomputation:
         return np.where(self.allowed, priced + sums[:, stop] - sums[:, start], np.inf)
 
     def read_stage(self, stage: int, start: int, stop: int, path: Table, per_byte: Table) -> tuple[Table, Table]:
-        """Return seconds, shape ``[phases]``, and bytes, shape ``[3]``, of one stage with the calls ``start:stop``, if
-        each call is recomputed in full where that is cheaper. The other arguments are those of
-        :meth:`price_sequences`.
+        """Return the seconds of each phase (such as forward), shape ``[phases]``, and the bytes, shape ``[3]``, of one
+        stage with the calls ``start:stop``. A call is recomputed in full where that is cheaper. The bytes are: those
+        that do not depend on the number of microbatches in flight, those of a microbatch whose backward has not begun,
+        and those of one between the two halves of its backward.
+
+        ``path``: how often each phase of a stage counts, shape ``[stages, phases]``. ``per_byte``: the price in seconds
+        of a byte of each of the three kinds, shape ``[3, stages]``.
         """
         again = self._price_recomputation(path, per_byte)[stage, start:stop] < 0
         seconds = self.seconds[stage, :, stop, stop - start - 1].copy()
@@ -383,8 +399,12 @@ class _Recomputation:
         return seconds, taken
 
     def _price_recomputation(self, path: Table, per_byte: Table) -> Table:
-        """Return the seconds on ``path`` that full recomputation of each call adds, less the price of the bytes that it
-        frees, shape ``[stages, calls]``. ``path``, ``per_byte``: see :meth:`price_sequences`.
+        """Return the seconds that full recomputation of each call adds, less the price of the bytes that it frees,
+        shape ``[stages, calls]``. It is negative where recomputation is cheaper.
+
+        ``path``: how often each phase (such as forward) of a stage counts, shape ``[stages, phases]``. ``per_byte``:
+        the price of a byte in seconds, shape ``[3, stages]``; row 1 is for the activations of a microbatch whose
+        backward has not begun.
         """
         added: Table = self.again_s * path[:, _INPUTS, None] - per_byte[1][:, None] * self.freed
         return added

@@ -261,9 +261,9 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
     """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items (such as parameters) that the
     block calls (such as layers) ``start:stop`` read, for a model of ``n`` calls.
 
-    ``places``, ``sizes``: two parallel arrays with one entry for each item that a call reads. The first has the flat
-    index ``start * n + call``, where ``start`` is the earliest start of a sequence in which ``call`` is the first to
-    read the item. The second has the bytes of the item.
+    ``places``, ``sizes``: two parallel arrays with one entry for each item that a call reads. ``sizes`` has the bytes
+    of the item. ``places`` has the flat index ``start * n + call``: ``call`` is the first to read the item in every
+    sequence of calls that begins at ``start`` or between ``start`` and ``call``. ``start`` is as small as possible.
     """
     added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
     first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i

@@ -476,9 +476,10 @@ class StageTables:
 
     @cached_property
     def _fixed_bytes_without_working(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
-        as layers) that do not depend on the number of microbatches in flight, without the temporary memory of running
-        calls.
+        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight, without
+        the temporary memory of running calls.
+
+        The entry ``[start, stop]`` of the table is for a stage of the block calls (such as layers) ``start:stop``.
         """
         return self.fixed_memory - self.segments.largest_working
 

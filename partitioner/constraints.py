@@ -302,7 +302,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the constraints that the user fixed (name of the field -> value). Fields that were set to ``None`` are
+        """Return the constraints that the user fixed: name of the field -> value. Fields that were set to ``None`` are
         left out.
         """
         return {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
@@ -319,8 +319,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def pinned(self) -> dict[str, int]:
-        """Return the fixed sizes of those mesh axes that together make up the number of ranks (name of the axis ->
-        size): all axes but ``ep``, whose ranks are taken from the others.
+        """Return the mesh sizes that the user fixed: name of the axis -> size. The axis ``ep`` is left out: its ranks
+        are taken from the other axes, so it is no factor of the number of ranks.
         """
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 

@@ -172,8 +172,8 @@ class Variant:
 
     ``cost``: the summed effort of the changes, by which changed jobs are ordered. ``kinds``: one text for each change
     that says what kind it is, such as ``offload``. ``texts``: a description of each change. ``topology``,
-    ``constraints``, ``global_batch``: the arguments of ``partition`` after the changes; a ``global_batch`` of ``None``
-    is that of the inputs.
+    ``constraints``, ``global_batch``: the arguments of ``partition`` after the changes; ``None`` for ``global_batch``
+    stands for the number of samples in the inputs.
     """
 
     cost: float
@@ -186,8 +186,8 @@ class Variant:
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
     """Return ``variant``, a variant of the requested job (model, global batch, cluster and constraints), with one more
-    change, which replaces the fields ``changed`` (name -> value). ``cost``: the effort of this change; it is added to
-    the effort of ``variant``. ``kind``: its kind as text, such as ``offload``. ``text``: its description.
+    change. ``changed``: field of the variant that is replaced -> new value. ``cost``: the effort of this change; it is
+    added to the effort of ``variant``. ``kind``: its kind as text, such as ``offload``. ``text``: its description.
     """
     return replace(
         variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
@@ -232,9 +232,9 @@ def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
 
 def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
     """Yield variants of a job (model, global batch, cluster and constraints) in which one entry of the constraint
-    ``stage_of`` (module path -> pipeline stage) is corrected: a path that does not exist becomes the most similar one,
-    and a stage that does not exist becomes the first or the last. ``base``: the job that is varied. ``asked``: the job
-    as the user requested it.
+    ``stage_of`` is corrected. This constraint is a dict: module path -> pipeline stage. A path that does not exist
+    becomes the most similar one, and a stage that does not exist becomes the first or the last. ``base``: the job that
+    is varied. ``asked``: the job as the user requested it.
     """
     given = base.constraints.stage_of
     stages = _num_stages(base.constraints)

@@ -128,7 +128,7 @@ class Wire:
 @dataclass(frozen=True)
 class PanelBox:
     """Describes the position of a panel in a picture whose panels stand in rows. ``row``: index of the row, from the
-    top. ``left``, ``width``, ``height``: in pixels. The upper edge of a panel is that of its row.
+    top. ``left``, ``width``, ``height``: in pixels. The upper edge of a panel is the upper edge of its row.
     """
 
     row: int

@@ -124,9 +124,9 @@ def plan_buckets(
     filling: dict[object, list[Gradient]] = {}
 
     def close(key: object) -> None:
-        """Turn the gradients that were collected under ``key`` into one bucket. ``filling`` (key -> gradients) and
-        ``buckets`` (the list of finished buckets) belong to the enclosing function: the bucket is appended to
-        ``buckets``, and the key is removed from ``filling``."""
+        """Turn the gradients that were collected under ``key`` into one bucket. The bucket is appended to ``buckets``,
+        the list of finished buckets of the enclosing function. The key is removed from its dict ``filling``: key ->
+        gradients."""
         content = filling.pop(key)
         action, position = done(content[-1])
         sharded = bool(content[0].sharded)

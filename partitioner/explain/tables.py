@@ -453,8 +453,8 @@ def other_batch_text(plan: Plan) -> str:
 
 
 def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
-    """Return the step time with another batch size as text, and how its time per sample compares with that of ``plan``,
-    such as ``7 s, 5% less per sample``. ``global_batch``: samples of the other batch. ``seconds``: its step time.
+    """Return a text such as ``7 s, 5% less per sample``: the step time with another batch size, and how the time per
+    sample differs from ``plan``. ``global_batch``: samples of the other batch. ``seconds``: its step time.
     """
     ratio = seconds / global_batch / (plan.certificate.objective / plan.global_batch)
     return f"{seconds_text(seconds)}, {format_percent(abs(1 - ratio))} {'less' if ratio < 1 else 'more'} per sample"

@@ -48,10 +48,10 @@ def read_words(text: str) -> CommandLine:
 
 
 def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dict[str, Any], int | None]:
-    """Return the options of a Megatron-LM command line (name -> value), and the number of devices that its launcher
-    starts; ``None`` if it does not say it. ``words``: the command line's words; those before the Python script belong
-    to the launcher. ``ignore``: names of options that the training script itself defines; they are not reported as
-    unknown.
+    """Return two values: the options of a Megatron-LM command line, as a dict name -> value; and the number of devices
+    that its launcher starts, ``None`` if the command line does not say it. ``words``: the command line's words; those
+    before the Python script belong to the launcher. ``ignore``: names of options that the training script itself
+    defines; they are not reported as unknown.
 
     Raise :class:`UnknownOptionError` for an unknown option, and :class:`OptionValueError` for a missing value.
     """
@@ -108,7 +108,7 @@ def depends_on_environment(text: str) -> bool:
 
 
 def _list_overrides(words: list[str]) -> list[str]:
-    """Return those of ``words`` that change a recipe of Megatron-Bridge, such as ``train.train_iters=10``."""
+    """Return the arguments in ``words`` that change a recipe of Megatron-Bridge, such as ``train.train_iters=10``."""
     sections = load_known_options()["megatron-bridge"]
     return [word for word in words if (found := _OVERRIDE.fullmatch(word)) and found[1] in sections]
 

@@ -253,8 +253,9 @@ class Options:
         return any(list(map(self.take_flag, names)))
 
     def take_choice(self, option: str, choices: Mapping[str, Any], default: Any = None) -> Any:
-        """Return the entry of ``choices`` (allowed value -> result) for the value of ``option``, in upper or lower
-        case; ``default`` if the option is not given. Raise :class:`OptionValueError` for a value that is not allowed.
+        """Return the result that ``choices`` has for the value of ``option``, in upper or lower case; ``default`` if
+        the option is not given. ``choices``: allowed value -> result. Raise :class:`OptionValueError` for a value that
+        is not allowed.
         """
         value = self.take(option)
         if value is None:

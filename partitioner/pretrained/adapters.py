@@ -255,9 +255,9 @@ def _find_linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _computes_linear(module: nn.Module) -> bool:
-    """Return whether the forward of ``module`` is that of a plain linear layer, ``x W^T + b``. This is tested on a
-    small copy with random weights. Subclasses of ``nn.Linear`` that use their weight in another way, such as routers,
-    fail the test."""
+    """Return whether the forward of ``module`` computes what a plain linear layer computes, ``x W^T + b``. This is
+    tested on a small copy with random weights. Subclasses of ``nn.Linear`` that use their weight in another way, such
+    as routers, fail the test."""
     if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
         return False  # the latter's weight is read by nn.MultiheadAttention, which never calls it
     small = copy.copy(module)

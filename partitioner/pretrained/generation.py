@@ -200,9 +200,9 @@ def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, groupe
     """Return ``model`` prepared to be planned for ``inputs``, the inputs of a step of generation. It must be called
     inside the context of :func:`generating`, where the forward of ``model`` reads and writes key/value caches.
 
-    ``precision``: as for ``partition``; ``None``: the model's own type. ``grouped``: if several heads of queries read
-    one head of keys, attention reads the caches as they are, instead of a copy with a head for each head of queries.
-    The CPU's kernels can do so.
+    ``precision``: the number format to compute in, such as ``bf16``; ``None``: the model's own type. ``grouped``: if
+    several heads of queries read one head of keys, attention reads the caches as they are, instead of a copy with a
+    head for each head of queries. The CPU's kernels can do so.
     """
     prepared = prepare(model, inputs, objective="infer", precision=precision)
     if grouped:

@@ -263,9 +263,9 @@ class ModelChoice:
 
 def _choose_class(found: Configuration, asked: str | None, objective: str = "train") -> ModelChoice:
     """Return the class of the model for the transformers configuration ``found``. ``asked``: the task that the user
-    chose; ``None``: the task of the class that the configuration names, or else of the class that follows from the type
-    of the model. ``objective``: ``infer`` for a model without a loss, which may have any class that the configuration
-    names.
+    chose, such as ``causal``. ``None``: the class is the one that the configuration names; if it names none, the class
+    follows from the type of the model. ``objective``: ``infer`` for a model without a loss; such a model may have any
+    class that the configuration names.
 
     Raise :class:`PretrainedError` if there is no class for the task, or if no task was chosen and several are possible.
     """

@@ -106,9 +106,9 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
 
 
 def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
-    """Return ``repeats`` measurements of the seconds of matrix products alone, of an all-reduce alone, and of both
-    started together. The all-reduce is over the first ``num_ranks`` ranks; other ranks return an empty list. ``kind``:
-    ``cuda`` or ``cpu``. A time is that of the slowest rank."""
+    """Return ``repeats`` measurements, each with three times in seconds: of matrix products alone, of an all-reduce
+    alone, and of both started together. Each time is the longest of all ranks. The all-reduce is over the first
+    ``num_ranks`` ranks; other ranks return an empty list. ``kind``: ``cuda`` or ``cpu``."""
     device = open_device(kind)
     communicator = TorchCommunicator(dist.get_world_size(), device)
     ranks = tuple(range(num_ranks))

@@ -476,8 +476,7 @@ def _plan_shapes(first: FirstProgram, shapes: Sequence[Shape]) -> dict[str, Furt
     """Return the training steps for batches of ``shapes`` (samples, positions) by name, in the order of ``shapes``. If
     this machine has a second processor, a forked process plans a part of them at the same time.
 
-    Raise :class:`PlanError` if one of them has no plan in the layout of ``first``; if several have none, the error is
-    that of the first one.
+    Raise :class:`PlanError` for the first of them that has no plan in the layout of ``first``.
     """
     family = first.family
     if family is None or not shapes:

@@ -272,13 +272,13 @@ class ShapeFamily:
         return model
 
     def _list_surrounding_shapes(self, shape: Shape) -> list[tuple[Shape, Shape, tuple[int, int, int]]]:
-        """Return the pairs of shapes (samples, positions) from whose graphs the graph for ``shape`` may be derived, in
-        the order in which to try them, as tuples (larger, smaller, sizes). The two shapes differ in the number of
-        positions, and that of ``shape`` lies between theirs; if it is the largest or smallest one, they differ in the
-        number of samples instead. The first pair has the largest and the smallest number, the second pair the second
-        largest and the smallest.
+        """Return the pairs of batch shapes (samples, positions) between which ``shape`` lies, so that its graph may be
+        derived from theirs. Each is a tuple (larger, smaller, sizes), in the order in which to try them.
 
-        ``sizes``: this number in the larger shape, in the smaller one and in ``shape``. The list is empty if both
+        The two shapes differ in the number of positions, and the number of ``shape`` lies in between. If ``shape`` has
+        the largest or the smallest number of positions, they differ in the number of samples instead. The first pair
+        has the largest and the smallest number, the second pair the second largest and the smallest. ``sizes`` has the
+        number in which they differ: of the larger shape, of the smaller one and of ``shape``. The list is empty if both
         numbers of ``shape`` are the largest or smallest ones.
         """
         for axis in (1, 0):
@@ -407,8 +407,8 @@ def _list_leaves(model: nn.Module | ExportedProgram, inputs: Any) -> Iterator[tu
 def _find_target_dims(
     leaves: Mapping[str, Tensor], batch_dims: Mapping[str, int], length_dims: Mapping[str, int]
 ) -> tuple[dict[str, int], int]:
-    """Return the dim of positions of targets of each input that has one (input path -> dim index), and the number of
-    these positions. ``({}, 0)`` if there are no targets of another length than that of the samples.
+    """Return two values: a dict, input path -> index of its dim of target positions, for the inputs that have such a
+    dim; and the number of target positions. ``({}, 0)`` if no targets have another length than the samples.
 
     The first two-dimensional integer input ``[samples, positions]`` whose number of positions is not that of the
     samples decides the number. ``leaves``: input path -> tensor. ``batch_dims``, ``length_dims``: input path -> dim of
@@ -434,8 +434,8 @@ def _find_target_dims(
 
 
 def _find_length_dims(leaves: Mapping[str, Tensor], batch_dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return the dim of positions of each input that has one (input path -> dim index), and the number of positions.
-    ``({}, 0)`` if no input holds tokens.
+    """Return two values: a dict, input path -> index of its dim of positions, for the inputs that have such a dim; and
+    the number of positions. ``({}, 0)`` if no input holds tokens.
 
     The first two-dimensional integer input ``[samples, positions]`` decides the number of positions. In every other
     input, the dim of positions is the one with this size. ``leaves``: input path -> tensor. ``batch_dims``: input path

@@ -36,9 +36,9 @@ class VirtualStageTime:
 class NodeCores:
     """The pipeline ranks and the processor cores of each node.
 
-    ``ranks[s]``: number of ranks of pipeline stage ``s`` on each node (index of the node -> count). ``room``: number of
-    ranks that can compute at full speed at the same time (index of the node -> count, possibly fractional). A node that
-    is not in ``room`` has cores for all its ranks.
+    ``ranks[s]``: the ranks of pipeline stage ``s``, as a dict: index of a node -> number of them on the node. ``room``:
+    index of a node -> number of ranks that can compute there at full speed at the same time, possibly fractional; a
+    node that is not in ``room`` has cores for all its ranks.
     """
 
     ranks: tuple[Mapping[int, int], ...]

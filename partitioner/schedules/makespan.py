@@ -269,8 +269,8 @@ def _add_reductions(table: Timetable, found: Waits) -> None:
 
 def _add_collective(table: Timetable, found: Waits, rank: int, what: int, needed: int) -> None:
     """Append a collective on the links of ``rank`` to ``found``, the lists of what each action of a step waits for. It
-    runs after the previous collective of the rank. ``what``: index of its seconds in the list of durations (see
-    :func:`seconds_of`). ``needed``: index of the entry of ``found`` that it also waits for. ``table``: the actions
+    runs after the previous collective of the rank. ``what``: index of its seconds in the flat list of durations of all
+    actions and collectives. ``needed``: index of the entry of ``found`` that it also waits for. ``table``: the actions
     (forwards and backwards of one microbatch) of each rank."""
     lane = len(table.orders) + rank
     found.before.append(found.last[lane])
@@ -317,9 +317,10 @@ def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
     """Return the end time of each action of a step in seconds. ``waits``: what each action waits for; the result has
-    the same order. ``seconds``: durations as a flat list (see :func:`seconds_of`). ``sent``: durations of messages as a
-    flat list with two numbers for each virtual stage (of the message that brings the input of its forward, and of its
-    backward), followed by 0. ``begun``: the start time of each rank; ``None``: all start at 0.
+    the same order. ``seconds``: durations as a flat list with six numbers for each virtual stage (forward, backward for
+    inputs, backward for weights, whole backward, gathers, reductions), followed by 0. ``sent``: durations of messages
+    as a flat list with two numbers for each virtual stage (of the message that brings the input of its forward, and of
+    its backward), followed by 0. ``begun``: the start time of each rank; ``None``: all start at 0.
     """
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
@@ -335,8 +336,8 @@ class _Fronts(NamedTuple):
     another, so that NumPy can compute the end times of a whole front at once.
 
     ``starts``: index of the first entry of each front, followed by the number of all entries. The first front consists
-    of the entries that stand for the start of the step. The other fields are those of :class:`Waits` (what each entry
-    waits for), with entries in the new order and indices that refer to it.
+    of the entries that stand for the start of the step. The other fields say what each action waits for. They have the
+    meanings that they have in :class:`Waits`, but their entries and indices follow the new order.
     """
 
     starts: list[int]
@@ -396,8 +397,9 @@ def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[f
     """Return the seconds of one step on each rank after several steps that overlap: a rank begins the next step as soon
     as its part of the last one has ended. The largest of them is an upper bound on the step time in steady state.
     ``waits``: what each action (forward or backward of one microbatch) waits for. ``seconds``: durations as a flat list
-    (see :func:`seconds_of`). ``sent``: durations of messages as a flat list with two numbers for each virtual stage
-    (messages for its forward and for its backward), followed by 0.
+    with six numbers for each virtual stage (forward, backward for inputs, backward for weights, whole backward,
+    gathers, reductions), followed by 0. ``sent``: durations of messages as a flat list with two numbers for each
+    virtual stage (messages for its forward and for its backward), followed by 0.
     """
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):

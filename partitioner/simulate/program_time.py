@@ -150,8 +150,8 @@ def steps_overlap(plan: HasProgram) -> bool:
 
 
 def plan_timeline(plan: Plan) -> Timeline:
-    """Return the timeline of one simulated step of ``plan``: when each instruction of each stage runs. It is that of
-    the slowest data-parallel rank."""
+    """Return the timeline of one simulated step of ``plan`` on the slowest data-parallel rank: when each instruction of
+    each stage runs."""
     return simulate_plan(plan).timeline
 
 
@@ -326,15 +326,15 @@ class PlanDurations:
 
     @cached_property
     def costs(self) -> tuple[dict[str, CallCost], ...]:
-        """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
-        cost).
+        """Return the costs of calls of blocks (such as layers), one dict for each pipeline stage: name of the block ->
+        cost of one call, in seconds and bytes.
         """
         return self._price_calls({name: block.pieces for name, block in self.plan.program.blocks.items()})
 
     def choose_pieces(self) -> dict[str, PieceCounts]:
-        """Return which collectives of each block (such as a layer) are to run in pieces (name of the block -> numbers
-        of parts), by the constraints of the plan and the estimated times. If pipeline stages differ, a collective runs
-        in pieces if all of them gain, in the fewest parts.
+        """Return into how many parts the collectives of each block (such as a layer) are cut, so that they overlap with
+        matrix products: name of the block -> numbers of parts. The constraints of the plan and the estimated times
+        decide. If pipeline stages differ, a collective runs in pieces if all of them gain, in the fewest parts.
         """
         found: dict[str, PieceCounts] = {}
         for stage, costs in zip(self.plan.program.stages, self._price_calls(None), strict=True):
@@ -357,10 +357,10 @@ class PlanDurations:
     def _price_calls(
         self, pieces: Mapping[str, PieceCounts] | None, fp8: bool = False
     ) -> tuple[dict[str, CallCost], ...]:
-        """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
-        cost). ``pieces``: for each block, into how many pieces its collectives are cut to overlap with matrix products;
-        ``None``: chosen by the estimated times. ``fp8``: whether products with weights may be computed in fp8 although
-        the program computes them in a wider format."""
+        """Return the costs of calls of blocks (such as layers), one dict for each pipeline stage: name of the block ->
+        cost of one call, in seconds and bytes. ``pieces``: for each block, into how many pieces its collectives are cut
+        to overlap with matrix products; ``None``: chosen by the estimated times. ``fp8``: whether products with weights
+        may be computed in fp8 although the program computes them in a wider format."""
         program = self.plan.program
         train, again = program.objective == "train", partial(_find_recomputed_nodes, program)
         costs = CallCostCache(self.blocks, self.topology, train, again, pieces=pieces)
@@ -386,15 +386,15 @@ class PlanDurations:
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """Return the bytes of temporary memory that a call of each block (such as a layer) needs besides its outputs
-        (name of the block -> bytes).
+        """Return the bytes of temporary memory that a call needs besides its outputs, as a dict: name of the block
+        (such as a layer) -> bytes.
         """
         train = self.plan.program.objective == "train"
         return {name: kept_by(block, train).passing for name, block in self.blocks.items()}
 
     @cached_property
     def blocks(self) -> dict[str, Block]:
-        """Return the graphs of the program's blocks, such as layers (name of the block -> block). A placeholder is
+        """Return the program's blocks (such as layers) with their graphs, as a dict: name -> block. A placeholder is
         marked as needing a gradient if it needs one in any call of the block."""
         program = self.plan.program
         train = program.objective == "train"

@@ -318,8 +318,8 @@ def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring 
 
 
 def _get_host_fields(name: str | None) -> dict[str, Any]:
-    """Return the entry of the host ``name`` in the catalogue, as a dict (field of a host in a topology file -> value)
-    without the bandwidth of its disks; empty if ``name`` is ``None``."""
+    """Return the entry of the host ``name`` in the catalogue, without the bandwidth of its disks, as a dict: field of a
+    host in a topology file -> value. Empty if ``name`` is ``None``."""
     return {k: v for k, v in catalogue("hosts")[name].items() if k != "disk_bandwidth"} if name else {}
 
 

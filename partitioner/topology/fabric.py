@@ -85,9 +85,9 @@ def largest_node(nodes: Sequence[NodeGroup], level: Level) -> int:
 
 
 def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[int, Level]:
-    """Return those of ``levels`` (levels of links) that connect devices of the nodes ``nodes``, given as groups of
-    equal nodes. The keys are their indices in ``levels``. The number of devices that a level connects inside a node is
-    limited to those of the node.
+    """Return the levels of links that connect devices of ``nodes``, as a dict: index in ``levels`` -> level. A level
+    connects at most as many devices inside a node as the node has; its number is reduced accordingly. ``levels``: all
+    levels of the cluster. ``nodes``: groups of equal nodes.
 
     A level is left out if none of its islands (named sets of nodes) is among ``nodes``, or if an inner level already
     connects the same devices.
@@ -370,7 +370,7 @@ def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floa
 
 def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
     """Write the bandwidth (bytes/s) and latency (s) of direct links inside nodes into the arrays ``bandwidth`` and
-    ``latency``, which have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). The links are those of the
+    ``latency``, which have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). The links come from the
     patterns of ``topology``; a pattern describes which devices of a node are linked. Return a mask of the pairs with
     such a link.
     """
@@ -418,9 +418,9 @@ def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency
 
 
 def find_routes(graph: nx.Graph[str], source: str) -> dict[str, tuple[float, float]]:
-    """Return (bandwidth in bytes/s, latency in seconds) of the route from the device named ``source`` to each device or
-    hub that it reaches, by name. ``graph``: devices and hubs, with ``bandwidth`` and ``latency`` on each edge. The
-    route is the path of least latency; its bandwidth is that of its slowest link."""
+    """Return the routes from the device named ``source`` to all devices and hubs that it reaches: name -> (bandwidth in
+    bytes/s, latency in seconds). A route is the path of least latency, and its bandwidth is the bandwidth of its
+    slowest link. ``graph``: devices and hubs, with ``bandwidth`` and ``latency`` on each edge."""
     import networkx as nx
 
     paths = nx.single_source_dijkstra_path(graph, source, weight="latency")

@@ -182,9 +182,9 @@ class Group:
 
     def _ring_steps(self, rounds: int) -> float:
         """Return the total seconds that a ring algorithm spends on the latency of its steps, without the time to move
-        data. ``rounds``: how often data goes around the ring (2 for an all-reduce, 1 for an all-gather). The model is
-        that of NCCL for two levels of links, ``(steps - outer steps) intra + outer steps net``, extended to any number
-        of levels. ``intra`` and ``net`` are the seconds of a step inside a node and between nodes."""
+        data. For two levels of links, NCCL's model is ``(steps - outer steps) intra + outer steps net``, where
+        ``intra`` and ``net`` are the seconds of a step inside a node and between nodes. Here it is extended to any
+        number of levels. ``rounds``: how often data goes around the ring (2 for an all-reduce, 1 for an all-gather)."""
         seconds, counted = 0.0, 0
         for k in range(len(self.tiers) - 1, 0, -1):
             parts = math.prod(t.ways for t in self.tiers[k:])
@@ -254,8 +254,8 @@ class PairLink:
 
     ``link``: bandwidth and latency. ``reached``: bytes/s of large collectives. ``step``: seconds of one step of a
     collective. ``more``: seconds by which a step is longer than over the replaced link. ``base``: seconds to start a
-    collective. ``as_level``: whether the fraction of the bandwidth that collectives reach is that of the replaced link,
-    because this link does not give one.
+    collective. ``as_level``: whether collectives reach the same fraction of the bandwidth as over the replaced link,
+    because the topology gives no fraction for this one.
     """
 
     link: Link
@@ -306,9 +306,9 @@ def _find_connecting_level(topology: Topology, i: int, j: int) -> Level | Patter
 
 def step_over(latency: float, plain: Level | Pattern | None) -> float:
     """Return the seconds of one step of a collective over a direct link of two devices, without the time to move data.
-    ``latency``: seconds of one message over it. ``plain``: the links that it replaces; ``None`` if there are none. A
-    greater latency than that of ``plain`` adds the difference to the step of ``plain``; a smaller one shortens the step
-    in proportion."""
+    If the direct link has a greater latency than the links ``plain`` that it replaces, the difference is added to their
+    step; a smaller latency shortens their step in proportion. ``latency``: seconds of one message over the direct link.
+    ``plain``: ``None`` if it replaces no links."""
     if plain is None:
         return latency
     faster = latency / plain.latency if latency < plain.latency else 1.0

@@ -245,7 +245,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     def _search_plan(self, trainer: Any, module: Any, precision: str | None) -> Plan:
         """Return a plan of ``training_step`` and, if ``fit`` of ``trainer`` validates, of ``validation_step`` of
         ``module``, a LightningModule. The first batches of the data loaders are the example inputs. ``precision``: the
-        dtype to compute in, as for :func:`partitioner.partition`; ``None``: the types of the parameters.
+        number format to compute in, such as ``bf16``; ``None``: the types of the parameters.
         """
         self._records = StepRecords()
         world = self.world_size

@@ -75,9 +75,9 @@ def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
 
 def _replace_by_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
     """Replace ``node`` in ``graph``, an instance norm that updates running statistics, by a batch norm with reshapes
-    around it, in place; the results are those of the instance norm. The samples become channels of the batch norm, so
-    each sample is normalised by itself and updates its own copy of the running statistics. The mean of these copies is
-    written to the module's running statistics."""
+    around it, in place. The results do not change. The samples become channels of the batch norm, so each sample is
+    normalised by itself and updates its own copy of the running statistics. The mean of these copies is written to the
+    module's running statistics."""
     x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node), node
     samples, channels, *rest = x.meta["val"].shape

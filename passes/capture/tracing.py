@@ -199,10 +199,10 @@ class Tracer:
         numbers, uses = find_plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
-            """Return whether the model's forward runs if the inputs ``chosen`` (path -> value), which are Python
-            numbers, are passed as tensors. If ``chosen`` has a single number, also store in the dict ``uses`` of the
-            enclosing function, under its path, what forward needs a Python number for, as text; an empty text if a
-            tensor suffices.
+            """Return whether the model's forward runs if the inputs ``chosen``, which are Python numbers, are passed as
+            tensors. If ``chosen`` has a single number, also store a text in the dict ``uses`` of the enclosing
+            function, under the path of the number: what forward needs a Python number for, or an empty text if a tensor
+            suffices. ``chosen``: input path -> value.
             """
             tried = self.renew_copy(fake_copy, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))

@@ -308,8 +308,8 @@ def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 def make_sharing_memo(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for ``copy.deepcopy`` (``id`` of a tensor -> tensor) with which a copy of ``model`` shares all its
-    tensors.
+    """Return a memo for ``copy.deepcopy``: ``id`` of a tensor -> the tensor itself. A copy of ``model`` that is made
+    with it shares all its tensors with ``model``.
     """
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}

@@ -186,8 +186,9 @@ def _group_into_loops(
 
 
 def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
-    """Return two values: the integer tensor and the number for which the boolean mask ``node`` tests it, as in ``chosen
-    == 3`` (``None`` if it is no such mask), and whether the mask is negated. Reshapes of the mask are skipped.
+    """Return two values for ``node``, a boolean mask that tests an integer tensor for a number, such as ``chosen ==
+    3``: the tensor and the number (``None`` if ``node`` is no such mask), and whether the mask is negated. Reshapes of
+    the mask are skipped.
     """
     negated = False
     while isinstance(node, fx.Node):
@@ -252,8 +253,8 @@ class ExpertColumnBuilder:
 
     def append_row_masks(self) -> ExpertColumn:
         """Return the row masks of all experts of the loop as one boolean value. Its dims are those of the tensor with
-        the chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is that of
-        the expert.
+        the chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is the
+        number of the expert.
         """
         numbers = self.loop.chosen
         every = self.build(

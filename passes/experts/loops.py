@@ -477,7 +477,7 @@ def _find_split_shape(rows: ExpertRows, new_node: fx.Node) -> tuple[int, ...]:
 
 
 def _has_same_specs(new_node: fx.Node, node: fx.Node) -> bool:
-    """Return whether the results of ``new_node`` have the shapes and dtypes of those of ``node``, so that it can
+    """Return whether the results of ``new_node`` and ``node`` have the same shapes and dtypes, so that ``new_node`` can
     replace ``node``."""
     forms = [
         [(v.shape, v.dtype) for v in (held if isinstance(held, tuple | list) else (held,))]

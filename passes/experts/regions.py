@@ -57,7 +57,7 @@ class ExpertRegion:
     experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that indexes
     experts. ``nodes``: operators that work row by row, in order, with the row and expert dims of their results.
     ``entries``: values from outside whose rows the operators in ``nodes`` read, with their row and expert dims.
-    ``exits``: those of ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``.
+    ``exits``: the operators in ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``.
     """
 
     keys: fx.Node | None

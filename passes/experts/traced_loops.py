@@ -205,9 +205,9 @@ def _is_iteration_mask(mask: Any) -> bool:
 
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
-    """Return (list of mask tensors, their dim of experts, first node that reduces them) if ``value`` lists the experts
-    that some row (token) chose, as ``nonzero`` of the masks' sum does; ``None`` otherwise. The list has one tensor for
-    each dtype to which the mask was cast.
+    """Return the masks from which ``value`` lists the experts that some row (token) chose, as ``nonzero`` of the masks'
+    sum does; ``None`` if ``value`` is no such list. The result is (list of mask tensors, index of their dim of experts,
+    first node that reduces them). The list has one tensor for each dtype to which the mask was cast.
     """
     mode, node = get_proxy_mode(), get_fx_node(value)
     if mode is None or node is None:

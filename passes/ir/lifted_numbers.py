@@ -563,8 +563,8 @@ def _make_new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = Non
 
 
 def _add_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same as ``function`` (torch's ``add`` or ``sub``), but whose argument ``alpha``
-    can be a lifted number (a Python number that is traced as a tensor).
+    """Return a function like ``function`` (torch's ``add`` or ``sub``) whose argument ``alpha`` may be a lifted number
+    (a Python number that is traced as a tensor).
     """
 
     def scaled(x: Tensor, other: Any, *, alpha: Any = 1, **kwargs: Any) -> Any:
@@ -610,8 +610,8 @@ def trace_number_functions() -> Iterator[None]:
 
 
 def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same as ``original``, a function of ``math``, and also accepts lifted numbers
-    (Python numbers that are traced as tensors).
+    """Wrap ``original``, a function of Python's module ``math``, so that it also accepts lifted numbers (Python numbers
+    that are traced as tensors), and return the wrapper.
 
     ``name``: the operator that is applied if an argument is lifted, such as ``sqrt``; otherwise ``original`` is called.
     """
@@ -631,8 +631,8 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
 
 
 def _wrap_extreme_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same as Python's ``min`` or ``max`` and also accepts lifted numbers (Python
-    numbers that are traced as tensors).
+    """Wrap Python's ``min`` or ``max`` so that it also accepts lifted numbers (Python numbers that are traced as
+    tensors), and return the wrapper.
 
     ``name``: ``min`` or ``max``. ``original``: the function itself, which is called if no value is lifted.
     """

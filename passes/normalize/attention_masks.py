@@ -128,9 +128,9 @@ def _replace_mask_by_documents(
 
 
 def replace_by_band_attention(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
-    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::band_attention``, and
-    return whether that was done: it is not if the operands do not suit (see :func:`is_plain_attention`). ``band``: how
-    many positions before and after its own a query sees.
+    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::band_attention``.
+    Return ``False``, without a change, if the operands do not suit: they must have four dims (batch, heads, positions,
+    width) and equal batch sizes. ``band``: how many positions before and after its own a query sees.
     """
     if not is_plain_attention(node):
         return False

@@ -259,9 +259,9 @@ def _depends_on_ids(node: fx.Node, ids: fx.Node, dim: int) -> bool:
 
 
 def _find_pair_dims(one: GatheredValue, other: GatheredValue, length: int) -> PairDims | None:
-    """Return which dims of a tensor the comparison of two of its elements reads, as in ``ids[query] == ids[key]``: one
-    element must be at the query's position, the other at the key's position, in the same batch row. Return ``None`` for
-    any other comparison.
+    """Return by which dims of a tensor a comparison of two of its elements, such as ``ids[query] == ids[key]``, selects
+    the elements. One element must be at the query's position, the other at the key's position, in the same batch row.
+    Return ``None`` for any other comparison.
 
     ``one``, ``other``: the compared elements, described by index tensors with the dims ``[batch, heads, queries,
     keys]``. ``length``: the number of queries, equal to the number of keys.

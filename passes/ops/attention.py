@@ -206,11 +206,11 @@ def list_tiles_between(
     queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], inner: Band, outer: Band
 ) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) of the pairs whose distance is within ``outer`` but not within
-    ``inner``. Attention with a prefix, keys that a query sees within ``outer``, computes these tiles for the keys of
-    the prefix in addition to those of ``inner``, in which it sees all keys.
+    ``inner``. They are needed for an attention with a prefix: a query sees the keys of the prefix within ``outer``, and
+    all other keys only within ``inner``.
 
-    ``queries``, ``keys``: ranges of positions in one sequence. ``inner`` and ``outer``: positions around a query's own;
-    ``inner`` has no position that ``outer`` lacks.
+    ``queries``, ``keys``: ranges of positions in one sequence. ``inner``, ``outer``: numbers of positions before and
+    after a query's own; ``inner`` lies inside ``outer``.
     """
     found: list[Tile] = []
     if inner.after not in (None, outer.after):
@@ -560,9 +560,10 @@ class TileScoring(NamedTuple):
     offset: int = 0
 
     def for_block(self, q: Tensor, k: Tensor) -> BlockScoring:
-        """Return these settings (how the scores of a tile of queries and keys are scaled, changed and masked) as a
-        :class:`BlockScoring`, for the functions that compute attention with changed scores. It has a boolean mask and a
-        numeric factor. ``q``, ``k``: the tile's queries and keys, ``[..., heads, positions, d]``."""
+        """Return the settings of this tile of queries and keys (how its scores are scaled, changed and masked) as a
+        :class:`BlockScoring`: a boolean mask of hidden scores and a numeric factor. The functions that compute
+        attention with changed scores take it. ``q``, ``k``: the tile's queries and keys, ``[..., heads, positions,
+        d]``."""
         hidden = None if self.mask is None else self.mask == -math.inf
         if self.diagonal:
             hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)

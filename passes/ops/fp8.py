@@ -228,7 +228,8 @@ def can_multiply_in_fp8(product: WeightProduct, scaling: str = "tensor") -> bool
     """Return whether the 8-bit kernels support the types and sizes of the matrix product ``product``.
 
     All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED`` (16), or of 32 with the
-    ``scaling`` ``"block"``: each size is that of the summed dim in one of the three products of forward and backward.
+    ``scaling`` ``"block"``. This applies to every size, because each is the summed dim of one of the three products of
+    forward and backward.
     """
     aligned = BLOCK if scaling == "block" else ALIGNED
     operands = [o.meta["val"] for o in (product.x, product.weight, product.bias) if o is not None]

@@ -275,7 +275,7 @@ def _draw_few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
     """Return the derivative of each gamma distributed number in ``sample`` with respect to the ``concentration`` from
-    which it was drawn, by torch's implicit differentiation. Both tensors have one shape, which is that of the result.
+    which it was drawn, by torch's implicit differentiation. Both tensors and the result have one shape.
     """
     return torch._standard_gamma_grad(concentration, sample)
 

@@ -54,9 +54,9 @@ def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVa
 
 
 def fix_read_dims(node: fx.Node, operands: Sequence[PaddedValue]) -> Sequence[PaddedValue]:
-    """Return ``operands`` (for each operand of ``node``, what is known of it if the batch is padded) with one change: a
-    dim of the first operand that ``node`` reads at indices which are known to belong to the original batch counts as
-    fixed, because no padded element is read."""
+    """Return ``operands`` with one change for the operator ``node``, which reads its first operand at indices along
+    some dims: a dim counts as fixed if its indices are known to belong to the original batch, because then no padded
+    element is read. ``operands``: for each operand of ``node``, what is known of it if the batch is padded."""
     name, read = get_operator_name(node), operands_of(node)
     if name not in (*_INDEXED, *_GATHERED) or not any(o.real_places for o in operands):
         return operands

@@ -168,9 +168,9 @@ def shard_scored_attention(node: fx.Node) -> OpFactors:
 
 
 def _list_optional_operands(node: fx.Node) -> list[str]:
-    """Return the names of the tensors that the attention ``node`` reads after queries, keys and values, in order. They
-    are those of ``ids`` (document ids), ``prefix`` (flags of keys that all queries of their document see) and
-    ``slopes`` (a slope for each head) that are arguments of the call; an empty list if there are none."""
+    """Return the names of the optional tensors that the attention ``node`` reads after queries, keys and values, in
+    order: ``ids`` (document ids), ``prefix`` (flags of keys that all queries of their document see) and ``slopes`` (a
+    slope for each head), as far as the call has them."""
     return [name for name in ("ids", "prefix", "slopes") if isinstance(get_node_argument(node, name), fx.Node)]
 
 

@@ -258,8 +258,8 @@ class _BufferSumRewriter:
 
     def _split_number_addition(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
         """Write the value of the operator ``node``, which is ``x + number`` or ``x - number``, as a sum over
-        microbatches. Return two nodes: the addend of one microbatch, which is that of ``x``, and a term that is added
-        only once, which includes the number.
+        microbatches. Return two nodes: the addend of one microbatch, which is the same as for ``x``, and a term that is
+        added only once, which includes the number.
 
         ``part``: the two nodes for ``x``: the addend of one microbatch, and the term that is added once. ``build``:
         appends an operator to the graph and returns its node.

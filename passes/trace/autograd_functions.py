@@ -566,7 +566,7 @@ def refuse_gradient_hooks(notes: list[str]) -> Iterator[None]:
 
     class WatchedNode:
         """Wrapper of an autograd node (``tensor.grad_fn``) that user code gets during a trace. Registering a hook on it
-        raises :class:`UnsupportedError`; all other attributes are those of the node."""
+        raises :class:`UnsupportedError`; all other attributes are passed on from the node."""
 
         register_hook, register_prehook = make_refusal("grad_fn"), make_refusal("grad_fn")
 

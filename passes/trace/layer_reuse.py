@@ -206,8 +206,7 @@ def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int
 
     Args:
         operands: parameters, buffers and tensor arguments that the call reads.
-        results: the tensors that the call returned, if it was traced; if empty, the shapes are those of an earlier
-            equal call.
+        results: the tensors that the call returned, if it was traced; if empty, an earlier equal call gives the shapes.
         memo: number of the group of equal calls.
         member: number of the module if its parameters are removed and so are not among the operands; otherwise -1.
     """

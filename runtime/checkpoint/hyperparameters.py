@@ -161,14 +161,14 @@ def match_saved_groups(
     program: Program,
     saved: Mapping[str, Any],
 ) -> list[Mapping[str, Any]]:
-    """Return the saved hyperparameters (name -> value) for each parameter group of ``optimizer``, in the order of its
-    groups. Groups are matched by the names of their parameters.
+    """Return the saved hyperparameters of each parameter group of ``optimizer``, one dict name -> value for each group,
+    in the order of the groups. Groups are matched by the names of their parameters. A group none of whose parameters
+    were saved gets an empty dict.
 
-    ``saved``: the saved description of one optimizer, whose ``groups`` are dicts with parameter ``names`` and
-    ``values`` of hyperparameters. A group none of whose parameters were saved gets an empty dict. Raise
-    :class:`CheckpointError` if parameters of one saved group are now in several groups, or if a group has parameters of
-    saved groups with different values. ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the
-    program, which knows the model's names of its parameters.
+    ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's
+    names of its parameters. ``saved``: the saved description of one optimizer, whose ``groups`` are dicts with
+    parameter ``names`` and ``values`` of hyperparameters. Raise :class:`CheckpointError` if parameters of one saved
+    group are now in several groups, or if a group has parameters of saved groups with different values.
     """
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}
@@ -217,8 +217,8 @@ def match_by_position(given: Optimizers, groups: Sequence[Any] | None) -> list[l
 
 
 def set_hyperparameters(optimizers: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Set the hyperparameters of the optimizers ``optimizers`` (one, a list, or ``None``): ``values[i][k]`` (name ->
-    value) is for group ``k`` of optimizer ``i``."""
+    """Set the hyperparameters of ``optimizers``: one optimizer, a list, or ``None``. ``values[i][k]`` is for group
+    ``k`` of optimizer ``i``, as a dict: name of the hyperparameter -> value."""
     for optimizer, of_groups in zip(list_optimizers(optimizers), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
             for key, value in saved.items():

@@ -275,10 +275,11 @@ def _select_extra_states(
 ) -> dict[str, Any]:
     """Return the saved state of each object named in ``requested``, such as a data loader, for this rank.
 
-    ``training``: the saved data other than tensors, with the states (name -> state) under ``extra`` and those that
-    differ between ranks (name -> list over ranks) under ``extra_of_ranks``. If the ranks had different states, this
-    rank gets its own. Raise :class:`CheckpointError` if a state is missing, or if states differ between ranks and the
-    mesh is not the one of the checkpoint. ``found``: the checkpoint. ``rank``: the program of this rank, with its mesh.
+    If the ranks had different states, this rank gets its own. Raise :class:`CheckpointError` if a state is missing, or
+    if states differ between ranks and the mesh is not the one of the checkpoint. ``training``: the saved data other
+    than tensors. Its entry ``extra`` is a dict: name -> state. Its entry ``extra_of_ranks`` has the states that differ
+    between ranks: name -> list over ranks. ``found``: the checkpoint. ``rank``: the program of this rank, with its
+    mesh.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in requested:

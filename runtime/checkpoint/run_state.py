@@ -146,8 +146,8 @@ def load_run_state(
     ranks call this.
 
     It restores weights, optimizer state, rounding errors of gradient compression, counters, random state, and the
-    objects in ``extra`` (name -> object). ``optimizer``: the optimizer whose state is restored, a list of several, or
-    ``None``. ``verify``: first compare checksums of the files.
+    objects in ``extra``. ``extra``: name -> object. ``optimizer``: the optimizer whose state is restored, a list of
+    several, or ``None``. ``verify``: first compare checksums of the files.
     """
     rank, residuals = engine.rank_program, engine._gradients.residuals
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)

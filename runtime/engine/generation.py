@@ -130,8 +130,9 @@ class TokenGenerator:
 
     ``name``: the name under which the plan has the two programs. ``family``: all programs of the plan.
     ``communicator``: connects this rank with the others. ``caches``: path of a cache among the inputs of the program ->
-    this rank's part; empty while no text is generated. ``run``: called with the name of one of the two programs and
-    with this rank's inputs (name in the program -> tensor), it runs the program and returns the executor that ran it.
+    this rank's part; empty while no text is generated. ``run``: a function that runs one of the two programs and
+    returns the executor that ran it; its arguments are the name of the program and this rank's inputs, as a dict: name
+    in the program -> tensor.
     """
 
     name: str

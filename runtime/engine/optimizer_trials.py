@@ -210,10 +210,10 @@ def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, c
     """Try copies of ``optimizer`` on small tensors that stand for its parameters: compare the updates of whole tensors
     and of parts, cut as the plan shards the parameters. Return the problem that is found; ``None`` if there is none.
 
-    There are several ways to copy an optimizer and to call its ``step``. The result is that of the first way in which a
-    copy can step whole tensors and changes them; if there is no such way, the problem is that the optimizer cannot be
-    tried. ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of them, as
-    on one pipeline stage. ``call``: how the script calls ``step``.
+    There are several ways to copy an optimizer and to call its ``step``. The first way in which a copy can step whole
+    tensors and changes them decides. If there is no such way, the result says that the optimizer cannot be tried.
+    ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of them, as on one
+    pipeline stage. ``call``: how the script calls ``step``.
     """
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)

@@ -715,9 +715,8 @@ def _select_whole_piece(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Gr
 
 
 def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
-    """Return two values: a graph that computes only the outputs ``[start:stop]`` of ``piece``, a graph of a block's
-    forward or backward (indices are those of its outputs); and the number of these outputs that are accumulated
-    gradients, which is always 0.
+    """Return a graph that computes only the outputs ``[start:stop]`` of ``piece``, a graph of a block's forward or
+    backward, and the number of these outputs that are accumulated gradients, which is always 0.
     """
     graph = fx.Graph()
     outputs = graph.graph_copy(piece.graph, {})

@@ -63,8 +63,8 @@ class KeyExchange:
     Queries are ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]`` for ``n`` ranks. ``band`` says which keys each
     query sees, by positions in the whole sequence. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     Each rank has a consecutive part of the sequence or, with ``zigzag``, two parts from opposite ends. ``algorithm``:
-    ``"ring"`` (keys and values are passed on from rank to rank, step by step) or ``"all_gather"`` (every rank gathers
-    all of them at once).
+    with ``"ring"``, keys and values are passed on from rank to rank, step by step; with ``"all_gather"``, every rank
+    gathers all of them at once.
     """
 
     group: RankGroup
@@ -336,9 +336,9 @@ class ContextScoredAttention(KeyExchange):
         return attention.result()
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``, and that of the slopes
-        through this rank's queries, which has no elements unless they are trained. ``grad``: gradient of the attention
-        result. ``data``: the operands that ``given`` names, as in :meth:`forward`, then the attention result and the
+        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``, and the part of the slopes'
+        gradient that comes from this rank's queries; it has no elements unless slopes are trained. ``grad``: gradient
+        of the attention result. ``data``: the optional operands that ``given`` names, then the attention result and the
         logarithms of the softmax sums ``[b, h, s/n]``.
         """
         *rest, out, lse = data

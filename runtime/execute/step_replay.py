@@ -140,7 +140,7 @@ class ReplayableCall:
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
         """Run the forward of this call (an execution of a block, such as a layer) on the microbatch with the index
-        ``microbatch``: read the inputs from ``values`` (name -> tensor), and store the outputs there.
+        ``microbatch``: read the inputs from ``values``, and store the outputs there. ``values``: name -> tensor.
         """
         self._run(lambda: self.bound.forward(microbatch, values), values, self.bound.inputs, self.bound.outputs)
 
@@ -170,8 +170,8 @@ class ReplayableCall:
         """Run the forward or backward of this call by calling ``run``. If the call cannot be part of the recording of a
         step, suspend the recording meanwhile, and store a function that repeats it in each replay.
 
-        ``table``: the dict (name -> tensor) that ``run`` reads and changes. ``read``: the names that it reads there.
-        ``written``: the names that it writes.
+        ``table``: the dict that ``run`` reads and changes: name -> tensor. ``read``, ``written``: the names that
+        ``run`` reads and writes there.
         """
         tape = self.replay.tape
         if not tape.recording:

@@ -133,7 +133,9 @@ def _only_numbers(scalars: dict[int | str, int | str]) -> dict[int | str, int | 
 
 
 def _as_keys(numbers: dict[int | str, int | str]) -> dict[str, int | str]:
-    """Return ``numbers`` (old -> new) with each old number as text, because keys of JSON objects are texts."""
+    """Return ``numbers``, a dict old number -> replacement, with each old number as text, because keys of JSON objects
+    are texts.
+    """
     return {str(a): b for a, b in numbers.items()}
 
 
@@ -168,9 +170,9 @@ def _unfold_program(programs: list[Any], folded: Any) -> Any:
 
 
 def _unfold_part(base: Any, folded: Any) -> Any:
-    """Return JSON data computed from ``base``: the numbers and names in it are replaced as ``folded`` says under
-    ``numbers`` and ``names`` (old -> new), except below the keys that ``folded`` lists under ``constant``; then the
-    difference ``folded["rest"]`` is applied."""
+    """Return JSON data computed from ``base`` and the stored difference ``folded``. First, numbers and names in
+    ``base`` are replaced, except below the keys that ``folded`` lists under ``constant``: ``folded["numbers"]`` and
+    ``folded["names"]`` are dicts old -> new. Then the difference ``folded["rest"]`` is applied."""
     numbers, names = folded["numbers"], folded.get("names", {})
     if any(type(b) is not int for b in numbers.values()) or any(type(b) is not str for b in names.values()):
         raise TypeError("a number must be replaced by a number, and a name by a name")  # lists could double the data

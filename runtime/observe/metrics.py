@@ -334,8 +334,8 @@ class LossSpikes:
         return found
 
     def _detect_spike(self, step: int, loss: float) -> LossSpike | None:
-        """Return a :class:`LossSpike` if ``loss``, that of ``step``, is not finite or far above the recent losses, else
-        ``None``.
+        """Return a :class:`LossSpike` if ``loss``, the loss of the step with number ``step``, is not finite or far
+        above the recent losses, else ``None``.
         """
         if not math.isfinite(loss):
             return LossSpike(step, loss, median(self._usual) if self._usual else math.nan, math.inf)

@@ -199,11 +199,11 @@ class ArgumentData(Data):
 
 
 class GuardData(Data):
-    """A condition on numbers of the batch that decides which branch the model's ``forward`` takes.
+    """A condition on numbers of the batch that decides which branch the model's ``forward`` takes. The plan's program
+    is valid only for batches for which the condition has the recorded outcome.
 
     ``expression``: the condition, as JSON of nested lists (see ``passes/ir/lifted_numbers.py``). ``outcome``: its
-    result when the model was traced. ``where``: its position in the source (``file:line``). The plan's program is valid
-    only for batches with this outcome.
+    result when the model was traced. ``where``: its position in the source (``file:line``).
     """
 
     expression: str

@@ -79,8 +79,8 @@ class StateSizes(NamedTuple):
 def state_sizes(program: Program, state: str) -> StateSizes:
     """Return the bytes that a parameter or buffer and its gradient take on one rank. ``state``: its name.
 
-    With ZeRO, the sizes are those of this rank's part of the flattened shard, padding included; without, those of the
-    whole shard. ``program``: the program of all ranks.
+    With ZeRO, only this rank's part of the flattened shard counts, padding included; without, the whole shard.
+    ``program``: the program of all ranks.
     """
     part, gradient = state_bytes(program, state), gradient_bytes(program, state)
     ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)

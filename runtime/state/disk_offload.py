@@ -52,9 +52,8 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Remove the memory pages of ``tensor`` if they are those of a mapped file; else do nothing.
-
-    They are read from the file when they are used again.
+    """Remove the pages of ``tensor`` from memory if the tensor is a mapped file; else do nothing. The pages are read
+    from the file when they are used again.
     """
     if is_mapped(tensor) and tensor.numel():
         _advise_kernel(*_compute_page_span(tensor), mmap.MADV_DONTNEED)

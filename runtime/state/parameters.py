@@ -245,8 +245,8 @@ def make_rank_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
 
 
 def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
-    """Fill ``shards`` (name -> this rank's shard or ZeRO piece) in place from the safetensors file or folder ``path``.
-    ``rank``: the program of this rank.
+    """Fill the tensors in ``shards`` in place from the safetensors file or folder ``path``. ``rank``: the program of
+    this rank. ``shards``: name -> this rank's shard or ZeRO piece.
 
     Raise :class:`WeightsError` if the files do not have the weights of the program.
     """
@@ -314,8 +314,8 @@ def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], par
 
 
 def make_parameters(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Return this rank's parameters as ``nn.Parameter``, by name. They share memory with ``shards`` (name -> parameter
-    or buffer). ``rank``: the program of this rank, which says which of them are parameters.
+    """Return this rank's parameters as ``nn.Parameter``, by name. They share memory with ``shards``: name -> parameter
+    or buffer. ``rank``: the program of this rank, which says which of them are parameters.
     """
     states = rank.program.states
     return {
@@ -390,8 +390,8 @@ class MasterParameters:
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def replace_pieces(self, pieces: Mapping[str, Tensor]) -> None:
-        """Use ``pieces`` (name -> tensor) as this rank's ZeRO pieces of parameters from now on, in place of the tensors
-        held so far. They have the same values, but lie in the buffers from which the parameters are all-gathered.
+        """Replace the tensors that hold this rank's ZeRO pieces of parameters by ``pieces``: name -> tensor. The new
+        tensors have the same values, but lie in the buffers from which the parameters are all-gathered.
         """
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})

@@ -194,11 +194,9 @@ def _blame_left_rank(reporting: Sequence[RankState], states: Sequence[RankState]
 
 
 def _blame_lost_rank(reporting: Sequence[RankState]) -> Failure:
-    """Return the failure to report if connections broke but no process is known to have ended.
-
-    ``reporting``: ranks that reported a failure, the earliest first. The failure is that of the rank to which most
-    others (at least two) have lost their connection, if there is one such rank and it reported; otherwise that of the
-    rank that reported first."""
+    """Return the failure to report if connections broke but no process is known to have ended. If most other ranks (at
+    least two) have lost their connection to one rank, and that rank reported a failure, its failure is returned.
+    Otherwise the rank that reported first decides. ``reporting``: ranks that reported a failure, the earliest first."""
     blamed = Counter(rank for s in reporting for rank in set(s.lost))
     order = {s.rank: place for place, s in enumerate(reporting)}
     ranks = {s.rank: s for s in reporting}

@@ -612,7 +612,7 @@ def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType,
 
 def compute_exchange_seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
     """Return the seconds of ``exchange``, one collective of a block (such as a layer), on ``device``; 0 if its mesh
-    axis is not in ``groups`` (axis -> group of ranks) or has one rank.
+    axis is not in ``groups`` or has one rank. ``groups``: mesh axis -> group of ranks.
     """
     group = groups.get(exchange.axis)
     if group is None or group.size == 1:

@@ -473,9 +473,9 @@ def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
 
 
 def _same_gradient(node: fx.Node, outputs: Collection[fx.Node]) -> fx.Node:
-    """Return the last node after ``node`` whose gradient equals that of ``node``, or ``node`` itself. Views, additions
-    and all-reduces pass a gradient on unchanged. The search stops at ``outputs``, the block's outputs. A block is a
-    piece of the model, such as a layer.
+    """Return the last node in the chain after ``node`` that has the same gradient as ``node``, or ``node`` itself.
+    Views, additions and all-reduces pass a gradient on unchanged. The search stops at ``outputs``, the block's outputs.
+    A block is a piece of the model, such as a layer.
     """
     while node not in outputs:
         users = [user for user in node.users if user.op == "call_function" and needs_gradient(user)]

@@ -278,8 +278,7 @@ def kinds_of(
     complete: Collection[str] = (),
     left_whole: Collection[str] = (),
 ) -> StateKinds:
-    """Group ``states`` (name -> parameter or buffer) by equal cost, and return the groups.
-
+    """Group parameters and buffers of equal cost, and return the groups. ``states``: name -> parameter or buffer.
     ``layouts``: name -> layout over ``tp``; replicated if absent. ``experts``: names of weights of experts.
     ``complete``: names of parameters whose whole gradient every rank of ``cp`` computes. ``left_whole``: names of
     parameters that ZeRO-3 does not shard.

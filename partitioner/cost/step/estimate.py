@@ -573,14 +573,14 @@ def _reduction_tail(
     """Return the seconds that data-parallel collectives add to the pipeline: gathers of updated parameters delay its
     start, and gradient reductions end after it.
 
-    ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
-    buffers. ``how``: the reduction scheme (one collective or a hierarchical reduction, with or without compression).
-    ``owned``: if each parameter is whole on one owner rank, for each stage a dict (axes over which ZeRO shards ->
-    number of parameters); otherwise empty. ``problem``: the block calls (such as layers) of the model with their costs.
-    ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
-
-    A stage reduces its gradients while the stages in front of it still run their last backwards, which hides these
-    seconds. Nothing is hidden if consecutive steps overlap, because the stage begins the next step in this time.
+    A stage reduces its gradients while the stages in front of it still run their last backwards, which hides a part of
+    the reduction. Nothing is hidden if consecutive steps overlap, because the stage begins the next step in this time.
+    ``problem``: the block calls (such as layers) of the model with their costs. ``split``: the block calls of each
+    pipeline stage. ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of
+    its parameters and buffers. ``machine``: the devices and links that the mesh is laid over. ``how``: the reduction
+    scheme (one collective or a hierarchical reduction, with or without compression). ``owned``: if each parameter is
+    whole on one owner rank, one dict for each stage: axes over which ZeRO shards -> number of parameters; otherwise
+    empty.
     """
     first_s = _added_up(problem, machine)
     if not problem.train:

@@ -263,7 +263,7 @@ def _least_mean(counts: Sequence[Sequence[int]]) -> float:
     """Return a lower bound on the largest value that the smallest component of a weighted mean of the vectors
     ``counts`` can have. Each vector is for one time in a step: the number of microbatches in flight in each virtual
     stage of a rank. The memory of the rank divided by the result is an upper bound on the memory of one microbatch. The
-    largest value is that of a matrix game; it is approximated by multiplicative weights."""
+    largest value is the value of a matrix game; it is approximated by multiplicative weights."""
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
     total = np.zeros(len(rows))

@@ -51,9 +51,9 @@ class BlockLowerBound:
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """Return a copy of these lower bounds in which every dict of seconds was replaced by ``change(dict)``.
-        ``change``: function from a dict (name of a block, such as a layer -> pair of forward and backward seconds) to
-        the new dict."""
+        """Return a copy of these lower bounds in which the function ``change`` has replaced every dict of seconds.
+        ``change`` takes and returns a dict: name of a block, such as a layer -> pair of forward and backward seconds.
+        """
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
@@ -296,9 +296,9 @@ def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...]
     """Return the bytes of gradients that each collective of a step reduces, and which reductions are the last of their
     gradients, as two dicts. All ranks with equal weights are treated as one mesh axis ``dp``.
 
-    The first dict maps (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) to bytes. The
-    second maps the mesh axes of a reduce-scatter to whether it is the last reduction of its gradients. ``states``:
-    costs of parameters, one entry for each parameter; equal parameters share one object.
+    The first dict is: (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) -> bytes. The
+    second is: mesh axes of a reduce-scatter -> whether it is the last reduction of its gradients. ``states``: costs of
+    parameters, one entry for each parameter; equal parameters share one object.
     """
     costs = list(states)
     often = Counter(map(id, costs))

@@ -425,9 +425,9 @@ class _MixedIntegerProgram:
         self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
 
     def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
-        """Solve this program of an assignment problem (one choice per node, least total cost). Write the choice of each
-        of its nodes into ``choice`` (node index -> index of the choice), and return a lower bound on the cost of these
-        nodes.
+        """Solve this program of an assignment problem (one choice per node, least total cost). Write the solution into
+        the dict ``choice``: node index -> index of the chosen option. Return a lower bound on the cost of the nodes of
+        this program.
 
         ``relative_gap``: the solver stops when its assignment and its bound differ by at most this fraction of the
         cost. ``time_limit_s``: seconds for the solver. Raises :class:`InfeasibleAssignmentError` or

@@ -134,7 +134,7 @@ class RemainingChoices:
     node, at the least total cost).
 
     ``masks``: node -> boolean array over its choices, true for those that an optimal assignment may contain; only one
-    is true if an optimal assignment was found. ``choice``: a good assignment (node -> index of its choice); ``None`` if
+    is true if an optimal assignment was found. ``choice``: a good assignment, node -> index of its choice; ``None`` if
     none was found. ``bound``: a lower bound on the cost of every assignment.
     """
 

@@ -97,8 +97,8 @@ class BoundCascade:
         ``[candidates]``, without a sharding of their own. ``candidates``: combinations of mesh sizes, microbatch size,
         schedule and ZeRO stage.
 
-        The seconds of blocks (such as layers) are those of the shardings that the search has computed for equal ``tp``,
-        ``ep`` and ``etp``, in proportion to the tokens of a rank. More ranks for a sequence (``cp``) only add
+        The seconds of blocks (such as layers) are taken from the shardings that the search has computed for equal
+        ``tp``, ``ep`` and ``etp``, in proportion to the tokens of a rank. More ranks for a sequence (``cp``) only add
         collectives for attention, which are left out. Where the search has computed none, the bound is that of the
         unsharded model.
         """
@@ -215,10 +215,10 @@ class BoundCascade:
 
     def _bound_even_split(self, candidates: Sequence[MeshCandidate], _: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
-        divided evenly into stages. The cost of the work is that of the sharding solved for the largest microbatch with
-        these mesh sizes. The result is 0 if there is no bound. ``candidates``: combinations of mesh sizes, microbatch
-        size, schedule and ZeRO stage. Raises :class:`CapacityError` if one microbatch does not fit. The second argument
-        is not used.
+        divided evenly into stages. Costs are computed with the sharding that was solved for the largest microbatch with
+        these mesh sizes. The result is 0 if there is no bound. The second argument is not used. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`CapacityError` if one
+        microbatch does not fit.
         """
         self.bounds.check_microbatch(candidates[0])
         self._lean[self.family(candidates[0])] = min(candidates, key=self.bounds.state_bytes)
@@ -232,10 +232,10 @@ class BoundCascade:
         stages with which at least the candidate that needs the least memory fits; 0 for a single candidate, which other
         bounds cover.
 
-        Costs are those of the sharding solved for the largest microbatch with these mesh sizes. For schedules with
-        several stages on a rank no cuts are examined; the bound is then the work plus the recomputation that memory
-        requires. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidates``: combinations of mesh
-        sizes, microbatch size, schedule and ZeRO stage.
+        Costs are computed with the sharding that was solved for the largest microbatch with these mesh sizes. For
+        schedules with several stages on a rank no cuts are examined; the bound is then the work plus the recomputation
+        that memory requires. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidates``: combinations
+        of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
@@ -259,10 +259,10 @@ class BoundCascade:
 
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
-        divided evenly into stages. Costs are those of the sharding solved for their microbatch size without ZeRO, which
-        is never slower than with it. The result is 0 if there is no bound, or if an earlier bound used the same
-        sharding. The second argument is not used. ``candidates``: combinations of mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        divided evenly into stages. Costs are computed with the sharding that was solved for their microbatch size
+        without ZeRO; a step is never slower without ZeRO. The result is 0 if there is no bound, or if an earlier bound
+        used the same sharding. The second argument is not used. ``candidates``: combinations of mesh sizes, microbatch
+        size, schedule and ZeRO stage.
         """
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
@@ -272,8 +272,8 @@ class BoundCascade:
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
         stages with which at least the candidate that needs the least memory fits; 0 if there is no such bound. Costs
-        are those of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight
-        enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        are computed with the sharding that was solved for these candidates. ``cutoff_s``: a bound of this many seconds
+        is tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
@@ -310,9 +310,9 @@ class BoundCascade:
 
     def _bound_candidate_stages(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages; 0 if it would not be
-        tighter than earlier bounds. Costs are those of the sharding solved for the largest microbatch with these mesh
-        sizes. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        tighter than earlier bounds. Costs are computed with the sharding that was solved for the largest microbatch
+        with these mesh sizes. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return self._bound_simulated_recompute([candidate], cutoff_s)
@@ -411,9 +411,9 @@ class BoundCascade:
 
     def _bound_own_microbatch(self, candidate: MeshCandidate, _: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` if the work is divided evenly into stages. Costs
-        are those of the sharding solved for the candidate itself. The result is 0 if there is no bound or an earlier
-        bound is the same. The second argument is not used. ``candidate``: mesh sizes, microbatch size, schedule and
-        ZeRO stage.
+        are computed with the sharding that was solved for the candidate itself. The result is 0 if there is no bound or
+        an earlier bound is the same. The second argument is not used. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         if self._says_most(candidate):
             return 0.0  # an earlier bound included it
@@ -430,10 +430,13 @@ class BoundCascade:
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages with which the leanest
-        candidate fits: the one that needs the least memory among those that differ from ``candidate`` only in ZeRO.
-        Return 0 if ``candidate`` itself is the leanest, since a later bound covers that case, or if a rank has several
-        stages. Costs are those of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds
-        is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        candidate fits. The leanest candidate is the one that needs the least memory among those that differ from
+        ``candidate`` only in ZeRO. Return 0 if ``candidate`` itself is the leanest, since a later bound covers that
+        case, or if a rank has several stages. Costs are computed with the sharding that was solved for these
+        candidates.
+
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``cutoff_s``: a bound of this many seconds
+        is tight enough.
         """
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):

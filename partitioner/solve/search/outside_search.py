@@ -250,7 +250,7 @@ def without_limit(
     """Return the faster of two plans of one candidate, and its certificate, the record of how near a plan is to the
     optimum. ``found``: a plan that was solved with a cutoff, above which plans are not searched, with its
     ``certificate``. ``again``: the plan of the same candidate that was solved without a cutoff. If ``again`` is faster,
-    step time, lower bound, gap and chosen row of the returned copy are those of ``again``."""
+    the returned certificate is a copy with the step time, lower bound, gap and chosen row of ``again``."""
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
     told = solved_to_evaluated(again)

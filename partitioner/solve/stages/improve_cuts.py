@@ -109,9 +109,9 @@ def better_cuts(
 def _improve_cuts_locally(
     costs: PhaseCosts, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
-    """Search for cuts into stages with a shorter step, starting from the fastest in ``seen`` (cuts -> step time in
-    seconds), and add all cuts that are tried to ``seen``. The search moves single cuts and groups of neighbouring cuts,
-    and stops if no move is faster.
+    """Search for cuts into stages with a shorter step, starting from the fastest in ``seen``, and add all cuts that are
+    tried to ``seen``, a dict: cuts -> step time in seconds. The search moves single cuts and groups of neighbouring
+    cuts, and stops if no move is faster.
 
     ``timetable``: the order in which the schedule runs the forwards and backwards of microbatches. ``left``: the
     largest number of cuts to simulate. ``costs``: seconds of all possible stages. ``how``: options of the simulation:

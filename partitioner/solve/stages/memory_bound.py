@@ -135,9 +135,10 @@ def _slow_each_rank(phases: Sequence[Phases], ranks: Sequence[RankMemory]) -> It
 
 
 class _Duals(NamedTuple):
-    """Values of the dual variables. ``bound_s``: the lower bound in seconds that they give. ``weights``: of each path,
-    shape ``[paths]``, with the sum 1. ``prices``: seconds for all memory of a rank at one time of the step, shape
-    ``[moments]``; the moments are those of all ranks, one after the other.
+    """Values of the dual variables of the linear program. ``bound_s``: the lower bound in seconds that they give.
+    ``weights``: a weight for each path through the schedule, shape ``[paths]``; they sum up to 1. ``prices``: for each
+    rank and each time of the step, the price in seconds of all memory of the rank, shape ``[moments]``, with the times
+    of the first rank first.
     """
 
     bound_s: float

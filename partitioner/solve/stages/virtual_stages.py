@@ -153,14 +153,15 @@ def solve_virtual(
     cutoff_s: float = np.inf,
 ) -> StageSplit:
     """Cut the block calls (such as layers) of ``problem`` into the virtual stages of ``schedule``, and return the
-    stages of each rank with the simulated pipeline time. The problem has one stage for each virtual stage; its capacity
-    is that of the stage's rank.
+    stages of each rank with the simulated pipeline time.
 
-    ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank; ``None``: the number
-    that the schedule fixes. ``proven``: also compute a tight lower bound over all cuts. ``improved``: also improve the
-    cuts by simulation of the schedule; without it, they are those that a formula of slowest stage and sum of stages
-    finds best. ``cutoff_s``: pipelines that take at least this many seconds are of no use to the caller. Raises
-    :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cuts that fit were found.
+    ``problem``: the calls with their costs. It has one stage for each virtual stage, each with the memory capacity of
+    the rank that runs it. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank;
+    ``None``: the number that the schedule fixes. ``proven``: also compute a tight lower bound over all cuts.
+    ``improved``: also improve the cuts by simulation of the schedule; without it, a formula of the slowest stage and
+    the sum of stages chooses the cuts. ``cutoff_s``: pipelines that take at least this many seconds are of no use to
+    the caller. Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cuts
+    that fit were found.
     """
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
@@ -450,7 +451,7 @@ def _sum_in_flight_bytes(counts: Counts, each: tuple[float, float]) -> float:
 def _improve_virtual_cuts(
     tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, cutoff_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
-    """Search for faster cuts into stages, starting from those of ``split``. Return the fastest cut into stages that
+    """Search for faster cuts into stages, starting from the cuts of ``split``. Return the fastest cut into stages that
     fits, and a lower bound in seconds over all cuts.
 
     ``tables``: tables in which each virtual stage may use all memory of its rank. ``ranks``: the virtual stages of each

@@ -287,8 +287,9 @@ class Future(Generic[R]):
         self._aside = BackgroundWorker([None], lambda _: work(), help_s) if worth_it and can_help() else None
 
     def result(self) -> R:
-        """Return the result of the function ``work`` with which this object was created: wait for the forked process
-        that computes it, or compute it here if there is none or if it fails. Raise the exceptions of ``work``.
+        """Return the result of the function ``work`` with which this object was created. If a forked process computes
+        it, wait for that process. If there is none, or if it fails, compute the result here. Raise the exceptions of
+        ``work``.
         """
         found = None if self._aside is None else self._aside.take(None)
         return self._work() if found is None else found

@@ -194,12 +194,12 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a sort key for ``ready``, the time at which the gradients of a bucket (which one collective reduces) are
-    complete in a rank's schedule, so that later times have greater keys.
+    """Return a sort key for the time at which the gradients of a bucket are complete in a rank's schedule: later times
+    have greater keys. A bucket is gradients that one collective reduces.
 
-    ``ready``: (index of a backward in the rank's order of forwards and backwards, position in the stage of the block
-    call, such as a layer, that completes the gradients in this backward). A backward runs the calls from the last
-    position to the first, so a lower position is later.
+    ``ready``: this time, as a pair: index of a backward in the rank's order of forwards and backwards; position, in the
+    stage, of the block call (such as a layer) that completes the gradients in this backward. A backward runs the calls
+    from the last position to the first, so a lower position is later.
     """
     return ready[0], -ready[1]
 

@@ -223,9 +223,9 @@ def is_barred(candidate: Candidate) -> bool:
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan
-    examined, was not chosen although its computed step time is not above that of the chosen plan, except for rounding.
-    ``certificate``: the results of the search.
+    """Return whether ``candidate`` was not chosen although its computed step time equals the step time of the chosen
+    plan, except for rounding, or is below it. ``candidate``: a layout (mesh, microbatch size, schedule, ZeRO stage)
+    that the search examined. ``certificate``: the results of the search.
     """
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
@@ -407,8 +407,8 @@ def constraint_cost_text(plan: Plan) -> str:
 
 
 def fewer_text(plan: Plan) -> str:
-    """Return a text that gives the number of devices and the step time of the fastest plan found that leaves some
-    devices idle, compared with ``plan``; empty if no such plan was found.
+    """Return a text on the fastest plan found that leaves some devices idle: its number of devices and its step time,
+    compared with ``plan``. Empty if no such plan was found.
     """
     step = plan.certificate.objective
     found = [
@@ -426,8 +426,8 @@ def fewer_text(plan: Plan) -> str:
 
 
 def offload_alternative_text(plan: Plan) -> str:
-    """Return a text that gives the step time of the plan with optimizer states in host memory that the search found,
-    compared with ``plan``, which has no offload; empty if none was found.
+    """Return a text on the plan with optimizer states in host memory that the search found: its step time, compared
+    with ``plan``, which has no offload. Empty if none was found.
     """
     found = next((b for b in plan.certificate.baselines if b.offload and not plan.offload), None)
     if found is None or found.candidate is None or not found.candidate.step_time:

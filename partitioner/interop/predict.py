@@ -274,8 +274,9 @@ def prediction_parts(found: Prediction) -> list[RenderableType]:
 
 
 def group_unused(unused: tuple[UnusedOption, ...]) -> list[str]:
-    """Return one line for each reason in ``unused``, options that do not change a prediction: first the reasons that
-    concern single options, then options that may matter, that describe the model, and those without effect.
+    """Return one line for each reason why options do not change a prediction: first the reasons that concern single
+    options, then options that may matter, options that describe the model, and options without effect. ``unused``: the
+    options, each with its reason.
     """
     by_reason: dict[str, list[UnusedOption]] = {}
     for option in unused:

@@ -205,9 +205,9 @@ class ShellScript:
                 self._note(doubt)
 
     def _skip_statement(self, text: str, doubt: str) -> None:
-        """Interpret ``text``, a statement that does not run, because it is in a branch that is not taken: each variable
-        that it would set and that has no value yet becomes empty. ``doubt``: the text of an enclosing condition whose
-        value is unknown; empty if there is none."""
+        """Interpret ``text``, a statement that does not run, because it is in a branch that is not taken. Each variable
+        that the statement would set becomes empty, unless it has a value already. ``doubt``: the text of an enclosing
+        condition whose value is unknown; empty if there is none."""
         words = _split_words(text) or [":"]
         names = [found[1] for word in words if (found := _ASSIGNED.fullmatch(word))]
         if words[0] in _DECLARATION or len(names) == len(words):

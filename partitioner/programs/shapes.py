@@ -376,9 +376,9 @@ class ShapeFamily:
 
     def _find_own_size(self, size: int, length: int) -> int:
         """Return a number of positions near ``size`` and below ``length``, for a batch from which padding is derived.
-        It differs from all sizes of dims of the inputs that no batch shape changes (neither samples nor positions),
-        because a graph in which two sizes are equal by chance has fewer operators: equal tables are computed once.
-        ``size``: the preferred number. ``length``: the largest number of positions of the plan's batch shapes."""
+        It differs from the sizes of all dims of the inputs that are neither samples nor positions. If two sizes were
+        equal by chance, the graph would have fewer operators, because equal tables are computed once. ``size``: the
+        preferred number. ``length``: the largest number of positions of the plan's batch shapes."""
         leaves = _list_leaves(self.sample.model, self.sample.inputs)
         fixed = {
             int(number)

@@ -93,8 +93,8 @@ def _format_change(ratio: float) -> str:
 def count_left_candidates(plan: Plan) -> int:
     """Return the number of layouts (mesh, schedule, ZeRO stage) that the search of ``plan`` examined and that have no
     row in the report's table of candidates, because the table and the list in the plan are limited. Layouts outside of
-    the plan's list that may be faster than the plan, because only their lower bound is known and it is below the plan's
-    step time, are not counted.
+    the plan's list that may be faster than the plan are not counted: only their lower bound is known, and it is below
+    the plan's step time.
     """
     rows = len(plan.certificate.candidates)
     return max(0, rows - MOST_CANDIDATES) + sum(n for kind, n in plan.certificate.left.items() if kind != "open")
@@ -133,9 +133,9 @@ def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
 
 
 def build_why_not_table(plan: Plan) -> ET.Element:
-    """Return a sortable HTML table that answers, for each of several constraints that the plan does not fulfil (such as
-    ``tp=4``), what a plan with it would be: slower, faster or impossible, its step time or a lower bound on it, and the
-    reasons. The answers come from the results of the search that ``plan`` contains."""
+    """Return a sortable HTML table with a row for each of several constraints that the plan does not fulfil, such as
+    ``tp=4``. A row says what a plan with the constraint would be: slower, faster or impossible; its step time, or a
+    lower bound on it; and the reasons. The answers come from the results of the search that ``plan`` contains."""
     columns = [("instead", False), ("answer", False), ("step time or bound", True), ("in words", False)]
     return build_table(
         "What other values of one constraint would give",

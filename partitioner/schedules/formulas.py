@@ -25,10 +25,10 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """Return the numbers of microbatches that a stage has in flight under a zero-bubble schedule at the two moments
-    that can need the most memory, as pairs (number whose backward has not begun, number whose backward has run for
-    inputs and not for weights). The first pair is for the moment when the first number is largest, the second for the
-    moment when the second is; there is only one pair if the two pairs are equal.
+    """Return the numbers of microbatches that a stage has in flight under a zero-bubble schedule at the two times that
+    can need the most memory. Each entry is a pair: number of microbatches whose backward has not begun, number of those
+    whose backward has run for inputs and not for weights. The first pair is for the time when its first number is
+    largest, the second for the time when its second number is largest. Equal pairs are returned once.
 
     ``s``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: 1 or 2; a stage
     runs ``ahead * (p - 1 - s) + 1`` forwards before its first backward.
@@ -102,9 +102,9 @@ def least_fill(
 
 
 def least_alone(schedule: str | ScheduleTable) -> float:
-    """Return a lower bound on the fraction of a microbatch's backward through one stage that must have run before the
-    preceding stage can begin its own backward of the microbatch: 1.0 if ``schedule`` (a name or a table) never splits
-    backwards, else 0.5, because the half for weight gradients may run later."""
+    """Return a lower bound on the fraction of a stage's backward after which the preceding stage can begin its own
+    backward of the same microbatch: 1.0 if ``schedule`` (a name or a table) never splits backwards, else 0.5, because
+    the half for weight gradients may run later."""
     return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
 
@@ -115,11 +115,11 @@ def is_split(schedule: str | ScheduleTable) -> bool:
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Return the largest numbers of microbatches that a pipeline stage has in flight, as one or two pairs (number whose
-    backward has not begun, number whose backward has run for inputs and not for weights): those at the moment when the
-    first number is largest, and those at the moment when the second is. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or
-    ``zb-2p``, with one stage per rank. ``stage``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of
-    microbatches."""
+    """Return the largest numbers of microbatches that a pipeline stage has in flight, as one or two pairs: number of
+    microbatches whose backward has not begun, number of those whose backward has run for inputs and not for weights.
+    The first pair is for the time when its first number is largest, the second for the time when its second number is
+    largest. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or ``zb-2p``, with one stage per rank. ``stage``: index of the
+    stage, from 0. ``p``, ``m``: numbers of stages and of microbatches."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 

@@ -123,7 +123,7 @@ def longest_path(
     """Return two values: the seconds of the longest path through the actions of a step, and how often each phase is on
     this path, shape ``[virtual stages, 7]``: forward, backward for inputs, backward for weights, message of the
     forward's input, message of the backward's input, gathers, reductions. ``table``: the actions (forwards and
-    backwards of one microbatch) of each rank. ``phases``: the seconds of these phases for each virtual stage.
+    backwards of one microbatch) of each rank. ``phases``: for each virtual stage, the seconds of the seven phases.
 
     With ``overlap_steps``, the seconds are the step time in steady state, if a rank begins the next step as soon as its
     part of this one has ended. The counts are then for the longest path from the first to the last action of the

@@ -125,10 +125,10 @@ def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -
 def _list_pipelines(
     plan: HasProgram, facts: ProgramFacts
 ) -> Iterator[tuple[PlanDurations, ProgramFacts, tuple[int, ...]]]:
-    """Yield, for each distinct pipeline of ``plan`` (the ranks of one index along the data-parallel axis), three
-    values: the durations of its instructions, figures derived from its program (such as bytes of values), and the
-    indices along that axis of all pipelines that are equal to it. ``facts``: these figures for the plan's program, with
-    the number of microbatches that the program has.
+    """Yield three values for each distinct pipeline of ``plan``: the durations of its instructions, figures derived
+    from its program (such as bytes of values), and the indices of all pipelines that are equal to it. A pipeline is the
+    ranks with one index along the data-parallel axis. ``facts``: these figures for the plan's program, with the number
+    of microbatches that the program has.
     """
     if not plan.program.data_shares:
         yield PlanDurations(plan, facts=facts), facts, tuple(range(plan.program.size("dp")))

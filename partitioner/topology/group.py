@@ -356,9 +356,9 @@ def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
 
 
 def narrowest_needed(rates: Floats) -> float:
-    """Return the greatest bandwidth in bytes/s that a ring through all devices can have: the largest limit for which
-    the links with at least this bandwidth form a biconnected graph (no single device whose removal would disconnect
-    it).
+    """Return the greatest bandwidth in bytes/s that a ring through all devices can have. It is the largest number for
+    which the links with at least this bandwidth form a biconnected graph: a graph that stays connected if any single
+    device is removed.
 
     ``rates``: bytes/s of each pair of devices, shape ``[n, n]``; infinite for pairs without a limit.
     """

@@ -145,9 +145,10 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number for each communication group, shape ``[num_groups]``. Groups have equal numbers if the direct
-    links that ``topology`` gives for single pairs of their devices make collectives equally fast; 0 if no such link
-    connects two devices of the group. ``rows``: device indices, one group per row."""
+    """Return a number for each communication group, shape ``[num_groups]``, that stands for its direct links: links
+    that ``topology`` gives for single pairs of devices. Groups have equal numbers if these links make collectives
+    equally fast. The number is 0 if no such link connects two devices of the group. ``rows``: device indices, one group
+    per row."""
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}

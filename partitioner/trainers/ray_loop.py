@@ -182,9 +182,9 @@ def _report_end(metrics: dict[str, Any], folder: Path | None) -> None:
 
 
 def _check_places(plan: Plan, world_size: int, node: int) -> None:
-    """Raise :class:`TrainerError` on all workers if ``plan`` is for another number of workers, or if one of them runs
-    on another node than the one that has its device in ``plan``. ``node``: index of the node on which
-    this worker runs. ``world_size``: number of workers."""
+    """Raise :class:`TrainerError` on all workers if ``plan`` is for another number of workers, or if a worker does not
+    run on the node on which ``plan`` places it. ``node``: index of the node on which this worker runs. ``world_size``:
+    number of workers."""
     planned = plan.program.world_size
     if planned != world_size:
         raise TrainerError(

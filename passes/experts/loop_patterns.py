@@ -372,9 +372,9 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """The node ``node`` of a loop over experts, whose value has each row computed by the expert that the row chose,
-    after a reshape that split the row dim into several dims. ``where``: the shape of the value, with the size 1 in
-    every dim except those of the rows (tokens).
+    """A node of a loop over experts, ``node``. Each row of its value is computed by the expert that the row chose; a
+    reshape has then split the row dim into several dims. ``where``: the shape of the value, with the size 1 in every
+    dim except those of the rows (tokens).
     """
 
     node: fx.Node

@@ -107,10 +107,10 @@ class _LoopMerger:
         self.covers = loop.first == 0 and covers == len(loop.outputs)  # whether every row has an expert of this loop
 
     def merge_loop(self) -> bool:
-        """Rewrite the loop over experts, which this object merges, so that one operator computes the rows (tokens) of
-        all experts, and return ``True``. Return ``False``, with an unchanged graph, if the experts do not compute the
-        same operators with their own parameters, if these operators cannot be merged, or if something outside of the
-        loop reads their intermediate values.
+        """Rewrite this object's loop over experts so that one operator computes the rows (tokens) of all experts, and
+        return ``True``. Return ``False``, with an unchanged graph, if the experts do not compute the same operators
+        with their own parameters, if these operators cannot be merged, or if something outside of the loop reads their
+        intermediate values.
         """
         graph = self.build.graph
         with graph.inserting_before(self.head):

@@ -93,7 +93,7 @@ def match_equality(node: Any) -> RoutingChoice | None:
 
 
 def match_any_equality(node: Any) -> tuple[fx.Node, int] | None:
-    """Return (integer tensor, number) if the mask ``node`` is true where this number occurs along the last dim of the
+    """Return (integer tensor, number) if the mask ``node`` tests whether the number occurs along the last dim of the
     tensor, such as among the k experts that each token chose. Return ``None`` for any other node, or if a number may
     occur more than once along that dim.
     """

@@ -134,10 +134,9 @@ class _Unsorter:
                 self._record_unsorted_value(node, unsorted)
 
     def _record_unsorted_value(self, node: fx.Node, unsorted: _UnsortedValue) -> None:
-        """Record that ``node``, which depends on the sort of rows (tokens) that this object removes, would have the
-        value ``unsorted`` if the rows were not sorted. ``unsorted``: a graph node, with the dim of each of its results
-        along which the rows lie. If no result depends on the order of the rows, ``unsorted`` replaces ``node`` in the
-        graph."""
+        """Record the value that ``node`` would have if rows (tokens) were not sorted. This object removes the sort.
+        ``unsorted``: a graph node, with the dim of each of its results along which the rows lie. If no result depends
+        on the order of the rows, ``unsorted`` replaces ``node`` in the graph."""
         if any(dim is not None for dim in unsorted.dims):
             self.unsorted_values[node] = unsorted
         elif unsorted.node.op == "call_function":  # ``node`` is changed in place, so that an output keeps its name
@@ -182,8 +181,8 @@ class _Unsorter:
         """Return the value that can take the place of ``node`` if ``node`` is an index operator that brings rows
         (tokens) back from the order of the sort ``self.sort`` to their original order; ``None`` for any other node.
 
-        The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
-        that this value does not depend on the order of the sort.
+        The result has a graph node whose rows were never sorted. Its ``dims`` are ``(None,)``: the value does not
+        depend on the order of the sort.
         """
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.unsorted_values:
@@ -195,8 +194,8 @@ class _Unsorter:
         """Return the value that can take the place of ``node`` if ``node`` writes all rows (tokens), which the sort
         ``self.sort`` has moved, to their original positions in a tensor of the same shape; ``None`` for any other node.
 
-        The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
-        that this value does not depend on the order of the sort.
+        The result has a graph node whose rows were never sorted. Its ``dims`` are ``(None,)``: the value does not
+        depend on the order of the sort.
         """
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
@@ -514,9 +513,9 @@ class _Sorter:
             node.args, node.kwargs = replace_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
-        """Return the node that replaces ``node``, an operand of an operator that computes by expert, when rows (tokens)
-        are sorted by expert: a sorted copy if ``node`` has rows (or their expert numbers) from outside, otherwise
-        ``node`` itself.
+        """Return the node that replaces ``node`` when rows (tokens) are sorted by expert. ``node``: an operand of an
+        operator that computes by expert. If it has rows, or their expert numbers, from outside, the result is a sorted
+        copy, otherwise ``node`` itself.
         """
         if node is not self.keys and node not in self.region.entries:
             return node

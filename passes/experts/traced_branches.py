@@ -145,9 +145,9 @@ def trace_expert_branches(branches: TracedBranches) -> Iterator[None]:
 
 
 class _BranchMode(TorchFunctionMode):
-    """A function mode that intercepts torch functions that list the rows (tokens) where a mask is true, count them, or
-    test whether there are any, so that forward can branch on the result in a trace. ``guards``: decides and records the
-    branches.
+    """A torch function mode that lets forward branch, in a trace, on the rows (tokens) that a mask selects. It
+    intercepts torch functions that list these rows, count them, or test whether there are any. ``guards``: decides and
+    records the branches.
     """
 
     def __init__(self, branches: TracedBranches) -> None:

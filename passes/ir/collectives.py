@@ -104,9 +104,9 @@ ops = torch.ops.partition
 
 
 def _make_scaled_result(x: Tensor, dim: int, times: int, over: int) -> Tensor:
-    """Return an empty tensor for shape inference that stands for the result of a collective along one dim: the shape of
-    ``x``, with the size of ``dim`` multiplied by ``times`` (the number of ranks for an all-gather, otherwise 1) and
-    divided by ``over`` (the number of ranks for a reduce-scatter, otherwise 1).
+    """Return an empty tensor for shape inference, in place of the result of a collective along one dim. It has the
+    shape of ``x``, with the size of ``dim`` multiplied by ``times`` and divided by ``over``. ``times``: the number of
+    ranks for an all-gather, otherwise 1. ``over``: the number of ranks for a reduce-scatter, otherwise 1.
     """
     shape = list(x.shape)
     shape[dim] = shape[dim] * times // over

@@ -109,10 +109,10 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
 def _replace_mask_by_documents(
     graph: fx.Graph, node: fx.Node, mask: DocumentMask, ids: dict[DocumentKey, fx.Node]
 ) -> bool:
-    """Replace the attention ``node`` of ``graph``, whose mask ``mask`` shows keys of the query's own document only, by
-    the operator ``partition::document_attention``, in place, and return whether that was done. Leave it unchanged if
-    its operands are not ``[batch, heads, positions, width]``, if it has different numbers of queries and keys, or if
-    its result is an output of the model.
+    """Replace the attention ``node`` of ``graph`` by the operator ``partition::document_attention``, in place, and
+    return whether that was done. The mask ``mask`` of the attention shows only keys of the query's own document. The
+    attention stays unchanged if its operands are not ``[batch, heads, positions, width]``, if it has different numbers
+    of queries and keys, or if its result is an output of the model.
 
     ``ids``: a cache: key of a document mask -> node ``[batch, positions]`` of document ids; a new one is added.
     """
@@ -180,9 +180,9 @@ def classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docume
     range of positions around its own (without limits: all keys), a :class:`DocumentMask` if they are the keys of its
     own document in such a range. Return ``None`` for any other mask.
 
-    ``value``: a description of the mask's elements: a tensor, conditions that must all hold where a key is shown, or
-    one number where such conditions hold and another elsewhere; ``None`` if nothing is known. ``queries``, ``keys``:
-    the numbers of queries and of keys.
+    ``value``: a description of the mask's elements: a tensor; conditions that must all hold where a key is shown; or
+    two numbers, one where such conditions hold and another elsewhere. ``None`` if nothing is known. ``queries``,
+    ``keys``: the numbers of queries and of keys.
     """
     if value is None:
         return None

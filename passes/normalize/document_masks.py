@@ -146,8 +146,8 @@ def _compare_within(
     term: DataComparison | SumComparison, ids: fx.Node, dims: PairDims, length: int
 ) -> Comparison | None:
     """Return a comparison of constants that can replace the mask condition ``term``, which compares integers that
-    depend on data: for a query and a key of one document, both are true or both are false. Return ``None`` if there is
-    none.
+    depend on data. For every query and key of one document, the comparison is true exactly if ``term`` is true. Return
+    ``None`` if there is none.
 
     ``ids``: the node of the document ids. ``dims``: the dims of ``ids`` that the mask reads. ``length``: the number of
     queries, equal to the number of keys.
@@ -513,15 +513,15 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
     """Store the typical lengths of documents in the attention operators of ``captured`` (a model as one graph) that
     work within packed documents, in place, and return these lengths. Only the cost model reads them.
 
-    ``lengths``: the numbers of positions of typical documents. If it is empty, lengths are counted in ``inputs``,
-    tensors by the path of the model input, such as ``input_ids``. Where documents are divided into chunks of positions,
-    the lengths are those of the pieces. Return an empty tuple if there is no such operator, if the inputs are meta
-    tensors, or if the document ids depend on more than inputs and constants. If nothing was given and operators have
-    different lengths, return those of the first operator whose documents depend on data.
+    ``lengths``: the numbers of positions of typical documents. If it is empty, lengths are counted in ``inputs``: path
+    of a model input, such as ``input_ids`` -> tensor. Where documents are divided into chunks of positions, the lengths
+    are those of the chunks. The result is empty if there is no such operator, if the inputs are meta tensors, or if the
+    document ids depend on more than inputs and constants. If operators have different counted lengths, the result is
+    the lengths of the first operator whose documents depend on data.
 
-    Some attention is causal, or in a window, except for a prefix: marked keys that queries of their document see
-    outside of this range, too. For such an operator, also store the mean number per row of pairs of a query and a key
-    that it sees because of the prefix alone, counted in ``inputs``; -1 if it is unknown.
+    An attention may have a prefix: marked keys that all queries of their document see, although the attention is causal
+    or in a window otherwise. For such an operator, also store the mean number, per row, of pairs of a query and a key
+    that are visible because of the prefix alone, counted in ``inputs``; -1 if it is unknown.
     """
     nodes = list_document_attentions(captured.graph)
     evaluator = ConstantEvaluator(_list_known_values(captured, inputs))
@@ -626,9 +626,9 @@ def _cut_documents(evaluator: ConstantEvaluator, ids: fx.Node, lengths: Sequence
 
 
 def _list_chunk_sizes(evaluator: ConstantEvaluator, ids: fx.Node) -> list[tuple[int, list[int] | None]]:
-    """Return a list with two values for each floor division ``numbers // size`` by which the document ids ``ids``
-    divide a row into chunks: the size of a chunk, in positions; and the list of the divided numbers of a row, or
-    ``None`` if they depend on data. ``evaluator``: computes the value of a node from constants and given inputs."""
+    """Return a pair for each floor division ``numbers // size`` by which the document ids ``ids`` divide a row into
+    chunks: the size of a chunk, in positions; and the numbers of a row that are divided, or ``None`` if they depend on
+    data. ``evaluator``: computes the value of a node from constants and given inputs."""
     while ids.target in (aten.reshape.default, aten.expand.default, aten.permute.default, aten.to.dtype):
         ids = ids.args[0]  # type: ignore[assignment]
     if ids.target is document_ops.combine_ids.default:

@@ -809,10 +809,10 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
 
 # --- the rewrite ------------------------------------------------------------------------------------------------------
 def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace certain attentions in ``graph``, in place, by ``partition::scored_attention``: those whose scores are
-    capped by ``tanh``, that have an ALiBi bias, or whose mask has a prefix (keys that all queries of their document
+    """Replace certain attentions in ``graph``, in place, by ``partition::scored_attention``: attentions whose scores
+    are capped by ``tanh``, with an ALiBi bias, or with a prefix in their mask (keys that all queries of their document
     see, although the mask is causal otherwise). A mask that only shows a range of positions, or the keys of the query's
-    document, is removed, as :func:`drop_constant_masks` does. Any other attention stays as it is.
+    document, is removed; operators for these masks take its place. Any other attention stays as it is.
 
     ``constants``: placeholder name -> value, of the constants that the graph reads.
     """
@@ -928,10 +928,10 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
 
 
 def _find_rows(masks: Sequence[Any], size: int) -> int | None:
-    """Return the batch size of an attention that has batch and heads in one dim of ``size`` elements: the number of
-    different rows of a data-dependent tensor that its ``masks`` read along this dim; 1 if they read the same elements
-    everywhere. Return ``None`` if the masks read different numbers of rows. ``masks``: descriptions of the elements of
-    the masks."""
+    """Return the batch size of an attention that has batch and heads in one dim of ``size`` elements. It is the number
+    of different rows that its ``masks`` read from a data-dependent tensor along this dim; 1 if they read the same
+    elements everywhere. Return ``None`` if the masks read different numbers of rows. ``masks``: descriptions of the
+    elements of the masks."""
     counts: set[int] = set()
     for mask in masks:
         _collect_row_counts(mask, size, counts)

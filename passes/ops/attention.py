@@ -597,7 +597,8 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of queries, keys and values through one tile (a rectangle of queries and keys), in their
-    shapes, and that of the slopes that change scores ``[heads]``, or ``None`` if there are no trained ones.
+    shapes, and the gradient of the slopes that change scores, ``[heads]``; ``None`` in its place if no slopes are
+    trained.
 
     ``grad``: the gradient of the attention's result for the tile's queries. ``q``, ``k``, ``v``: the tile's queries,
     keys and values ``[batch, heads, positions, d]``. ``out`` and ``lse``: result and logsumexp of the tile's queries

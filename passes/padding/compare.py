@@ -79,9 +79,9 @@ def align_graphs(main: Captured, other: Captured) -> tuple[Captured, dict[fx.Nod
 
 
 def _insert_whole_slices(main: Captured, other: Captured) -> Captured | None:
-    """Return a copy of ``main``, a model captured for the larger of two batch sizes, with additional slices that select
-    a whole dim: one wherever ``other``, the same model for the smaller size, has a slice of the first elements and
-    ``main`` has none. Return ``None`` if the operators of the graphs differ in another way."""
+    """Return a copy of ``main`` with additional slices that select a whole dim: one wherever ``other`` has a slice of
+    the first elements and ``main`` has none. ``main``, ``other``: the model captured for the larger and for the smaller
+    of two batch sizes. Return ``None`` if the operators of the graphs differ in another way."""
     graph, left = fx.Graph(), list(main.graph.nodes)
     made: dict[fx.Node, fx.Node] = {}  # node of main -> its copy
     paired: dict[fx.Node, fx.Node] = {}  # node of other -> node of the copy

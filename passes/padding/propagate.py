@@ -569,8 +569,8 @@ def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) ->
 def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``cumsum`` or ``diff`` node ``node`` if the batch is padded: which dims
     grow with the batch, and which numbers padded elements have. Return ``None`` if the dim along which it works does
-    not grow; the caller then follows the operator's sharding rule. ``operands``: what is known of each operand. Padded
-    elements come last along this dim, so results for elements of the original batch do not depend on them.
+    not grow; the caller then follows the operator's sharding rule. Padded elements come last along this dim, so results
+    for elements of the original batch do not depend on them. ``operands``: what is known of each operand.
     """
     x = operands[0]
     dim = normalize_dim(get_node_argument(node, "dim", -1), len(x.dims))
@@ -587,8 +587,8 @@ def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 def _propagate_combined_ids(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``partition::combine_ids`` node ``node``, which numbers pairs of ids
     ``[batch, positions]`` by their first positions, if the batch is padded: which dims grow with the batch. Return
-    ``None`` if positions do not grow; the caller then follows the operator's sharding rule. ``operands``: what is known
-    of each operand. Padded positions come last, so results for positions of the original batch do not depend on them.
+    ``None`` if positions do not grow; the caller then follows the operator's sharding rule. Padded positions come last,
+    so results for positions of the original batch do not depend on them. ``operands``: what is known of each operand.
     """
     if not any(p.grows for o in operands for p in o.dims[1]):
         return None
@@ -758,9 +758,9 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``any`` or ``all`` node ``node`` if the batch is padded: which dims
     grow with the batch, and which numbers padded elements have. Return ``None`` if no reduced dim grows; the caller
-    then follows the operator's sharding rule. ``operands``: what is known of the operand, as a sequence of one. The
-    result has a fault (a reason why elements of the original batch may change) unless padded elements are false (for
-    ``any``) or true (for ``all``).
+    then follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) unless padded elements are false (for ``any``) or true (for ``all``). ``operands``: what is known of the
+    operand, as a sequence of one.
     """
     (x,) = operands
     neutral = 0.0 if get_operator_name(node) == "any" else 1.0

@@ -153,9 +153,8 @@ def shard_combined_ids(node: fx.Node) -> OpFactors:
 
 @register_family("partition::scored_attention")
 def shard_scored_attention(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention whose scores are
-    capped or have a bias with a slope for each head (ALiBi), or in which documents have a prefix, keys that all queries
-    of the document see.
+    """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention with capped scores,
+    with a bias that has a slope for each head (ALiBi), or with prefixes: keys that all queries of a document see.
 
     Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
     exchange keys and values. Document ids and flags of the prefixes ``[batch, positions]`` are sharded like the
@@ -192,10 +191,10 @@ def shard_context_document_attention(node: fx.Node) -> OpFactors:
 
 @register_family("partition::context_scored_attention")
 def shard_context_scored_attention(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``partition::context_scored_attention``: attention whose scores
-    are capped or have a bias with a slope for each head (ALiBi), or whose documents have a prefix, and whose sequence
-    is sharded over one mesh axis already. Over another mesh axis, its batch and heads may be sharded, but not its
-    sequence."""
+    """Return the sharding rule of ``node``, a call of ``partition::context_scored_attention``: attention with capped
+    scores, with a bias that has a slope for each head (ALiBi), or with prefixes (keys that all queries of a document
+    see). Its sequence is sharded over one mesh axis already. Over another mesh axis, its batch and heads may be
+    sharded, but not its sequence."""
     return replace(shard_scored_attention(node), forms={})
 
 
@@ -236,8 +235,9 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def find_exchanged_band(node: fx.Node) -> Band | None:
-    """Return the range of key positions, relative to its own position, at which a query of the attention ``node`` may
-    see keys, so that ranks have to exchange them: that of all keys or, if it is wider, that of the keys of a prefix.
+    """Return the range of positions, before and after its own position, at which a query of the attention ``node`` may
+    see keys; ranks have to exchange the keys in this range. If the attention has a prefix (keys that all queries of a
+    document see), the range for the keys of the prefix is returned.
 
     Return ``None`` if ``node`` is not an attention, has a mask or dropout, is not four-dimensional, or broadcasts its
     keys.

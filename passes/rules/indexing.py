@@ -78,9 +78,9 @@ def _lower_sharded_embedding(local: LocalBuilder) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """Return a name for each dim of the tensors ``operands``, which have equal numbers of dims; in a sharding rule,
-    dims of one name are sharded together. Return ``None`` in place of the name, which means that the dim must not be
-    sharded, for the dim ``dim`` and for a dim in which the sizes of the tensors differ.
+    """Return a name for each dim of the tensors ``operands``, which have equal numbers of dims. In a sharding rule,
+    dims of one name are sharded together. The dim ``dim``, and each dim in which the sizes of the tensors differ, gets
+    ``None`` in place of a name: it must not be sharded.
 
     If sizes differ, an operator such as ``gather`` reads only the first part of the larger tensor. Shards of the two
     tensors on one rank would then not belong together.

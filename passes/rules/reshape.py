@@ -33,8 +33,8 @@ aten = torch.ops.aten
 def find_shared_factors(
     source: Sequence[int], target: Sequence[int]
 ) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
-    """Split two shapes with the same number of elements into common factors: named sizes such that each dim of each
-    shape is a product of consecutive ones.
+    """Split the sizes of two shapes with the same number of elements into common factors, and name them. Each dim of
+    each shape is the product of some consecutive factors.
 
     Return four values: a dict from the name of each factor to its size; the names for each dim of ``source``; the names
     for each dim of ``target``; and the names that only one of the two shapes has, which must not be sharded.

@@ -73,12 +73,12 @@ def enumerate_strategies(
     """Return all ways to run the operator ``node`` on a mesh axis of ``num_ranks`` ranks, the unsharded way first. Each
     way (strategy) states the layouts of all operands and results: sharded, whole, or a partial sum.
 
-    ``preferred``: layouts that neighbouring operators prefer and that are sharded with sections (parts of a dim that
-    are each divided over all ranks); key ``i`` is operand ``i``, ``~k`` is result ``k``; ``None`` for no preferences.
-    For every preferred layout that is possible here, there is a strategy with it. If the operator itself cuts or joins
-    a dim, as ``split`` and ``cat`` do, the dim is sharded in sections that end where its pieces end. ``lengths``:
-    lengths, in positions, of the sequences that the axis shards; dims of these sizes may also be sharded zigzag (a rank
-    has one piece from each end), and an attention may be sharded along its sequence.
+    ``preferred``: layouts that neighbouring operators prefer, in which a dim is sharded in sections (parts that are
+    each divided over all ranks), as a dict: index ``i`` of an operand, or ``~k`` for result ``k`` -> layouts; ``None``
+    for no preferences. For every preferred layout that is possible here, the result has a strategy with it. If the
+    operator itself cuts or joins a dim, as ``split`` and ``cat`` do, the dim is sharded in sections that end where its
+    pieces end. ``lengths``: lengths, in positions, of the sequences that the axis shards; dims of these sizes may also
+    be sharded zigzag (a rank has one piece from each end), and an attention may be sharded along its sequence.
 
     Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
     """

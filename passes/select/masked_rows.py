@@ -186,8 +186,8 @@ def _concatenate_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
 
 
 def _get_row_mask(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
-    """Return the node of the mask that says which of the ``size`` rows of ``part`` the original model selects; a mask
-    that is true everywhere if none is recorded for ``part``.
+    """Return the node of the mask of the rows of ``part`` that the original model selects, shape ``[size]``. If no mask
+    is recorded for ``part``, return one that is true everywhere.
 
     ``build``: the rewriter, which appends operators to the new graph and records masks.
     """
@@ -388,8 +388,8 @@ class SelectedRows:
 
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Append the operator ``target`` with ``args`` and ``kwargs`` to the new graph and return its result (a node or
-        a tuple of nodes). An argument of which the original model selects rows by a mask keeps all rows here. For such
-        arguments, a rewrite that was written for this operator is used if there is one; otherwise the operator's
+        a tuple of nodes). Where the original model selects rows of an argument by a mask, the argument keeps all rows
+        here. There may be a rewrite for this operator with such arguments; it is used then. Otherwise the operator's
         sharding rule must say that it works on each row by itself, or sums over rows. Raise :class:`Unselectable` if
         neither is the case.
         """

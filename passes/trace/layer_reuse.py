@@ -376,8 +376,8 @@ class LayerRepeats:
     ) -> tuple[Any, list[Tensor] | None]:
         """Run one of the first two of several equal module calls; comparing them shows what the other calls compute.
         Return its output and a list of its result tensors that are in the graph (empty if the call was not traced). The
-        list is ``None`` if this is the first call and all calls must be traced, because one operator cannot represent
-        the call: it writes to an argument, for example, or returns a view of one. Raise :class:`NotEquivalent` if the
+        list is ``None`` if this is the first call and one operator cannot represent the call, so that all calls must be
+        traced; for example, it writes to an argument or returns a view of one. Raise :class:`NotEquivalent` if the
         second call differs from the first.
 
         Args:

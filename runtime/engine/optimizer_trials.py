@@ -66,9 +66,9 @@ class ParameterCut:
         return not (self.dims or self.flat or self.stacked)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Return the parts of ``whole``, a small tensor on which an optimizer is tried in place of a parameter, cut in
-        the way in which the plan shards the parameter: into halves along each sharded dim and, under ZeRO, into thirds
-        of the flattened halves.
+        """Cut ``whole`` like the plan shards the parameter, and return the parts: halves along each sharded dim and,
+        under ZeRO, thirds of the flattened halves. ``whole``: a small tensor on which an optimizer is tried in place of
+        the parameter.
 
         Empty parts are left out.
         """
@@ -236,8 +236,8 @@ def _report_untried(samples: Sequence[Sample], reason: str) -> TrialFinding:
 
 
 class _WholeStepFailed(Exception):
-    """Raised in the trial of an optimizer if a copy of it cannot step whole tensors, so that there is nothing with
-    which its updates of parts of tensors could be compared.
+    """Raised in the trial of an optimizer if a copy of it cannot step whole tensors. Its updates of parts of tensors
+    can then not be compared with anything.
     """
 
 
@@ -260,8 +260,9 @@ class _SteppedCopy:
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
     def list_updates(self, index: int) -> list[Tensor]:
-        """Return the changes that the last step of this copy of an optimizer made to a small tensor, which stands for a
-        parameter: one tensor for each part of it that is stepped. ``index``: the index of the small tensor.
+        """Return the changes that the last step of this copy of an optimizer made to one of its small tensors, each of
+        which stands for a parameter. The result has one tensor for each part of the small tensor that is stepped.
+        ``index``: the index of the small tensor.
         """
         return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
 

@@ -167,10 +167,10 @@ def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
-    """Return the FX graph that ``nodes`` describe: for each node a tuple, as :func:`_serialize_nodes` yields it, of:
-    kind (``node.op``), name, operator, arguments, keyword arguments, (shape, strides, type) of its tensor or ``None``
-    if its value is no tensor, and a dict with the entries of ``node.meta`` that are named in ``_KEPT`` (module path,
-    source line). In the arguments a :class:`_Node` stands for an earlier node.
+    """Return the FX graph that ``nodes`` describe, the inverse of :func:`_serialize_nodes`. Each of ``nodes`` is a
+    tuple for one node: kind (``node.op``), name, operator, arguments, keyword arguments, (shape, strides, type) of its
+    tensor or ``None`` if its value is no tensor, and a dict with the entries of ``node.meta`` that are named in
+    ``_KEPT`` (module path, source line). In the arguments a :class:`_Node` stands for an earlier node.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -508,8 +508,8 @@ def _reduce_max(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_reduction(group: RankGroup, maximum: bool) -> Binding:
-    """Return how a compiled graph runs an all-reduce over ``group``, a sum or with ``maximum`` a maximum: two functions
-    that start it, one that copies its operand first, and one that overwrites it.
+    """Return two functions with which a compiled graph starts an all-reduce over ``group``: one copies its operand
+    first, the other overwrites it. The all-reduce is a sum or, with ``maximum``, a maximum.
     """
 
     def start(x: Tensor) -> Pending:

@@ -373,8 +373,8 @@ class MasterParameters:
     def _get_shard(self, name: str) -> Tensor:
         """Return the tensor on the device with which the rank computes, for the parameter or buffer ``name``.
 
-        For a parameter that is on the device only for part of a step, that is a placeholder, which has the shape of
-        this rank's shard but the memory of one element.
+        If a parameter is on the device only for a part of the step, the result is a placeholder with the shape of this
+        rank's shard and the memory of one element.
         """
         state = self._rank.program.states[name]
         if name in self._gone and not state.zero_axes:  # of its shape, without its memory

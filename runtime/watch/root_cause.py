@@ -194,9 +194,10 @@ def _blame_left_rank(reporting: Sequence[RankState], states: Sequence[RankState]
 
 
 def _blame_lost_rank(reporting: Sequence[RankState]) -> Failure:
-    """Return the failure to report if connections broke but no process is known to have ended. If most other ranks (at
-    least two) have lost their connection to one rank, and that rank reported a failure, its failure is returned.
-    Otherwise the rank that reported first decides. ``reporting``: ranks that reported a failure, the earliest first."""
+    """Return the failure to report if connections broke but no process is known to have ended. If more ranks (at least
+    two) have lost their connection to one rank than to any other, and that rank reported a failure, the result is its
+    failure. Otherwise it is the failure of the rank that reported first. ``reporting``: ranks that reported a failure,
+    the earliest first."""
     blamed = Counter(rank for s in reporting for rank in set(s.lost))
     order = {s.rank: place for place, s in enumerate(reporting)}
     ranks = {s.rank: s for s in reporting}

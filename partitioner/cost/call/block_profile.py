@@ -638,13 +638,13 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Return the additional time in which the host launches each linear layer of ``block`` if Transformer Engine runs
-    it instead of torch: first matrix product of the layer -> additional time, as a number of operator launches that
-    take as long.
+    """Return how much longer the host takes to launch each linear layer of ``block`` if Transformer Engine runs it
+    instead of torch: first matrix product of the layer -> additional time, in multiples of the time of one operator
+    launch. Products that read the same value are one linear layer. ``block``: a piece of the model, such as a decoder
+    layer. ``region``: the products of experts, which are left out.
 
-    ``block``: a piece of the model, such as a decoder layer. Products that read the same value are one linear layer.
-    ``region``: the products of experts, which are left out. One forward takes 2.7 times the host time of torch's linear
-    layer (100 us over 37 on GB200, 91 over 33 on GH200: NVIDIA/TransformerEngine issue 2053).
+    One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
+    NVIDIA/TransformerEngine issue 2053).
     """
     states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
     for node in block.graph.nodes:

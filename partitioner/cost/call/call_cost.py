@@ -253,8 +253,8 @@ class CallWork:
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
         """Return the graph nodes of the block (such as a layer) that selective recomputation runs a second time, in
-        backward, if experts are distributed over several ranks: nodes whose values come from other ranks are then not
-        recomputed. Empty without training.
+        backward, if experts are distributed over several ranks. Nodes whose values come from other ranks are not among
+        them. Empty without training.
         """
         entries = self.asked(False).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
@@ -530,9 +530,9 @@ def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: D
     deepseek-v3-gb200-optimization, section 3.1). 0 if one kernel serves all experts, if CUDA graphs contain the
     kernels, or if each expert's rows are padded to a fixed number.
 
-    ``asked``: kernels and operators of the block (such as a layer). ``spread``: how experts are distributed over ranks.
-    ``device``: has the time in which the host launches an operator. ``device_s``: seconds that the device takes for
-    these kernels.
+    ``asked``: kernels and operators of the block (such as a layer). ``device_s``: seconds that the device takes for
+    these kernels. ``spread``: how experts are distributed over ranks. ``device``: has the time in which the host
+    launches an operator.
     """
     profile = spread.profile
     if profile.expert_kernels != "each" or profile.graphs == "all" or profile.even_experts == "padded":

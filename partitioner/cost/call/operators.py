@@ -443,10 +443,10 @@ def backward_kernels(
 def _pointwise_backward(
     kind: str, name: str, wanted: Operand, operands: Sequence[Operand], result: Operand
 ) -> list[Kernel]:
-    """Return the kernels that compute the gradient of the operand ``wanted`` of a pointwise operator: one that
-    multiplies the gradient of the result by the other operands (none for additions), and a sum if ``wanted`` was
-    broadcast. ``kind``: the key in the device's table of memory efficiencies. ``name``: the operator's name.
-    ``operands``, ``result``: the tensors that its forward reads and writes.
+    """Return the kernels that compute the gradient of the operand ``wanted`` of a pointwise operator. The first
+    multiplies the gradient of the result by the other operands; an addition does not need it. The second is a sum; it
+    is needed if ``wanted`` was broadcast. ``kind``: the key in the device's table of memory efficiencies. ``name``: the
+    operator's name. ``operands``, ``result``: the tensors that its forward reads and writes.
     """
     broadcast = [_gradient_kernel("reduction", wanted, [result])] if wanted.numel < result.numel else []
     if name in _ADDITIONS or (name in _ADDED_TO and wanted is operands[0]):

@@ -370,8 +370,8 @@ def exposed_seconds(
 
 
 def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> GradientReduction:
-    """Return ``work``, the seconds of a stage's gradient reduction, with the additional latency that it has if ZeRO-1
-    keeps each parameter whole on one rank, its owner, instead of sharding it.
+    """Return a copy of ``work``, the seconds of a stage's gradient reduction, for a ZeRO-1 that keeps each parameter
+    whole on one rank, its owner, instead of sharding it. The copy has more latency.
 
     Gradients are reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of a
     ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and

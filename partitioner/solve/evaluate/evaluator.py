@@ -72,9 +72,9 @@ class SolvedCandidate:
 
 
 def _check_refused(job: Job, candidate: MeshCandidate) -> None:
-    """Raise the error that ``job.refused`` (candidates whose programs do not fit in memory) or ``job.unfollowed``
-    (candidates in whose layout a further program has no plan) has for ``candidate``, if any. ``job``: the planning
-    problem. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """Raise the error that is recorded for ``candidate``, if any. ``job.refused`` has the errors of candidates whose
+    programs do not fit in memory, ``job.unfollowed`` those of candidates in whose layout a further program has no plan.
+    ``job``: the planning problem. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     unfollowed = job.unfollowed.get(candidate) or job.unfollowed.get(candidate.axes)
     error = job.refused.get(candidate) or unfollowed

@@ -140,7 +140,7 @@ def build_memory_stretches(
     that are in memory together. A root is a node whose choice decides the choices of other nodes; its memory includes
     theirs.
 
-    There are three results: for each root node, the part of its memory that depends on its choice; the bytes of the
+    The result has three values: for each root node, the part of its memory that depends on its choice; the bytes of the
     limit that are left in each row; and the bytes that are used in each row under every assignment. ``memory``: the
     limit, and the memory of each choice. ``roots[i]``: the root of node i. ``maps[i]``: the choice of node i for each
     choice of ``roots[i]``.

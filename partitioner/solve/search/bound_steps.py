@@ -158,9 +158,9 @@ class BoundCascade:
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
         """Return the functions that compute a lower bound in seconds on the step times of a family, in the order in
         which they are called. A family is candidates (mesh sizes, microbatch size, schedule) that differ only in ZeRO.
-        The first two use the sharding solved for the largest microbatch: one assumes that the work is divided evenly
-        into stages, the next one searches the best stages with which that candidate of the family that needs the least
-        memory fits. The last two do the same with the sharding solved for the family's own microbatch size.
+        The first two use the sharding solved for the largest microbatch. One of them assumes that the work is divided
+        evenly into stages. The other searches the best stages with which the candidate of the family that needs the
+        least memory fits. The last two do the same with the sharding solved for the family's own microbatch size.
         """
         return self._bound_even_split, self._bound_least_memory_stages, self._own_even, self._own_lean
 
@@ -229,8 +229,8 @@ class BoundCascade:
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
-        stages with which at least the candidate that needs the least memory fits; 0 for a single candidate, which other
-        bounds cover.
+        stages with which the candidate that needs the least memory fits. 0 for a single candidate, which other bounds
+        cover.
 
         Costs are computed with the sharding that was solved for the largest microbatch with these mesh sizes. For
         schedules with several stages on a rank no cuts are examined; the bound is then the work plus the recomputation
@@ -271,9 +271,9 @@ class BoundCascade:
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
-        stages with which at least the candidate that needs the least memory fits; 0 if there is no such bound. Costs
-        are computed with the sharding that was solved for these candidates. ``cutoff_s``: a bound of this many seconds
-        is tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        stages with which the candidate that needs the least memory fits. 0 if there is no such bound. Costs are
+        computed with the sharding that was solved for these candidates. ``cutoff_s``: a bound of this many seconds is
+        tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
@@ -360,8 +360,9 @@ class BoundCascade:
         known = float(np.min(shared(shared=True)))  # without the largest call, whose time cannot be added
 
         def of_steps(limit_s: float) -> float:
-            """Return a lower bound in seconds that holds for those steps that take at most ``limit_s`` seconds: the
-            work, and the recomputation without which activations do not fit if no rank computes for longer."""
+            """Return a lower bound in seconds on the step, which holds if the step takes at most ``limit_s`` seconds.
+            It is the work plus the least recomputation with which activations fit in memory if no rank computes for
+            longer than ``limit_s``."""
             again = needs.seconds_again(ranks, constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 
@@ -398,10 +399,10 @@ class BoundCascade:
         return m * candidate.pp / speeds * costs.estimate_seconds(free, *how)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages, if
-        the quick search, which leaves out very long stages, found no cut that fits in memory; otherwise 0.
-        ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages. It is
+        computed only if the quick search, which leaves out very long stages, found no cut that fits in memory;
+        otherwise the result is 0. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         if candidate not in self._unseen:
             return 0.0
@@ -446,10 +447,9 @@ class BoundCascade:
 
     def _of_leanest(self, leanest: MeshCandidate, cutoff_s: float) -> LeastTime | None:
         """Return lower bounds on the stage times of candidates that differ only in ZeRO, over all cuts into stages that
-        fit in memory for ``leanest``, the candidate among them that needs the least memory. ``None`` means that there
-        is no bound. ``cutoff_s``: the computation may stop when the bounds imply a step of this many seconds.
-        ``leanest``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if ``leanest``
-        has no plan.
+        fit in memory for ``leanest``, the candidate that needs the least memory. ``None`` means that there is no bound.
+        ``cutoff_s``: the computation may stop when the bounds imply a step of this many seconds. ``leanest``: mesh
+        sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if ``leanest`` has no plan.
         """
         if leanest not in self._own_shared:
             try:

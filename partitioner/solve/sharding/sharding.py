@@ -304,9 +304,9 @@ class ShardingProblem:
 
     def _connect_value_readers(self, name: str, value: BlockValue) -> None:
         """Add the costs of converting ``value``, a tensor in a block (such as a layer), from one layout to another to
-        the assignment problem (one choice per node, at the least total cost). They connect the node that decides in
-        which layout the value is produced with the nodes that decide in which layouts it is read. ``name``: name of the
-        block."""
+        the assignment problem (one choice per node, at the least total cost). Each cost connects two nodes of the
+        problem: the node that decides in which layout the value is produced, and a node that decides in which layout it
+        is read. ``name``: name of the block."""
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
             source = Source(*self.list_port_layouts(block, value, _placeholder_to_port(block, value.source)))
@@ -320,10 +320,10 @@ class ShardingProblem:
         add_reshard_costs(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
 
     def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the cost of reading a parameter or buffer that is stored in layout ``source`` by an operator that
-        needs layout ``target``; infinite if the forward would need a collective, because gathering weights for every
-        microbatch is left to ZeRO over ``dp``. ``spec``: its whole shape and its dtype. ``differentiable``: whether it
-        receives a gradient."""
+        """Return the cost of converting a parameter or buffer, which is stored in the layout ``source``, to the layout
+        ``target`` that an operator reads. The cost is infinite if the forward would need a collective, because
+        gathering weights for every microbatch is left to ZeRO over ``dp``. ``spec``: whole shape and dtype of the
+        parameter or buffer. ``differentiable``: whether it receives a gradient."""
         change = RESHARDS.get((source.kind, target.kind))
         if change is None or change.forward is not None:
             return math.inf

@@ -159,13 +159,15 @@ class _PricedCut(NamedTuple):
 
 
 class _CutMixture:
-    """The linear program over mixtures of cuts: the least seconds of a step such that each path through the schedule is
-    at most as long and the memory of each rank suffices at each moment, for weights of the cuts that sum up to 1.
+    """A linear program over mixtures of cuts into stages. A mixture is a weight for each cut; the weights sum up to 1.
+    The program minimises the seconds of a step such that no path through the schedule takes longer and each rank's
+    memory suffices at each time of the step, both as weighted means over the cuts.
 
     ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte takes, shape
     ``[moments, 3, stages]``. The second dim is for bytes that do not depend on the number of microbatches in flight,
     bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its backward.
-    ``limit_s``: the seconds that lacking all memory of a rank costs, so that there always is a solution.
+    ``limit_s``: the cost in seconds of exceeding the memory by all memory of a rank, so that there always is a
+    solution.
     """
 
     def __init__(self, memory: Table, limit_s: float) -> None:
@@ -369,9 +371,10 @@ class _Recomputation:
         )
 
     def price_sequences(self, path: Table, per_byte: Table, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Table:
-        """Return the seconds of all sequences of block calls (such as layers) on ``path`` plus the price of their
-        memory, shape ``[stages, calls + 1, width]``, if each call is recomputed in full where that is cheaper. The
-        result is infinite if a stage may not consist of the sequence.
+        """Return the cost of each sequence of consecutive block calls (such as layers) on each stage: its seconds on
+        ``path`` plus the price of its memory. A call is recomputed in full where that is cheaper. The shape is
+        ``[stages, calls + 1, width]``: stage, end of the sequence, and its number of calls minus 1. The cost is
+        infinite if the stage may not consist of the sequence.
 
         ``path``: how often each phase (such as forward) of a stage counts, shape ``[stages, phases]``. ``per_byte``:
         the price of a byte in seconds, shape ``[3, stages]``: of a byte that does not depend on the number of

@@ -175,7 +175,7 @@ class StageSplit:
 
 
 class NoneLeft(CapacityError):
-    """Error that is raised if every cut of the block calls (such as layers) into pipeline stages that fits in memory
+    """Error: no cut of the block calls (such as layers) into pipeline stages is allowed. Each cut that fits in memory
     has a stage that the problem forbids.
     """
 

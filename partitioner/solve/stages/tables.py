@@ -380,17 +380,18 @@ class StageTables:
 
     @cached_property
     def fixed_memory(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
-        as layers) that do not depend on the number of microbatches in flight: parameters, gradients, optimizer states,
-        send and receive buffers, and working memory.
+        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight:
+        parameters, gradients, optimizer states, send and receive buffers, and working memory. The entry ``[start,
+        stop]`` of the table is for a stage of the block calls (such as layers) ``start:stop``.
         """
         cut = self.segments
         return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
     def _fixed_bytes_without_recompute(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
-        as layers) that do not depend on the number of microbatches in flight, if it recomputes nothing.
+        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight, if the
+        stage recomputes nothing. The entry ``[start, stop]`` of the table is for a stage of the block calls (such as
+        layers) ``start:stop``.
 
         Gradients that are allocated late, during the first backward, count only as far as they exceed the activations
         that backward has freed by then.
@@ -411,8 +412,9 @@ class StageTables:
 
     @cached_property
     def _fixed_again(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
-        as layers) that do not depend on the number of microbatches in flight, if it recomputes calls in full.
+        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight, if the
+        stage recomputes calls in full. The entry ``[start, stop]`` of the table is for a stage of the block calls (such
+        as layers) ``start:stop``.
 
         The working memory in it is the larger of two: the temporary bytes of a call that is not recomputed, or the
         saved and temporary bytes of the one call that is being recomputed.

@@ -199,8 +199,8 @@ def size_cluster(
 
 def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, more: dict[str, Any]) -> Size:
     """Return the plan of ``model`` on ``topology`` with its money and energy per step; if there is no plan, return the
-    reason instead. ``nodes``: number of nodes of ``topology``. ``more``: further keyword arguments of ``partition``.
-    Errors in the inputs are raised."""
+    reason instead. Errors in the inputs are raised. ``nodes``: number of nodes of ``topology``. ``more``: further
+    keyword arguments of ``partition``."""
     try:
         plan = partition(model, topology, **more)
     except InputsError:  # wrong inputs, which no number of nodes makes right

@@ -543,12 +543,11 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
 def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: int) -> dict[int, int]:
     """Return the pipeline stage of each block call (use of a piece of the model, such as a decoder layer) that
-    ``stage_of`` fixes: index of the call -> index of the stage.
+    ``stage_of`` fixes: index of the call -> index of the stage. The longest matching prefix decides.
 
     ``stage_of``: stage by module path prefix; negative stages count from the end. ``paths``: the module path of each
-    call, in order of execution. ``num_stages``: number of stages. The longest matching prefix decides. Raise
-    :class:`ConstraintError` for a prefix that names no module, a stage that does not exist, or stages that decrease in
-    the order of the calls.
+    call, in order of execution. ``num_stages``: number of stages. Raise :class:`ConstraintError` for a prefix that
+    names no module, a stage that does not exist, or stages that decrease in the order of the calls.
     """
     pinned: dict[int, int] = {}
     for prefix, stage in sorted(stage_of.items(), key=lambda item: len(item[0])):

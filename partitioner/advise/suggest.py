@@ -443,11 +443,11 @@ class _RelaxationSearch:
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
     """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of the search space ``space``,
-    and some with larger ``tp`` or with other ``cp`` that the search does not try by itself.
+    and some with larger ``tp`` or with other ``cp`` that the search does not try by itself. The search tries ``tp``
+    only up to a largest size by itself. Candidates with larger sizes are added only if the user's ``tp`` is larger.
 
-    ``given_up``: name -> the user's value, for the fixed constraints that may change. The search tries ``tp`` only up
-    to a largest size by itself. Candidates with larger sizes are added only if the user's ``tp`` is larger. If the
-    user's ``cp`` is above 1, candidates with other sizes of ``cp`` are added.
+    ``given_up``: name -> the user's value, for the fixed constraints that may change. If the user's ``cp`` is above 1,
+    candidates with other sizes of ``cp`` are added.
     """
     sizes = list_divisors(space.world_size)[1:]
     # each rank gets two pieces of the sequence

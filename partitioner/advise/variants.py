@@ -90,9 +90,10 @@ def relax_pins(constraints: Constraints, pins: Sequence[str]) -> Constraints:
 
 def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate) -> bool:
     """Return whether ``candidate`` (a choice of mesh sizes, microbatch size, schedule and ZeRO stage) differs from the
-    user's value of the constraint ``pin``. ``constraints``: the choices that the user fixed. The result is true for
-    constraints that a candidate does not have, such as recomputation and the stages of modules, since these are freed
-    instead of changed.
+    user's value of the constraint ``pin``. The result is true for constraints that a candidate does not have, such as
+    recomputation and the stages of modules, since these are freed instead of changed.
+
+    ``constraints``: the choices that the user fixed.
     """
     return not hasattr(candidate, pin) or getattr(candidate, pin) != getattr(constraints, pin)
 

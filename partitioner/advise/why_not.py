@@ -208,7 +208,7 @@ def why_not(
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` .
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``.
 
     If the plan's certificate (the outcomes of its search) cannot answer, a plan with these constraints is searched for,
     with ``model``, ``inputs`` and ``loss`` as they were given to ``partition``. If ``model`` is ``None``, the answer
@@ -231,9 +231,9 @@ def why_not(
 
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` , as far as it follows
-    from the table of layouts in the plan's certificate (the outcomes of its search); ``None`` if the table has no
-    layout with these constraints. ``asked``: name of a constraint -> value.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, as far as it follows from
+    the table of layouts in the plan's certificate (the outcomes of its search); ``None`` if the table has no layout
+    with these constraints. ``asked``: name of a constraint -> value.
     """
     if not set(asked) <= set(OF_POINT):
         return None
@@ -329,9 +329,9 @@ def _explain_slower(
 def _explain_bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` . ``asked``: name of a
-    constraint -> value. The function is used if the search has bounds for all layouts with these constraints, but not
-    step times for all.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``. The function is used if
+    the search has bounds for all layouts with these constraints, but not step times for all. ``asked``: name of a
+    constraint -> value.
 
     ``rows``: all candidate layouts with these constraints. ``solved``: the candidate among them with the shortest
     computed step time, or ``None``. ``least``: the smallest lower bound of the candidates without a step time, in
@@ -376,7 +376,7 @@ def _count_layouts_text(count: int) -> str:
 
 
 def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` , if the search found no
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, if the search found no
     plan for any candidate that has them. The answer describes the candidate that lacks the least memory or, if none
     lacks memory, gives the reasons of all. ``asked``: name of a constraint -> value. ``rows``: all candidates with
     these constraints.
@@ -407,7 +407,7 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
 
 
 def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
-    """Return the constraints of ``plan`` together with ``asked`` . If both have a value for a constraint, the value in
+    """Return the constraints of ``plan`` together with ``asked``. If both have a value for a constraint, the value in
     ``asked`` counts. ``asked``: name of a constraint -> value.
     """
     given = plan.constraints.given
@@ -418,7 +418,7 @@ def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraint
 def _answer_by_planning(
     plan: Plan, asked: Mapping[str, Any], model: nn.Module, inputs: Any, loss: Callable[..., Any] | None
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` , after planning the model
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, after planning the model
     again with them. ``asked``: name of a constraint -> value. ``model``, ``inputs``, ``loss``: the arguments that
     ``partition`` got. Raise :class:`InputsError` if the model's parameters are not the plan's.
     """
@@ -472,9 +472,9 @@ def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
 
 
 def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` , if all layouts with
-    these constraints are among the worst of the search. The plan's certificate has only the number of these worst
-    layouts. ``asked``: name of a constraint -> value.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, if all layouts with these
+    constraints are among the worst of the search. The plan's certificate has only the number of these worst layouts.
+    ``asked``: name of a constraint -> value.
     """
     left = plan.certificate.left
     count = f"{sum(left.values()):,}"
@@ -486,7 +486,7 @@ def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` , if no candidate in the
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, if no candidate in the
     plan's certificate has them. It says what follows without the model: that the constraints are impossible, or why the
     search did not try them. ``asked``: name of a constraint -> value.
     """

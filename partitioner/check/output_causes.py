@@ -56,11 +56,11 @@ def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list
 
 def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
     """Return a cause that names the first module of a distributed model with a wrong output, in the order in which
-    modules return, and says what is wrong with it. ``None`` if no output is found to be wrong.
+    modules return, and says what is wrong with it. ``None`` if no output is found to be wrong. An output is right if
+    each rank has a part of the plain model's output, or if a sum over a group of ranks is such a part.
 
     ``plain``: the results of the plain model (the user's model on one process), with the output of each module.
-    ``outcomes``: the results of the distributed model on each rank, with the outputs of its modules. An output is right
-    if each rank has a part of the plain model's output, or if a sum over a group of ranks is such a part.
+    ``outcomes``: the results of the distributed model on each rank, with the outputs of its modules.
     """
     by_rank = [{_match_name(plain, n): calls for n, calls in o.modules.items()} for o in outcomes]
     last = ""  # the last module whose output is right

@@ -104,12 +104,12 @@ def plan_buckets(
     zero: int = 0,
 ) -> list[PlannedBucket]:
     """Group the gradients of one pipeline rank, ``gradients``, into buckets. The gradients of a bucket are reduced
-    together. Return the buckets in the order in which they are reduced.
+    together. Return the buckets in the order in which they are reduced. Under ZeRO-3 all sharded parameters that the
+    same calls read are one bucket, whatever its size.
 
     ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
     for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns
-    the bytes that fill a bucket, given all mesh axes over which it is reduced. ``zero``: the ZeRO stage, 0 to 3. Under
-    ZeRO-3 all sharded parameters that the same calls read are one bucket, whatever its size.
+    the bytes that fill a bucket, given all mesh axes over which it is reduced. ``zero``: the ZeRO stage, 0 to 3.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
@@ -170,12 +170,13 @@ def follow_buckets(
 ) -> list[PlannedBucket]:
     """Return buckets (gradients that are reduced together) for a further program on the same weights as a plan's main
     program, such as evaluation beside training. Each bucket has the parameters of one bucket of the main program. Its
-    reduction starts at the place that suits the schedule of the further program.
+    reduction starts at the place that suits the schedule of the further program. A bucket whose parameters have no
+    gradient in the further program only gathers parameters.
 
     ``buckets``: for each bucket of the main program, the names of its parameters. ``stage``: the block calls (such as
     layers) of the pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients.
     ``adds``: for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``:
-    the ZeRO stage, 0 to 3. A bucket whose parameters have no gradient in the further program only gathers parameters.
+    the ZeRO stage, 0 to 3.
     """
     here = {g.state: g for g in gradients}
     planned = []

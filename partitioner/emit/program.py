@@ -161,8 +161,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     with_gradient = {s for added in flow.states for s in added}
 
     def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded. ``name``: name of the
-        parameter. ``axes``: the mesh axes over which its gradient is summed. Scalars are never sharded."""
+        """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded. Scalars are never
+        sharded. ``name``: name of the parameter. ``axes``: the mesh axes over which its gradient is summed."""
         state, base = model.states[name], spec.layout_of
         if base is not None:
             return base.states[name].zero_axes if name in base.states and state.kind == "parameter" else ()

@@ -47,12 +47,12 @@ _MODEL_FIELDS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Prediction:
     """The predicted cost of another framework's configuration on a cluster, compared with this project's plan for the
-    same model, batch and cluster.
+    same model, batch and cluster. A layout that does not fit is priced as if devices had enough memory.
 
     ``layout``: how the configuration divides the training on the cluster's devices. ``plan``: that layout as a plan
     without a program, with the step time and the memory of each rank. ``missing_bytes``: bytes that the fullest rank
-    lacks; 0 if the layout fits. A layout that does not fit is priced as if devices had enough memory. ``ours``: this
-    project's own plan; ``None`` if it was not requested or does not exist. ``notes``: assumptions, one sentence each.
+    lacks; 0 if the layout fits. ``ours``: this project's own plan; ``None`` if it was not requested or does not exist.
+    ``notes``: assumptions, one sentence each.
     """
 
     layout: TrainingLayout

@@ -241,9 +241,9 @@ class ShellScript:
         self._arguments = before
 
     def _assign(self, found: re.Match[str], *, counted: bool) -> None:
-        """Store the value that an assignment gives a variable. ``found``: a match with the groups name, ``+`` if the
-        value is appended, and value. ``counted``: whether the value is an arithmetic expression. The words of an array
-        are stored with their quotes."""
+        """Store the value that an assignment gives a variable. The words of an array are stored with their quotes.
+        ``found``: a match with the groups name, ``+`` if the value is appended, and value. ``counted``: whether the
+        value is an arithmetic expression."""
         text = found[3].strip()
         if counted:
             value = self._compute(text) or text
@@ -273,10 +273,11 @@ class ShellScript:
             raise LayoutError(f"the command is malformed ({error}): {text[:80]!r}; expected balanced quotes") from None
 
     def _fill_in(self, text: str, *, empty: bool = False) -> str:
-        """Return ``text`` with variables and arithmetic expressions replaced by their values. ``empty``: whether a
-        variable without a value is replaced by an empty text; otherwise it stays as written. Once the inserted values
-        have more than 200,000 characters in total, all further variables stay as written. Raise :class:`LayoutError` if
-        the texts that were filled in for the whole script become too long."""
+        """Return ``text`` with variables and arithmetic expressions replaced by their values. Once the inserted values
+        have more than 200,000 characters in total, all further variables stay as written.
+
+        ``empty``: whether a variable without a value is replaced by an empty text; otherwise it stays as written. Raise
+        :class:`LayoutError` if the texts that were filled in for the whole script become too long."""
         room = _LONGEST
 
         def replace(match: re.Match[str]) -> str:

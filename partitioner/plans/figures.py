@@ -22,8 +22,8 @@ COLLECTIVE_NAMES = {
 
 
 def mesh_text(mesh: dict[str, int]) -> str:
-    """Return ``mesh`` as text, such as ``pp 4 × dp 2 × tp 2``. ``mesh``: axis -> number of ranks. Axes of one rank are
-    left out; a mesh of a single rank gives ``one rank``.
+    """Return ``mesh`` as text, such as ``pp 4 × dp 2 × tp 2``. Axes of one rank are left out; a mesh of a single rank
+    gives ``one rank``. ``mesh``: axis -> number of ranks.
 
     ``ep`` comes after a comma, because its ranks are also ranks of the other axes and no factor of the product.
     """

@@ -134,7 +134,8 @@ def _wants_numbers(error: Exception) -> bool:
 
 
 def find_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the floating-point parameters of ``model``. Its floating-point inputs have this dtype, too.
+    """Return the dtype of the floating-point parameters of ``model``. Its inputs have this dtype, too, unless they are
+    integers.
     """
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 

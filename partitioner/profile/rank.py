@@ -46,9 +46,11 @@ def describe_gpu(kind: str) -> dict[str, int | str]:
 
 def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: float) -> list[KernelSample]:
     """Return the measured times on this rank of the kernels ``cases``, which are timed one after the other, each on
-    several ranks at the same time. ``kind``: ``cuda`` or ``cpu``. ``active``: the ranks 0 to ``active - 1`` measure;
-    other ranks return an empty list. ``budget_s``: seconds to spend on each kernel. Kernels that the device cannot run,
-    such as those of a missing precision, are left out.
+    several ranks at the same time. Kernels that the device cannot run, such as those of a missing precision, are left
+    out.
+
+    ``kind``: ``cuda`` or ``cpu``. ``active``: the ranks 0 to ``active - 1`` measure; other ranks return an empty list.
+    ``budget_s``: seconds to spend on each kernel.
     """
     device = open_device(kind)
     samples = []

@@ -58,9 +58,9 @@ def build_candidate_table(plan: Plan) -> ET.Element:
 
 
 def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
-    """Return the cells of one row of the table of layouts that the search examined. ``candidate``: the layout of the
-    row. ``plan``: the plan that was found. The cells are: mesh, microbatch size, schedule, step time, its difference
-    from the step time of ``plan``, lower bound of the step time, peak memory, and what the search found.
+    """Return the cells of one row of the table of layouts that the search examined. The cells are: mesh, microbatch
+    size, schedule, step time, its difference from the step time of ``plan``, lower bound of the step time, peak memory,
+    and what the search found. ``candidate``: the layout of the row. ``plan``: the plan that was found.
     """
     memory = candidate.memory
     if candidate.status == "chosen":

@@ -150,11 +150,11 @@ class InFlightMicrobatches:
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> InFlightMicrobatches:
     """Return the numbers of microbatches in flight on each rank and virtual stage, found from the order in which each
-    rank runs forwards and backwards.
+    rank runs forwards and backwards. To save time, a step of many microbatches is replaced by one of fewer with the
+    same steady state, which has the same result.
 
     ``schedule``: name or table of the pipeline schedule. ``p``, ``m``, ``v``: numbers of ranks, microbatches, and
-    virtual stages of each rank (``None``: the default of the schedule). To save time, a step of many microbatches is
-    replaced by one of fewer with the same steady state, which has the same result.
+    virtual stages of each rank (``None``: the default of the schedule).
     """
     # all orders but GPipe's reach their steady state within two rounds of p microbatches
     is_long = table_of(schedule) is None and schedule != "gpipe" and m % p == 0 and m > _FEW_ROUNDS * p

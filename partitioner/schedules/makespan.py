@@ -191,17 +191,21 @@ class Waits(NamedTuple):
 
 def waits_of(table: Timetable, train: bool = True, *, ends: bool = False) -> Waits:
     """Return, for all actions (forwards and backwards of one microbatch) of ``table`` in topological order, the actions
-    and messages that each of them waits for. Without ``train`` backwards do not wait for other virtual stages.
+    and messages that each of them waits for. Without ``train`` backwards do not wait for other virtual stages. The
+    result is cached by the identity of ``table``.
+
     ``ends``: include the collectives at the ends of the step (gathers of parameters at its start, reductions of
-    gradients at its end). The result is cached by the identity of ``table``."""
+    gradients at its end)."""
     return _compute_waits(SameObject(table), train, ends)
 
 
 @lru_cache(maxsize=32)
 def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Waits:
     """Return, for all actions (forwards and backwards of one microbatch) of a timetable in topological order, the
-    actions and messages that each of them waits for. ``same``: a wrapper of the timetable that compares by identity, so
-    that the result can be cached. Without ``train`` backwards do not wait for other virtual stages. ``ends``: include
+    actions and messages that each of them waits for. If ``train`` is false, backwards do not wait for other virtual
+    stages.
+
+    ``same``: a wrapper of the timetable that compares by identity, so that the result can be cached. ``ends``: include
     the collectives at the ends of the step (gathers of parameters at its start, reductions of gradients at its end)."""
     table, last = same.value, len(same.value.ranks) - 1
     starts = range((1 + ends) * len(table.orders))
@@ -296,8 +300,9 @@ def _add_pause(table: Timetable, found: Waits, rank: int, before: int, needed: i
 def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
     """Return the seconds of actions as a flat list: for each virtual stage six numbers, of the forward, both halves of
     the backward (for inputs, for weights), the whole backward, and the gathers and reductions at the ends of a step. A
-    final zero stands for an entry that takes no time. ``phases``: the times of each virtual stage. Without ``train``
-    backwards take 0 seconds."""
+    final zero stands for an entry that takes no time. Without ``train`` backwards take 0 seconds.
+
+    ``phases``: the times of each virtual stage."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights

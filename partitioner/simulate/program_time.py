@@ -206,9 +206,9 @@ class PlanDurations:
         )
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        """Return the seconds of one call of a block, such as a layer. ``stage``: index of the pipeline stage. ``call``:
-        position of the call in the stage, from 0. ``part``: ``F`` (forward), ``B`` (backward), or one half of it: ``I``
-        (input gradients) or ``W`` (weight gradients). Full recomputation is not included."""
+        """Return the seconds of one call of a block, such as a layer. Full recomputation is not included. ``stage``:
+        index of the pipeline stage. ``call``: position of the call in the stage, from 0. ``part``: ``F`` (forward),
+        ``B`` (backward), or one half of it: ``I`` (input gradients) or ``W`` (weight gradients)."""
         here = self.plan.program.stages[stage]
         cost = self.costs[stage][here.calls[call].block]
         again = cost.selective_s if call in here.selective_calls else 0.0

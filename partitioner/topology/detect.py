@@ -301,8 +301,8 @@ def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any
 
 def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring | None:
     """Return the part of ``wires`` that belongs to the GPUs that this process sees (``CUDA_VISIBLE_DEVICES``), in their
-    order. ``seen``: the properties of these GPUs as PyTorch reports them. Return ``None`` if ``wires`` is ``None``, or
-    if it cannot be determined which of its GPUs are visible."""
+    order. Return ``None`` if ``wires`` is ``None``, or if it cannot be determined which of its GPUs are visible.
+    ``seen``: the properties of these GPUs as PyTorch reports them."""
     if wires is None:
         return None
     uuids = [str(getattr(each, "uuid", "")).removeprefix("GPU-") for each in seen]

@@ -238,8 +238,8 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
 
 
 def least_cut(matrix: Floats) -> float:
-    """Return the least bandwidth in bytes/s over all cuts of a graph of devices into two parts. ``matrix``: bytes/s of
-    the link of each pair of devices, shape ``[n, n]``, 0 without a link. The result is 0 if the graph is not connected.
+    """Return the least bandwidth in bytes/s over all cuts of a graph of devices into two parts. The result is 0 if the
+    graph is not connected. ``matrix``: bytes/s of the link of each pair of devices, shape ``[n, n]``, 0 without a link.
     """
     import networkx as nx  # imported late: most topologies do not need it
 

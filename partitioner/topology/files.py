@@ -64,9 +64,9 @@ class _Decimal(yaml.SafeLoader):
 
 @cache
 def catalogue(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of one data file of the catalogue, by name. ``kind``: ``devices``, ``links``, ``patterns``,
-    ``hosts`` or ``machines``. An entry that names another one with its key ``like`` is returned with the fields of
-    both."""
+    """Return the entries of one data file of the catalogue, by name. An entry that names another one with its key
+    ``like`` is returned with the fields of both. ``kind``: ``devices``, ``links``, ``patterns``, ``hosts`` or
+    ``machines``."""
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {name: _resolve_like(entry, entries, kind, name) for name, entry in entries.items()}
@@ -345,9 +345,9 @@ def _refuse_duplicates(node: Any, source: str, seen: set[int]) -> None:
 
 
 def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
-    """Return the line in the file, from 1, of the value at ``path``, or of the nearest value that encloses it.
-    ``path``: the keys and list indices that lead to it from ``node``, the parsed YAML. Return ``None`` if ``path`` is
-    empty or there is no YAML."""
+    """Return the line in the file, from 1, of the value at ``path``, or of the nearest value that encloses it. Return
+    ``None`` if ``path`` is empty or there is no YAML. ``path``: the keys and list indices that lead to it from
+    ``node``, the parsed YAML."""
     for key in path:
         inner = None
         if isinstance(node, yaml.MappingNode):

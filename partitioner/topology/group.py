@@ -116,8 +116,8 @@ class Group:
 
     def measured(self, op: str) -> tuple[float, float] | None:
         """Return (start-up seconds, bandwidth in bytes/s through each rank) of a collective over this group, from
-        measurements. ``op``: name of the collective, such as ``all_gather``. Return ``None`` if it was not measured, or
-        if the group spans several levels of links."""
+        measurements. Return ``None`` if it was not measured, or if the group spans several levels of links. ``op``:
+        name of the collective, such as ``all_gather``."""
         table = getattr(self.tiers[0].level, op, ()) if len(self.tiers) == 1 else ()
         if not table:
             return None
@@ -235,8 +235,8 @@ def measured_ring(level: Level, size: int) -> tuple[float, float]:
 
 def _interpolate_measured(table: Measured, size: int, step_s: float) -> tuple[float, float]:
     """Return (start-up seconds, bandwidth in bytes/s through each rank) of a collective over ``size`` ranks,
-    interpolated linearly between measurements. ``table``: rows of (ranks, start-up seconds, bandwidth in bytes/s).
-    Above the largest measured number of ranks, each further rank adds ``step_s`` seconds to the start-up."""
+    interpolated linearly between measurements. Above the largest measured number of ranks, each further rank adds
+    ``step_s`` seconds to the start-up. ``table``: rows of (ranks, start-up seconds, bandwidth in bytes/s)."""
     sizes = [n for n, _, _ in table]
     start = np.interp(size, sizes, [a for _, a, _ in table]) + max(0, size - sizes[-1]) * step_s
     return float(start), float(np.interp(size, sizes, [b for _, _, b in table]))

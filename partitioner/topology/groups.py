@@ -295,11 +295,11 @@ def reference_type(topology: Topology) -> str:
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
     """Return whether all communication groups over each mesh axis are known to have equal links, so that it is enough
     to look at one of them. Ranks are placed on devices in consecutive runs, one inside the other: for example, 8 ranks
-    inside a node and 32 inside a rail.
+    inside a node and 32 inside a rail. The result is true if, for each axis, the product of its size and those of the
+    axes inside it divides the next longer run and is a multiple of the next shorter one.
 
     ``sizes``: numbers of ranks of the mesh axes, the innermost first. ``steps``: lengths of the runs in ranks,
-    ascending. The result is true if, for each axis, the product of its size and those of the axes inside it divides the
-    next longer run and is a multiple of the next shorter one.
+    ascending.
     """
     for product in accumulate(sizes, mul):
         above = bisect_left(steps, product)

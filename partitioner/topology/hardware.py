@@ -472,6 +472,6 @@ class Device:
 
 
 def margin_bytes(usable: int, margin: float) -> int:
-    """Return how many of the ``usable`` bytes of a device's memory a plan must not use. ``margin``: the fraction to
-    leave free. The result is rounded up."""
+    """Return how many of the ``usable`` bytes of a device's memory a plan must not use. The result is rounded up.
+    ``margin``: the fraction to leave free."""
     return math.ceil(margin * max(0, usable))

@@ -86,8 +86,8 @@ def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOver
 
 def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
     """Return the fraction of its network bandwidth that each device of a node retains if some cards fail, shape
-    ``[devices]``. ``devices``, ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed
-    cards, from 0. A device whose cards all failed uses those of the nearest device that has working ones.
+    ``[devices]``. A device whose cards all failed uses those of the nearest device that has working ones. ``devices``,
+    ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed cards, from 0.
 
     If there are fewer cards than devices, several devices use one card; otherwise a device may have several. They are
     assigned in order of their index in the node.

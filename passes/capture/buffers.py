@@ -481,8 +481,8 @@ def _check_unshared(writes: Mapping[int, _TensorWrite], snapshot: _StateSnapshot
 
 
 def _find_graph_nodes(nodes: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
-    """Return all nodes of one graph: the graph that the nodes in ``nodes`` belong to. ``nodes``: nodes of one graph, or
-    ``None``. The result is empty if all of them are ``None``.
+    """Return all nodes of one graph: the graph that the nodes in ``nodes`` belong to. The result is empty if all of
+    them are ``None``. ``nodes``: nodes of one graph, or ``None``.
     """
     return next((node.graph.nodes for node in nodes if node is not None), ())
 
@@ -598,10 +598,10 @@ def settle_updates(captured: Captured) -> dict[str, fx.Node]:
 
 
 def mark_changed_as_buffers(states: Mapping[str, ModelState], changed: Collection[str]) -> dict[str, ModelState]:
-    """Return ``states`` (by name) with the kind ``buffer`` for those parameters whose names are in ``changed``.
+    """Return ``states`` (by name) with the kind ``buffer`` for those parameters whose names are in ``changed``. No
+    optimizer updates such a parameter, and each rank stores the value that forward computes, as for a buffer.
 
-    ``changed``: names of the parameters and buffers that forward changes. No optimizer updates such a parameter, and
-    each rank stores the value that forward computes, as for a buffer.
+    ``changed``: names of the parameters and buffers that forward changes.
     """
     return {n: replace(s, kind="buffer") if n in changed and s.kind == "parameter" else s for n, s in states.items()}
 

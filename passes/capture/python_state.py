@@ -174,10 +174,9 @@ class PythonState:
             _set_generator_state(generator, state)
 
     def draw_first(self, module: nn.Module, below: bool) -> None:
-        """Seed all random generators of Python and NumPy, including those that are attributes of ``module``, so that
-        the first uniform number that each draws is near 0 if ``below`` is true, otherwise near 1.
-
-        If traces after both seeds differ, the drawn numbers have an effect on what forward computes.
+        """Seed all random generators of Python and NumPy, including those that are attributes of ``module``. The first
+        uniform number that each then draws is near 0 if ``below`` is true, otherwise near 1. If traces after these two
+        seeds differ, the drawn numbers have an effect on what forward computes.
         """
         own = [value for part in module.modules() for value in vars(part).values()]
         for generator in (

@@ -409,11 +409,11 @@ class _ForwardFailed(Exception):
 @dataclass
 class _StateChangeResolver:
     """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
-    trace.
+    trace. A change without effect on results is ignored, with a note for the user. A number that forward changes can
+    become a buffer of the plan. Any other change raises :class:`UnsupportedError`.
 
     ``before``: the state before forward. ``first``: the trace in which forward changed it. ``tracer``: makes further
-    traces. A change without effect on results is ignored, with a note for the user. A number that forward changes can
-    become a buffer of the plan. Any other change raises :class:`UnsupportedError`.
+    traces.
     """
 
     tracer: Tracer

@@ -109,12 +109,12 @@ class LiftScope:
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
-        """Record a condition on numbers that forward branches on, and return its outcome.
+        """Record a condition on numbers that forward branches on, and return its outcome. The outcome is recorded and
+        returned inverted if the condition is in ``flipped``, the conditions whose other branch is to be traced.
 
         ``expression``: the condition as a nested tuple, such as ``("gt", ("given", "beta"), ("number", 0))``, which
         says that the input ``beta`` is greater than 0. ``outcome``: its outcome for the numbers of the batch for which
-        the plan is made. The outcome is recorded and returned inverted if the condition is in ``flipped``, the
-        conditions whose other branch is to be traced.
+        the plan is made.
         """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
@@ -284,10 +284,10 @@ class LiftedNumber:
         return self._compare_with_value("ne", other)
 
     def _compare_with_value(self, name: str, other: Any) -> Any:
-        """Compare this number with ``other``: return a tensor for a tensor, or the recorded outcome for a number.
+        """Compare this number with ``other``: return a tensor for a tensor, or the recorded outcome for a number. The
+        outcome is that for the number in the batch for which the plan is made.
 
-        ``name``: the comparison, such as ``lt``. The outcome is that for the number in the batch for which the plan is
-        made.
+        ``name``: the comparison, such as ``lt``.
         """
         if isinstance(other, Tensor):
             return getattr(torch, name)(_match_number_dtype(self, [other]), other)

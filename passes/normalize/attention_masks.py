@@ -52,10 +52,9 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
     """Replace attention masks in ``graph``, in place, by arguments of the attention operator. A mask is replaced if
     each query sees the keys in a range of positions around its own, either all of them or only those in its own
     document (several documents may be packed in one sequence). The range must be constant; the documents may depend on
-    data.
+    data. Attention with any other mask is left unchanged.
 
-    ``constants``: placeholder name -> value, of the constants that the graph reads. Attention with any other mask is
-    left unchanged.
+    ``constants``: placeholder name -> value, of the constants that the graph reads.
     """
     evaluator = MaskEvaluator(constants)
     kinds: dict[tuple[fx.Node, int], Band | DocumentMask | None] = {}
@@ -348,9 +347,9 @@ def find_visibility_conditions(choice: ConditionalValue) -> tuple[Condition, ...
     """Return the conditions under which an additive mask shows an attention score: the mask shows the scores at which
     all conditions hold, and hides all others.
 
-    An additive mask is 0 at shown scores and -6e4 or less at hidden ones. ``choice``: the mask: one number where its
-    conditions hold, another one elsewhere. Return ``None`` if these numbers are not those of an additive mask, or if
-    the conditions cannot be negated.
+    An additive mask is 0 at shown scores and -6e4 or less at hidden ones. Return ``None`` if ``choice`` has other
+    numbers, or if its conditions cannot be negated. ``choice``: the mask: one number where its conditions hold, another
+    one elsewhere.
     """
     if choice.shown == 0 and choice.hidden <= MASKED:
         return choice.terms

@@ -531,8 +531,8 @@ def _look_up(node: fx.Node, table: Any, indices: list[Any]) -> DataSum | None:
 
 def _look_up_along(node: fx.Node, table: Any, dim: int, index: Any) -> DataSum | None:
     """Return a description of the result of ``node``, a ``gather`` or ``index_select`` from a table of the graph along
-    ``dim``, as a :class:`DataSum` with one term. ``index``: the value of the index, which must depend on data. Return
-    ``None`` for other indices, or if the result differs from the table in the size of another dim."""
+    ``dim``, as a :class:`DataSum` with one term. Return ``None`` if the index does not depend on data, or if the result
+    differs from the table in the size of another dim. ``index``: the value of the index."""
     sizes, found = list_node_sizes(node.args[0]), list_node_sizes(node)  # type: ignore[arg-type]
     along = dim % len(sizes)
     if any(a != b for d, (a, b) in enumerate(zip(sizes, found, strict=True)) if d != along):

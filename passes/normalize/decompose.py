@@ -109,11 +109,12 @@ def _is_valid_replacement(graph: fx.Graph) -> bool:
 
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """Append the operators by which torch defines the operator ``build.node`` to the rewritten copy of its graph, and
-    return the node of the result, or a tuple of nodes.
+    return the node of the result, or a tuple of nodes. Return ``KEEP`` (the operator stays) if the definition cannot be
+    traced, because it reads numbers out of tensors or has no meta kernel, or if it has more than 4096 nodes or writes
+    to its operands.
 
     ``build``: appends operators to the copy. ``args``, ``kwargs``: the operator's arguments, with nodes in place of
-    tensors. Return ``KEEP`` (the operator stays) if the definition cannot be traced, because it reads numbers out of
-    tensors or has no meta kernel, or if it has more than 4096 nodes or writes to its operands.
+    tensors.
     """
     node = build.node
     assert node is not None

@@ -607,11 +607,12 @@ def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
 
 def _cut_documents(evaluator: ConstantEvaluator, ids: fx.Node, lengths: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths of documents, in positions, after each document is cut at the ends of chunks of positions.
+    Chunks of positions that depend on data start anew in each document. The result is empty if ``lengths`` is empty and
+    there are no chunks.
 
     ``lengths``: the lengths before; if it is empty, each row is one document. ``ids``: the node ``[batch, positions]``
-    of the document ids, which may contain numbers of chunks. Chunks of positions that depend on data start anew in each
-    document. ``evaluator``: computes the value of a node from constants and given inputs. The result is empty if
-    ``lengths`` is empty and there are no chunks.
+    of the document ids, which may contain numbers of chunks. ``evaluator``: computes the value of a node from constants
+    and given inputs.
     """
     found, row, pieces = list(lengths), list_node_sizes(ids)[1], list[int]()
     for size, numbers in sorted(_list_chunk_sizes(evaluator, ids), key=lambda each: each[1] is not None):

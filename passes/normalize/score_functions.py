@@ -320,9 +320,11 @@ def _evaluate_difference(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Any:
     """Return a description of the elements of the comparison ``node`` of two constants, at least one of which is a
-    :class:`VectorSum` (a sum too large to create). ``a``, ``b``: descriptions of the two. The result is a tuple with
-    one :class:`Comparison`, in which everything that varies along the last dim only is on the left side, and the rest
-    on the right side. Return ``None`` for other operands.
+    :class:`VectorSum` (a sum too large to create). The result is a tuple with one :class:`Comparison`, in which
+    everything that varies along the last dim only is on the left side, and the rest on the right side. Return ``None``
+    for other operands.
+
+    ``a``, ``b``: descriptions of the two.
     """
     if not isinstance(a, VectorSum) and not isinstance(b, VectorSum):
         return None
@@ -390,8 +392,10 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
 
 def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
     """Return a description of the elements of ``node``, an operator that rearranges the dims of its operand, such as a
-    transpose. ``x``: the description of the operand. Return ``None`` if it is a tensor or a form that does not belong
-    to attention scores, because other rules handle these. ``args``: the further arguments of the operator."""
+    transpose. Return ``None`` if ``x`` is a tensor or a form that does not belong to attention scores, because other
+    rules handle these.
+
+    ``x``: the description of the operand. ``args``: the further arguments of the operator."""
     if not isinstance(x, _DESCRIBED):
         return None
     if node.target in (aten.squeeze.dim, aten.squeeze.dims):
@@ -754,9 +758,10 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
 
 def _scale_mask(value: Any, factor: float) -> Any:
     """Return a mask or bias of attention scores times ``factor``, by which the model multiplies the sum of scores and
-    mask. ``value``: the mask or bias as a tensor or a description of its elements, such as a :class:`HeadBias`; the
-    result has the same form. Return ``None`` if ``factor`` is not positive, or if ``value`` is boolean or a tuple of
-    conditions.
+    mask. Return ``None`` if ``factor`` is not positive, or if ``value`` is boolean or a tuple of conditions.
+
+    ``value``: the mask or bias as a tensor or a description of its elements, such as a :class:`HeadBias`; the result
+    has the same form.
     """
     if factor == 1.0:
         return value

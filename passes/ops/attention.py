@@ -228,10 +228,9 @@ def list_tiles_between(
 def list_tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) of the pairs whose key is after the query. Causal attention
     with a prefix, keys that every query sees, computes these tiles for the keys of the prefix in addition to those of
-    the causal mask.
+    the causal mask. No tile that needs a mask has more than 512 queries or 512 keys.
 
-    ``queries``, ``keys``: ranges of positions in one sequence. No tile that needs a mask has more than 512 queries or
-    512 keys.
+    ``queries``, ``keys``: ranges of positions in one sequence.
     """
     found: list[Tile] = []
     for q in queries:

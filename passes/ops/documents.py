@@ -52,11 +52,12 @@ Tiles = tuple[Tile, ...]
 
 
 def find_runs(ids: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
-    """Return, for each row of ``ids`` ``[b, s]``, a dict from document id to the tuple of its runs. A run is a range of
-    consecutive positions in the row (start and length) that belong to one document.
+    """Return, for each row of ``ids`` ``[b, s]``, its runs as a dict: document id -> tuple of the runs of the document.
+    A run is a range of consecutive positions in the row (start and length) that belong to one document and lie in one
+    of ``parts``.
 
     ``ids``: the document of each position. ``parts``: the ranges of positions that the rank holds; together they have
-    ``s`` positions. A run does not cross the border of one of these ranges.
+    ``s`` positions.
     """
     rows = ids.detach().cpu().numpy()
     return [_find_row_runs(row, parts) for row in rows]

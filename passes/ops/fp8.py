@@ -195,10 +195,9 @@ _PLACES: dict[Any, tuple[int, int, int, bool]] = {
 
 def match_weight_product(node: fx.Node, states: Collection[str]) -> WeightProduct | None:
     """Return the operands of ``node`` if it is a matrix product with a parameter or buffer that may be computed in 8
-    bits; ``None`` if it is not.
+    bits; ``None`` if it is not. Types and divisibility of the sizes are not checked here.
 
-    ``states``: the names of the placeholders that are parameters or buffers. Types and divisibility of the sizes are
-    not checked here.
+    ``states``: the names of the placeholders that are parameters or buffers.
     """
     if node.target not in _PLACES or node.kwargs:  # addmm may have alpha and beta
         return None

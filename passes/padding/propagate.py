@@ -434,9 +434,10 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 def _propagate_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``slice`` node ``node`` if the batch is padded: which dims grow with
     the batch, and which numbers padded elements have. Return ``None`` if the sliced dim does not grow; the caller then
-    follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a fault (a reason
-    why elements of the original batch may change) if the slice has a step or a tensor as bound, or cuts a flattened
-    dim.
+    follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) if the slice has a step or a tensor as bound, or cuts a flattened dim.
+
+    ``operands``: what is known of each operand.
     """
     (x,) = operands[:1]
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
@@ -494,8 +495,10 @@ def _propagate_pad(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 def _propagate_cat(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``cat`` node ``node`` if the batch is padded: which dims grow with the
     batch, and which numbers padded elements have. Return ``None`` if no operand grows along the joined dim; the caller
-    then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a fault (a
-    reason why elements of the original batch may change) if another operand than the last grows along this dim.
+    then follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) if another operand than the last grows along this dim.
+
+    ``operands``: what is known of each operand.
     """
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
@@ -516,9 +519,10 @@ def _propagate_cat(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``select`` node ``node`` if the batch is padded: which dims grow with
     the batch, and which numbers padded elements have. Return ``None`` if the dim of the selected index does not grow;
-    the caller then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a
-    fault (a reason why elements of the original batch may change) unless index 0 is selected, because another index may
-    be that of a padded element.
+    the caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
+    batch may change) unless index 0 is selected, because another index may be that of a padded element.
+
+    ``operands``: what is known of each operand.
     """
     (x,) = operands[:1]
     dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
@@ -532,8 +536,10 @@ def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``slice_scatter`` node ``node`` if the batch is padded: which dims grow
     with the batch, and which numbers padded elements have. Return ``None`` if the written dim does not grow; the caller
-    then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a fault (a
-    reason why elements of the original batch may change) unless the written slice reaches the end of the dim.
+    then follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) unless the written slice reaches the end of the dim.
+
+    ``operands``: what is known of each operand.
     """
     x, source = operands
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
@@ -552,9 +558,10 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``select_scatter`` node ``node`` if the batch is padded: which dims
     grow with the batch, and which numbers padded elements have. Return ``None`` if the written dim does not grow; the
-    caller then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a
-    fault (a reason why elements of the original batch may change) unless index 0 is written, because another index may
-    be that of a padded element.
+    caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
+    batch may change) unless index 0 is written, because another index may be that of a padded element.
+
+    ``operands``: what is known of each operand.
     """
     x, source = operands
     dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
@@ -646,9 +653,10 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 def _propagate_softmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``softmax`` node ``node`` if the batch is padded: which dims grow with
     the batch, and which numbers padded elements have. Return ``None`` if the dim of the softmax does not grow; the
-    caller then follows the operator's sharding rule. ``operands``: what is known of the operand, as a sequence of one.
-    The result has a fault (a reason why elements of the original batch may change) unless padded elements have scores
-    of -1e30 or less, or are hidden by a causal mask.
+    caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
+    batch may change) unless padded elements have scores of -1e30 or less, or are hidden by a causal mask.
+
+    ``operands``: what is known of the operand, as a sequence of one.
     """
     (x,) = operands[:1]
     (dim,) = normalize_dims(get_node_argument(node, "dim"), len(x.dims))
@@ -666,10 +674,11 @@ def _propagate_softmax(node: fx.Node, operands: Sequence[PaddedValue]) -> Padded
 
 def _propagate_attention(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
     """Return what is known of the result of the attention ``node`` if the batch is padded: which dims grow with the
-    batch, and which numbers padded elements have. ``operands``: what is known of queries, keys, values and, if there
-    are any, mask, document ids, prefix and slopes. The result has a fault (a reason why elements of the original batch
+    batch, and which numbers padded elements have. The result has a fault (a reason why elements of the original batch
     may change) unless padded keys get no weight: the mask hides them, or it is causal and they come after every query
     of the original batch.
+
+    ``operands``: what is known of queries, keys, values and, if there are any, mask, document ids, prefix and slopes.
     """
     query, key, value, *masks = operands
     rank = len(query.dims)

@@ -330,11 +330,12 @@ def build_factor_rule(
     spans: Spans | None = None,
 ) -> OpFactors:
     """Return the sharding rule of the operator call ``node``, stated by factors (named loop dimensions, as in an
-    einsum). Every dim has at most one factor.
+    einsum). Every dim has at most one factor. Factor sizes are taken from the tensors, and dims of size 1 have no
+    factor.
 
     ``operands``, ``results``: for each tensor, the name of the factor of each dim; ``None`` for a dim that is never
-    sharded. Factor sizes are taken from the tensors, and dims of size 1 have no factor. If dims of one name differ in
-    size, as in a gather whose index is shorter than its source, no dim of this name is ever sharded.
+    sharded. If dims of one name differ in size, as in a gather whose index is shorter than its source, no dim of this
+    name is ever sharded.
 
     ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands
     of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank runs if it is

@@ -98,8 +98,8 @@ class _SplitShape:
         return True
 
     def take_factor(self, name: str, size: int) -> None:
-        """Split a factor off the current dim of this shape. ``name``, ``size``: the factor's name and size. The size
-        must divide what is left of the dim."""
+        """Split a factor off the current dim of this shape. The size must divide what is left of the dim. ``name``,
+        ``size``: the factor's name and size."""
         self.found[self.at].append(name)
         self.left //= size
 

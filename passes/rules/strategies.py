@@ -315,10 +315,11 @@ def _choose_sections(factors: OpFactors, factor: str, preferred: Iterable[Sectio
 def _find_preferred_sections(factors: OpFactors, preferred: Wanted) -> dict[str, list[Sections]]:
     """Return how neighbouring operators prefer the factors (named loop dimensions) of this operator to be cut, from the
     layouts that they prefer for its tensors. The result is a dict from a factor to a list of divisions, one for each
-    layout. A division is a tuple of the sizes of parts that are each divided over all ranks.
+    layout. A division is a tuple of the sizes of parts that are each divided over all ranks. Layouts without such
+    parts, and layouts that no division of a factor gives, are left out.
 
     ``factors``: the operator's sharding rule. ``preferred``: the preferred layouts; key ``i`` is operand ``i``, ``~k``
-    is result ``k``. Layouts without such parts, and layouts that no division of a factor gives, are left out.
+    is result ``k``.
     """
     found: dict[str, list[Sections]] = {}
     for position, layouts in preferred.items():

@@ -220,13 +220,13 @@ def average_over_groups(
     group: Captured, dims: Mapping[str, int | None], num_groups: int, capture_twice: Callable[[], Captured]
 ) -> GroupModel:
     """Return the model of one group of consecutive samples, whose loss is its share of the mean over ``num_groups``
-    groups.
+    groups. Results with a dim of samples are concatenated along it. Other results are averaged, or left alone if they
+    depend on no sample.
 
-    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: path of an
-    input -> index of its dim of samples (0 if absent); ``None`` if every group reads the whole input.
-    ``capture_twice``: captures the model with twice the samples, which shows the dims of samples in its results.
-    Results with such a dim are concatenated along it. Other results are averaged, or left alone if they depend on no
-    sample. Raise :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways."""
+    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: path of an input
+    -> index of its dim of samples (0 if absent); ``None`` if every group reads the whole input. ``capture_twice``:
+    captures the model with twice the samples, which shows the dims of samples in its results. Raise
+    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways."""
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _find_sample_dependent_nodes(group, {p for p, dim in inputs.items() if dim is not None})

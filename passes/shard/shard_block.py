@@ -186,12 +186,12 @@ class _Rewriter:
 
     def reorder_to_section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """Append operators that reorder a gathered dim from the order of the ranks' shards to its original order.
-        Return the node of the result.
+        Return the node of the result. Only a layout with sections (parts of the dim that are each divided over all
+        ranks) or a zigzag layout (each rank has two pieces, one counted from each end of the dim) needs the reordering;
+        otherwise ``local`` is returned.
 
         ``local``: the node of the gathered tensor in the graph of one rank. ``layout``: the sharded layout before the
-        gather. Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag layout
-        (each rank has two pieces, one counted from each end of the dim) needs the reordering; otherwise ``local`` is
-        returned.
+        gather.
         """
         if not layout.sections and not layout.zigzag:
             return local

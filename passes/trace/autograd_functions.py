@@ -276,9 +276,9 @@ def _transpose_custom_backward(
     own = cls.backward if cls.vjp is Function.vjp else cls.vjp
 
     def backward(*grads: Tensor | None) -> list[Tensor | None]:
-        """Run ``backward`` of a user's ``torch.autograd.Function``. ``grads``: the gradients of those results that can
-        have one. Return the gradients of those arguments that need one, in order. In both, ``None`` is a gradient of
-        zero."""
+        """Run ``backward`` of a user's ``torch.autograd.Function``. Return the gradients of those arguments that need
+        one, in order. ``None`` stands for a gradient of zero, also in ``grads``. ``grads``: the gradients of those
+        results that can have one."""
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
         with torch.no_grad(), _refuse_side_effects(cls):

@@ -184,10 +184,10 @@ def _suspend_tracing() -> Iterator[None]:
 
 def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
     """Return the nodes that must run to compute the values of the nodes ``wanted``, in graph order. Operators that
-    write in place to memory that one of these nodes uses are among them.
+    write in place to memory that one of these nodes uses are among them. Return ``None`` if the values depend on an
+    input, a parameter or a random operator that is not in ``given``, or if they are too large.
 
-    ``given``: nodes whose values are known. Return ``None`` if the values depend on an input, a parameter or a
-    random operator that is not in ``given``, or if they are too large.
+    ``given``: nodes whose values are known.
     """
     order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}

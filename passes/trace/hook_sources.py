@@ -334,10 +334,11 @@ class _HookReader:
         self.result: HookValue | None = None
 
     def find_returned_value(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
-        """Return the origin of the value that the analysed function returns. ``args``, ``named``: the origin of its
-        positional arguments and, by name, of its keyword arguments. Raise :class:`_SideEffect` if the function may
-        change something, or cannot be analysed. The origin of a value says whether it is an argument of the hook, a
-        part of the model, an object that exists already, a new value, ``None``, or unknown."""
+        """Return the origin of the value that the analysed function returns. The origin of a value says whether it is
+        an argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown.
+
+        ``args``, ``named``: the origin of its positional arguments and, by name, of its keyword arguments. Raise
+        :class:`_SideEffect` if the function may change something, or cannot be analysed."""
         self._bind_parameters(args, named)
         for _ in range(_MOST_ROUNDS):
             before, self.result = dict(self.names), None
@@ -349,10 +350,11 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
-        """Record the origin of each parameter of the analysed function in one call. ``args``, ``named``: the origin
-        of the call's positional arguments and, by name, of its keyword arguments. A parameter without an argument
-        gets the origin of its default, or "unknown". The origin of a value says whether it is an argument of the
-        hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
+        """Record the origin of each parameter of the analysed function in one call. A parameter without an argument
+        gets the origin of its default, or "unknown". The origin of a value says whether it is an argument of the hook,
+        a part of the model, an object that exists already, a new value, ``None``, or unknown.
+
+        ``args``, ``named``: the origin of the call's positional arguments and, by name, of its keyword arguments."""
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -550,9 +552,9 @@ class _HookReader:
         return UNKNOWN
 
     def evaluate_attribute(self, base: HookValue, name: str) -> HookValue:
-        """Return the origin of the attribute ``name`` of an object in a hook's source. ``base``: the origin of the
-        object. The origin of a value says whether it is an argument of the hook, a part of the model, an object that
-        exists already, a new value, ``None``, or unknown."""
+        """Return the origin of the attribute ``name`` of an object in a hook's source. The origin of a value says
+        whether it is an argument of the hook, a part of the model, an object that exists already, a new value,
+        ``None``, or unknown. ``base``: the origin of the object."""
         if base.kind != "known":
             return FRESH if base.kind == "none" or name in _DESCRIBING else base
         found = FRESH

@@ -64,9 +64,11 @@ def merge_rank_descriptions(rank_descriptions: Sequence[Sequence[Mapping[str, An
 
     A description of an optimizer is a dict with its class name (``kind``), the names of its hyperparameters
     (``defaults``), and its parameter ``groups``, each a dict with the ``names`` of the parameters and the ``values`` of
-    hyperparameters. ``rank_descriptions``: for each rank, its list of descriptions (one for each optimizer) or
-    ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list of them
-    for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers."""
+    hyperparameters. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list
+    of them for several.
+
+    ``rank_descriptions``: for each rank, its list of descriptions (one for each optimizer) or ``None``. Raise
+    :class:`CheckpointError` if ranks have different numbers of optimizers."""
     found = [d for d in rank_descriptions if d is not None]
     if len({len(d) for d in found}) > 1:
         raise CheckpointError(
@@ -94,13 +96,13 @@ def match_by_names(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program, saved: Any
 ) -> list[list[Mapping[str, Any]]]:
     """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by parameter
-    names.
+    names. A group none of whose parameters were saved gets an empty dict.
 
     ``saved``: a result of :func:`merge_rank_descriptions`: for each optimizer, a dict with its class name and its
-    parameter groups. A group none of whose parameters were saved gets an empty dict. Raise :class:`CheckpointError` if
-    the number, the order or the classes of the optimizers, or their groups, differ from the saved ones. ``given``: one
-    optimizer, a list of optimizers, or ``None``. ``parameters``: name in ``program`` -> parameter of this rank.
-    ``program``: the program, which knows the model's names of its parameters.
+    parameter groups. Raise :class:`CheckpointError` if the number, the order or the classes of the optimizers, or their
+    groups, differ from the saved ones. ``given``: one optimizer, a list of optimizers, or ``None``. ``parameters``:
+    name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's names of its
+    parameters.
     """
     optimizers, kept = list_optimizers(given), [saved] if isinstance(saved, Mapping) else list(saved)
     if len(optimizers) != len(kept):

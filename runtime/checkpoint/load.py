@@ -407,11 +407,12 @@ def _allocate_optimizer_state(
 def _list_state_pieces(
     prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
-    """Return the rectangular parts of saved tensors that must be read to fill ``tensor``.
+    """Return the rectangular parts of saved tensors that must be read to fill ``tensor``. A tensor's key in the
+    checkpoint consists of ``prefix``, the name ``saved_as`` under which the parameter or buffer was saved, and
+    ``suffix``.
 
-    ``tensor``: this rank's part of the parameter or buffer named ``state``, or of an optimizer state for it. A tensor's
-    key in the checkpoint consists of ``prefix``, the name ``saved_as`` under which the parameter or buffer was saved,
-    and ``suffix``. ``rank``: the program of this rank.
+    ``tensor``: this rank's part of the parameter or buffer named ``state``, or of an optimizer state for it. ``rank``:
+    the program of this rank.
     """
     data = rank.program.states[state]
     if data.shape and not tensor.dim():

@@ -96,11 +96,11 @@ def collect_rank_state(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> dict[str, Any]:
     """Return the part of the training state of ``engine`` that belongs to this rank: a dict with the hyperparameters of
-    its optimizers under ``"optimizer"`` and the states of further objects under ``"extra"``.
+    its optimizers under ``"optimizer"`` and the states of further objects under ``"extra"``. Tensors and random states
+    are not included.
 
     ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name -> object
-    with ``state_dict()``, such as a data loader. Tensors and random states are not included. Raise
-    :class:`CheckpointError` if an object has no ``state_dict()``.
+    with ``state_dict()``, such as a data loader. Raise :class:`CheckpointError` if an object has no ``state_dict()``.
     """
     if extra is not None and not (isinstance(extra, Mapping) and all(hasattr(x, "state_dict") for x in extra.values())):
         raise CheckpointError(

@@ -410,12 +410,11 @@ def agree_on_target(
     own: str = OWN,
 ) -> CheckpointTarget:
     """Prepare to write a checkpoint or an export to the folder ``final``: return the paths to use, which are the same
-    on all ranks. All ranks call this.
+    on all ranks. All ranks call this. Rank 0 removes incomplete files that earlier, failed writes have left.
 
-    ``before``: called first on each rank. Rank 0 then removes incomplete files that earlier, failed writes have left.
-    ``own``: regular expression of the names of the files in ``final`` that the new ones replace. Raise what ``before``
-    raises, or :class:`CheckpointError` if ``before`` or the removal failed on another rank. ``world_size``: number of
-    ranks. ``communicator``: connects this rank with the others.
+    ``before``: called first on each rank. ``own``: regular expression of the names of the files in ``final`` that the
+    new ones replace. Raise what ``before`` raises, or :class:`CheckpointError` if ``before`` or the removal failed on
+    another rank. ``world_size``: number of ranks. ``communicator``: connects this rank with the others.
     """
     error: Exception | None = None
     token = 0

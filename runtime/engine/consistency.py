@@ -355,10 +355,10 @@ class ConsistencyChecks:
 
     def _find_extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
         """Return, for each of ``length`` positions, the maximum and the minimum of the numbers that ranks have at this
-        position, as two int64 tensors of ``length`` elements. All ranks call this.
+        position, as two int64 tensors of ``length`` elements. All ranks call this. Where no rank has a number, both
+        results have the same value.
 
-        ``numbers``: position -> number of this rank, for the positions at which it has one. Where no rank has a number,
-        both results have the same value.
+        ``numbers``: position -> number of this rank, for the positions at which it has one.
         """
         bounds = torch.full((2, length), -_MASK - 1, dtype=torch.int64, device=self.communicator.device)
         for place, number in numbers.items():

@@ -254,11 +254,10 @@ class TokenGenerator:
     ) -> Tensor:
         """Generate at most ``new`` tokens after each of the prompts ``prompt``. Return the new tokens on every rank,
         ``[samples, positions]``, for the samples that the caller passed; those that were added to fill the planned
-        batch are left out.
+        batch are left out. The key/value caches are allocated here, and are released at the end.
 
         ``sampling``: how a token is chosen from the logits. ``ends``: tokens after which a sample has ended; it then
         gets the token ``pad_token`` at each further position. ``generator``: draws random numbers, alike on all ranks.
-        The key/value caches are allocated here, and are released at the end.
         """
         self.caches = self._allocate_caches()
         try:
@@ -353,13 +352,13 @@ class TokenGenerator:
         self, logits: Tensor | None, samples: int, sampling: Sampling, generator: torch.Generator
     ) -> Tensor:
         """Choose the next token of each sample, and return the tokens ``[samples]``, the same on all ranks. All ranks
-        call this.
+        call this. For the samples of each data-parallel rank, one rank chooses. The tokens are then summed over all
+        ranks, to which the other ranks contribute zeros.
 
         ``logits``: of this rank's samples, ``[batch of the rank, vocabulary]``; ``None`` on ranks that do not compute
         them. ``samples``: the number of samples that the user passed; others, which only fill the planned batch, get no
         token. ``sampling``: how a token is chosen from the logits. ``generator``: draws random numbers, alike on all
-        ranks. For the samples of each data-parallel rank, one rank chooses. The tokens are then summed over all ranks,
-        to which the other ranks contribute zeros.
+        ranks.
         """
         batch, device = self.shape[0], self.communicator.device
         tokens = torch.zeros(batch, dtype=torch.int64, device=device)

@@ -173,11 +173,11 @@ class NotCopied(Exception):
 def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
     """Try copies of ``optimizer`` on small tensors with random values, which stand for its parameters: compare how they
     update the whole tensors, and parts of them that are cut as the plan shards the parameters. Return the problem that
-    is found; ``None`` if there is none.
+    is found; ``None`` if there is none. The optimizer, its parameters and all random generators are unchanged
+    afterwards.
 
     ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of the tensors, as
-    on one pipeline stage. ``call``: how the script calls ``step``. The optimizer, its parameters and all random
-    generators are unchanged afterwards.
+    on one pipeline stage. ``call``: how the script calls ``step``.
     """
     device = samples[0].device
     if stages and len(samples) == 1:
@@ -526,7 +526,7 @@ def find_optimizer_class(optimizer: Optimizer) -> type[Any]:
 
 class _UncopiedPlaceholder:
     """A placeholder for an object that is not copied with an optimizer, such as a model to which the optimizer refers.
-    ``unit``: name of the object's class, such as ``Linear``. Any use of it raises :class:`NotCopied`.
+    Any use of it raises :class:`NotCopied`. ``unit``: name of the object's class, such as ``Linear``.
     """
 
     def __init__(self, unit: str) -> None:

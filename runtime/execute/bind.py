@@ -89,11 +89,10 @@ class SharedDerivatives:
             )
 
     def get(self, key: tuple[Any, ...], make: Callable[[], BlockDerivatives]) -> BlockDerivatives:
-        """Return the forward and backward graphs of a block, from the folder if another process has stored them.
-
-        ``key``: a tuple that identifies the block and the gradients that it needs. The first process that calls this
-        with ``key`` calls ``make`` and stores the result; the others wait, and import the compiler meanwhile. If that
-        process fails or is killed, the next one calls ``make``.
+        """Return the forward and backward graphs of a block, from the folder if another process has stored them. The
+        first process that calls this with ``key`` calls ``make`` and stores the result; the others wait, and import the
+        compiler meanwhile. If the first process fails or is killed, the next one calls ``make``. ``key``: a tuple that
+        identifies the block and the gradients that it needs.
         """
         name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.graphs"
         found = self._read(name)
@@ -369,11 +368,11 @@ class Binder:
 
     def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> CompiledGraph:
         """Compile one of the functions of the forward and backward of a block (a piece of the model, such as a layer).
+        The function does not return gradients of parameters, but adds them to accumulators that it gets as arguments.
 
         ``name``: the block's name. ``needs``: the gradients to compute. ``kind``: ``forward``, ``backward``,
         ``backward_input``, ``backward_weight``, or one half of ``forward``: ``outputs`` or ``saved`` (the tensors that
-        backward needs). The function does not return gradients of parameters, but adds them to accumulators that it
-        gets as arguments.
+        backward needs).
         """
         derived = self.library.differentiated(name, needs)
         return self._compile_once(name, needs, kind, lambda: _PIECES[kind](derived))

@@ -436,8 +436,8 @@ class _CodeWriter:
 
     def write_product(self, node: fx.Node, to: list[int]) -> bool:
         """Write a line in which an accumulator of gradients computes the matrix product or sum of ``node`` in place,
-        and return ``True``. ``to``: indices of the accumulators that add up the result. Return ``False`` and write
-        nothing if something else reads the result of ``node``, or if ``node`` is no product or sum.
+        and return ``True``. Return ``False`` and write nothing if something else reads the result of ``node``, or if
+        ``node`` is no product or sum. ``to``: indices of the accumulators that add up the result.
         """
         if len(to) > 1 or not (node in self.stacks or self.is_only_accumulated(node)):
             return False

@@ -85,8 +85,8 @@ class KeyExchange:
 
     def exchange_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Call ``attend`` with the keys and values of all ranks, at once or ring step by ring step, to compute
-        gradients. ``q``, ``k``, ``v``: queries, keys and values of this rank. Return the gradients of this rank's keys
-        and values, summed over the queries of all ranks.
+        gradients. Return the gradients of this rank's keys and values, summed over the queries of all ranks. ``q``,
+        ``k``, ``v``: queries, keys and values of this rank.
         """
         if self.algorithm == "ring":
             grad_k, grad_v = self._ring_backward(attend, q, k, v)
@@ -143,9 +143,9 @@ class KeyExchange:
         return list_ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
     def _ring_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Call ``attend`` once for each step of the ring, with the keys and values that this rank has then. ``q``,
-        ``k``, ``v``: queries, keys and values of this rank. While ``attend`` computes, the keys and values for the next
-        step are transferred.
+        """Call ``attend`` once for each step of the ring, with the keys and values that this rank has then. While
+        ``attend`` computes, the keys and values for the next step are transferred. ``q``, ``k``, ``v``: queries, keys
+        and values of this rank.
         """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
@@ -158,8 +158,8 @@ class KeyExchange:
 
     def _ring_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Call ``attend`` once for each step of the ring to compute gradients, with the keys and values that this rank
-        has then. ``q``, ``k``, ``v``: queries, keys and values of this rank. Gradients of keys and values travel with
-        these around the ring. Return the gradients of this rank's keys and values.
+        has then. Gradients of keys and values travel with these around the ring. Return the gradients of this rank's
+        keys and values. ``q``, ``k``, ``v``: queries, keys and values of this rank.
         """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
@@ -426,11 +426,12 @@ def _unpack_keys_values(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange with all ranks of ``group`` which expert each row (token) goes to.
 
+    Return three tensors: the order ``[n]`` of this rank's rows by expert; the numbers of rows sent to and received from
+    each rank, ``[2, ranks]`` on the CPU; and the expert ``[m]`` of every received row, counted from this rank's first
+    expert. Rows without a valid expert go to the first or the last rank, where their expert is invalid, too.
+
     ``experts`` ``[n]``: the expert of each of this rank's rows, counted over all ranks. ``num_experts``: experts on all
-    ranks. Return three tensors: the order ``[n]`` of this rank's rows by expert; the numbers of rows sent to and
-    received from each rank, ``[2, ranks]`` on the CPU; and the expert ``[m]`` of every received row, counted from this
-    rank's first expert. Rows without a valid expert go to the first or the last rank, where their expert is invalid,
-    too.
+    ranks.
     """
     own = num_experts // group.size
     by_expert, order = experts.sort(stable=True)

@@ -359,9 +359,11 @@ class _CallWatch(AbstractContextManager[None]):
 
 
 def _group_entries(tape: Tape, actions: Sequence[tuple[int, Action]]) -> list[tuple[int, Action]]:
-    """Return the actions of a replayed step, as pairs (index of the instruction, function). ``actions``: the actions of
-    a step that is not replayed, as such pairs. ``tape``: the recording of a step. Action ``k`` of the result repeats
-    what was recorded while ``actions[k]`` ran, so that the times of actions can be compared with and without replay.
+    """Return the actions of a replayed step, as pairs (index of the instruction, function). Action ``k`` of the result
+    repeats what was recorded while ``actions[k]`` ran, so that the times of actions can be compared with and without
+    replay.
+
+    ``actions``: the actions of a step that is not replayed, as such pairs. ``tape``: the recording of a step.
     """
     found: list[list[Action]] = [[] for _ in actions]
     for place, entry in tape.entries:

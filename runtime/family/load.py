@@ -58,9 +58,10 @@ def load_family(plan: Any) -> ProgramFamily:
 
 def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a plan file in its compact form, where each program under ``"further"`` (such as an
-    evaluation) is stored as its difference from the earlier program that it resembles most.
+    evaluation) is stored as its difference from the earlier program that it resembles most. A plan with one program
+    only is returned unchanged.
 
-    ``content``: the content with whole programs, as JSON data. Returned unchanged if it has one program only.
+    ``content``: the content with whole programs, as JSON data.
     """
     if not content.get("further"):
         return content

@@ -466,10 +466,9 @@ def _forward_requests(
     main_thread: int,
 ) -> None:
     """Forward requests from ``connection`` to ``requests``, the queue of the main thread, until the connection closes.
-    This runs in a thread.
+    This runs in a thread. The request "where" is answered here with where the main thread is, even if that hangs.
 
-    ``answer``: sends a message (kind, content) back. ``main_thread``: identifier of the main thread. The request
-    "where" is answered here with where the main thread is, even if that hangs.
+    ``answer``: sends a message (kind, content) back. ``main_thread``: identifier of the main thread.
     """
     while True:
         try:

@@ -83,10 +83,9 @@ class CallFacts:
 
     def collectives(self, op: str) -> tuple[CollectiveUse, ...]:
         """Return the collectives, in execution order, that this call (an execution of a block, such as a layer) runs in
-        an instruction of kind ``op``.
+        an instruction of kind ``op``. B and I include the forward collectives if backward recomputes the call.
 
-        ``op``: "F" forward, "B" backward, "I" its half for inputs, "W" its half for weights. B and I include the
-        forward collectives if backward recomputes the call.
+        ``op``: "F" forward, "B" backward, "I" its half for inputs, "W" its half for weights.
         """
         again = self.forward if self.recomputed else ()
         parts = {

@@ -515,10 +515,10 @@ def list_updated_states(program: Program) -> list[str]:
 
 def keep_first_microbatches(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
     """Return the instructions for a rank that runs only the first ``num_microbatches`` microbatches of its pipeline
-    stage: ``instructions`` without those of later microbatches.
+    stage: ``instructions`` without those of later microbatches. Instructions that run once per step, such as reductions
+    of gradients, are kept, because all ranks take part in reductions.
 
-    ``instructions``: the list of the stage, for all ``program.num_microbatches`` microbatches. Instructions that run
-    once per step, such as reductions of gradients, are kept, because all ranks take part in reductions.
+    ``instructions``: the list of the stage, for all ``program.num_microbatches`` microbatches.
     """
     if num_microbatches >= program.num_microbatches:
         return instructions

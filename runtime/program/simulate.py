@@ -137,10 +137,10 @@ class Durations(Protocol):
 
     def call(self, stage: int, call: int, part: Part) -> float:
         """Return the seconds of one part of a call (an execution of a block, such as a layer) on one microbatch, with
-        the collectives in its graph.
+        the collectives in its graph. Recomputation is not included.
 
         ``call``: position in the calls of the pipeline stage ``stage``. ``part``: "F" forward, "B" backward, "I" and
-        "W" its halves for inputs and weights. Recomputation is not included.
+        "W" its halves for inputs and weights.
         """
         ...
 

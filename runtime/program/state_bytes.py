@@ -55,10 +55,9 @@ def state_bytes(program: Program, state: str) -> int:
 
 def gradient_bytes(program: Program, state: str) -> int:
     """Return the bytes of the gradient of one rank's shard over ``ep`` and ``tp`` of a parameter, before ZeRO divides
-    it.
+    it. Gradients have the type in which they are summed, which may be wider than the parameter's.
 
-    ``state``: its name. Gradients have the type in which they are summed, which may be wider than the parameter's.
-    ``program``: the program of all ranks.
+    ``state``: its name. ``program``: the program of all ranks.
     """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 

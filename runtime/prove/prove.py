@@ -197,11 +197,10 @@ def _trace_lists(
     facts: ProgramFacts, rank_lists: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
     """Return the communication events of every rank, as pairs (instruction index, event), and the instructions of every
-    rank.
+    rank. Ranks whose whole pipeline runs the same lists share one tuple of events.
 
-    ``rank_lists``: rank -> instructions, for ranks whose own list replaces that of their pipeline stage. Ranks whose
-    whole pipeline runs the same lists share one tuple of events. ``facts``: the program of all ranks, with the
-    gradients, collectives and memory of its block calls (such as layers).
+    ``rank_lists``: rank -> instructions, for ranks whose own list replaces that of their pipeline stage. ``facts``: the
+    program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     program, lists = facts.program, _select_rank_lists(facts.program, rank_lists)
     stride, num_stages = program.strides["pp"], len(program.stages)

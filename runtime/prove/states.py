@@ -308,10 +308,10 @@ class PendingReductions:
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
         """Record the reduce-scatter over ZeRO axes of the gradients of ``bucket``, parameters that are reduced
-        together.
+        together. Return the keys of the collectives that must end first, and the key on which all participants must
+        agree.
 
-        ``number``: index of the bucket. Return the keys of the collectives that must end first, and the key on which
-        all participants must agree.
+        ``number``: index of the bucket.
         """
         waits = [what for _, what in self._scattering.list_blocking()]
         self._scatters[number] += 1
@@ -327,9 +327,9 @@ class PendingReductions:
 
     def add_collective(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
         """Record the next collective that reduces the gradients of ``bucket``, parameters that are reduced together.
+        Return the keys of the collectives that must end first, and the key on which all participants must agree.
 
-        ``number``: index of the bucket. ``turn``: (SCATTER, REDUCE or GATHER; mesh axes). Return the keys of the
-        collectives that must end first, and the key on which all participants must agree.
+        ``number``: index of the bucket. ``turn``: (SCATTER, REDUCE or GATHER; mesh axes).
         """
         waits = [*self.ended(number)]
         if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:

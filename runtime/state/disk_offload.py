@@ -180,9 +180,10 @@ class Disk:
             _advise_kernel(file.start, file.size, mmap.MADV_DONTNEED)
 
     def _write_back(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Write memory ranges to disk and remove their pages from memory. This runs in a thread.
+        """Write memory ranges to disk and remove their pages from memory. This runs in a thread. An ``OSError`` is
+        stored; :meth:`wait` raises it.
 
-        ``spans``: pairs (start address, length in bytes). An ``OSError`` is stored; :meth:`wait` raises it.
+        ``spans``: pairs (start address, length in bytes).
         """
         try:
             for start, size in spans:

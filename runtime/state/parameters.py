@@ -64,10 +64,10 @@ def list_names_read(program: Program) -> set[str]:
 
 class StackedWeights:
     """Weights in the form that a plan's program reads if it stacks several parameters of the model, such as those of
-    experts, to one tensor.
+    experts, to one tensor. Reading a shard of it reads only the parameters that are needed.
 
     ``weights``: the weights with the model's own parameters. ``stacks``: name of the stacked tensor -> names of the
-    parameters that it consists of, along dim 0. Reading a shard of it reads only the parameters that are needed.
+    parameters that it consists of, along dim 0.
     """
 
     def __init__(self, weights: Weights, stacks: dict[str, tuple[str, ...]]) -> None:

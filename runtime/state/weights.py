@@ -304,11 +304,10 @@ Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 def open_weights(source: Source, names: Collection[str] = ()) -> Weights:
     """Return ``source``, the weights that the user passed (a module, a dict of tensors, a path of safetensors files, or
-    :class:`Weights`), as an object from which shards of tensors can be read.
+    :class:`Weights`), as an object from which shards of tensors can be read. Weights saved from a compiled or wrapped
+    model, such as ``_orig_mod.layers.0.weight``, are renamed to these.
 
-    ``names``: the names that a plan reads. Weights saved from a compiled or wrapped model, such as
-    ``_orig_mod.layers.0.weight``, are renamed to these. Raise :class:`WeightsError` for another source, or if a file
-    has no weights.
+    ``names``: the names that a plan reads. Raise :class:`WeightsError` for another source, or if a file has no weights.
     """
     if isinstance(source, nn.Module):
         return ModuleWeights(source).for_names(names)

@@ -137,9 +137,9 @@ def _own_past(
     """Return the computation time that is expected of ``rank`` if no other rank has the same work, as instruction index
     -> seconds: its own earlier time, scaled by the change of the other ranks.
 
-    The change is the median of their ratios of present to past time. ``samples``: rank -> for each step, instruction
-    index -> seconds. ``current``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too
-    few earlier steps."""
+    The change is the median of their ratios of present to past time. Return ``None`` if some rank has too few earlier
+    steps. ``samples``: rank -> for each step, instruction index -> seconds. ``current``: rank -> instruction index ->
+    present seconds."""
     before = {r: list(samples[r])[:-_WINDOW] for r in current}
     if any(len(steps) < _MIN_PAST_STEPS for steps in before.values()):
         return None
@@ -231,10 +231,9 @@ class Monitor:
 
     def wait_for_cause(self, seconds: float, died: int | None = None) -> Failure | None:
         """Wait up to ``seconds`` until :meth:`check` finds the cause of a failure that is known to have happened, and
-        return it.
+        return it. Return ``None`` if no cause is found in this time.
 
-        ``died``: the rank whose process was seen to end first, if known. Return ``None`` if no cause is found in this
-        time.
+        ``died``: the rank whose process was seen to end first, if known.
         """
         deadline = time.monotonic() + seconds
         while (found := self.check(died)) is None and time.monotonic() < deadline:

@@ -213,12 +213,12 @@ class _Computed:
 
 class CallWork:
     """The work of one call of ``block`` (such as a layer), from which :meth:`cost` computes seconds and bytes for any
-    device type and groups of ranks.
+    device type and groups of ranks. Kernel times are cached by device and by how experts are distributed over ranks.
 
     ``train``: the call has a backward. ``again``: a function from the block and the values that come from other ranks
     to the nodes that selective recomputation runs a second time, in backward. ``pieces``: into how many pieces
     collectives are cut to overlap with matrix products; ``None``: as many as the training framework uses, by its
-    execution profile. Kernel times are cached by device and by how experts are distributed over ranks.
+    execution profile.
     """
 
     def __init__(

@@ -117,9 +117,9 @@ def _convert_kernel_to_fp8(kernel: Kernel, matrices: Sequence[Operand], result: 
 
 
 def _build_product_casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast to fp8 the tensors that ``product`` reads. ``operands``, ``result``: the tensors that
-    the forward product reads and writes. ``backward``: ``product`` is one of the backward. In forward, both operands
-    are cast. In backward, the gradient of the result and, transposed, the other operand are cast.
+    """Yield the kernels that cast to fp8 the tensors that ``product`` reads. In forward, both operands are cast. In
+    backward, the gradient of the result and, transposed, the other operand are cast. ``operands``, ``result``: the
+    tensors that the forward product reads and writes. ``backward``: ``product`` is one of the backward.
     """
     if not backward:
         yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))

@@ -53,11 +53,11 @@ class RegionTraffic:
 
 
 class FusedRegions:
-    """The regions of operators that a compiler merges to one kernel, in ``block`` (such as a layer), a graph with the
-    shapes of one rank. ``train``: whether the block has a backward.
+    """The regions of operators of ``block`` that a compiler merges to one kernel each. ``region``: operator -> number
+    of its region. Operators that are not merged are left out, and so are views, which take no time.
 
-    ``region``: operator -> number of its region. Operators that are not merged are left out, and so are views, which
-    take no time.
+    ``block``: the graph of a piece of the model (such as a layer) with the shapes of one rank. ``train``: whether the
+    block has a backward.
     """
 
     def __init__(self, block: Block, train: bool) -> None:

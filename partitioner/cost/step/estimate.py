@@ -268,11 +268,10 @@ def _build_stage_paces(
     by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
 ) -> tuple[Pace, ...]:
     """Return, for each stage, the costs of all block calls (such as layers) on its devices, and the summed cost of the
-    calls that every stage runs.
+    calls that every stage runs. Stages with the same dict share one result object.
 
     ``by_stage``: for each stage, a dict from block name to the cost of a call on its devices. ``placed``: the block
     name of each call that belongs to one stage. ``everywhere``: the block names of the calls that every stage runs.
-    Stages with the same dict share one result object.
     """
     made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:

@@ -190,8 +190,10 @@ class Reducer:
 
 def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
     """Return the object that computes the seconds of gradient collectives of the stage with index ``stage`` under the
-    reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression). ``machine``: the
-    devices and links that the mesh is laid over. Copies of ``machine`` with the same groups share one object.
+    reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression). Copies of
+    ``machine`` with the same groups share one object.
+
+    ``machine``: the devices and links that the mesh is laid over.
     """
     used = machine.zero, machine.dp_shard, machine.ep, machine.etp, machine.precision
     return machine.compute_once(("reducer", stage, how, *used), lambda: _build_reducer(machine, stage, how))
@@ -393,9 +395,9 @@ Sizes = dict[CollectiveKey, float]
 def compute_gradient_reduction(
     costs: Collection[StateCost], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """Return the seconds of reducing the gradients of parameters with the given ``costs``. ``reducer``: computes the
-    seconds of single collectives. Gradients that are reduced over the same mesh axes are put into common buckets (sets
-    that one collective reduces).
+    """Return the seconds of reducing the gradients of parameters with the given ``costs``. Gradients that are reduced
+    over the same mesh axes are put into common buckets (sets that one collective reduces). ``reducer``: computes the
+    seconds of single collectives.
 
     With ``overlap`` the buckets are small, so that the first ones are sent during the backward. Without, each
     combination of axes has one bucket. Under ZeRO-1 and ZeRO-2 the reduction is a reduce-scatter and, in the next step,

@@ -141,9 +141,11 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
     """Return imaginary groups of ``size`` ranks for a lower bound: no collective over ``size`` devices of ``topology``
-    takes less time than over the slowest of these groups. ``everywhere``: the real groups together contain all devices,
-    and the bound is needed only for the slowest of them. The returned groups have no data about messages between single
-    ranks."""
+    takes less time than over the slowest of these groups. The returned groups have no data about messages between
+    single ranks.
+
+    ``everywhere``: the real groups together contain all devices, and the bound is needed only for the slowest of them.
+    """
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
     if topology.own_links or not joins_all:

@@ -67,12 +67,12 @@ class BlockCallTime:
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
         """Return a lower bound in seconds on one call of a block (such as a layer) on one rank, for the fraction
-        ``share`` of the batch and with the work divided over ``tp`` ranks.
+        ``share`` of the batch and with the work divided over ``tp`` ranks. Copies and sums that a sharded graph, or a
+        graph for one sample, may not need count only if ``several`` is 1 and ``tp`` is 1. All weights are counted as if
+        they were divided over ``ep`` ranks as well as over ``tp``, because some may belong to experts.
 
-        ``several``: 1 if the microbatch has more than one sample, else 0. Copies and sums that a sharded graph, or a
-        graph for one sample, may not need count only if ``several`` is 1 and ``tp`` is 1. ``ep``: number of ranks that
-        share the experts. All weights are counted as if they were divided over ``ep`` ranks as well as over ``tp``,
-        because some may belong to experts.
+        ``several``: 1 if the microbatch has more than one sample, else 0. ``ep``: number of ranks that share the
+        experts.
         """
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)

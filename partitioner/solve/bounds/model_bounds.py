@@ -258,12 +258,12 @@ class ModelBounds:
         self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector, busiest: Vector
     ) -> Vector:
         """Return a lower bound in seconds on the pipeline in a step of each candidate, shape ``[candidates]``, without
-        gradient reduction and update.
+        gradient reduction and update. The busiest rank takes at least an even share of the forward and backward
+        seconds.
 
         ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers),
-        shape ``[candidates]``. The busiest rank takes at least an even share of them. ``busiest``: another lower bound
-        on the seconds of one microbatch on the busiest rank, shape ``[candidates]``. ``candidates``: combinations of
-        mesh sizes, microbatch size, schedule and ZeRO stage.
+        shape ``[candidates]``. ``busiest``: another lower bound on the seconds of one microbatch on the busiest rank,
+        shape ``[candidates]``. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
@@ -351,12 +351,12 @@ class ModelBounds:
     def _bound_drain_seconds(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
         """Return a lower bound in seconds on the step of each candidate, shape ``[candidates]``: the mean over the
         stages of their computation, plus the part of their gradient reduction that the last backward cannot hide. A
-        stage can begin to reduce its gradients at the start of its last backward. ``candidates``: combinations of mesh
-        sizes, microbatch size, schedule and ZeRO stage.
+        stage can begin to reduce its gradients at the start of its last backward. The gradient reduction counts as 0
+        with a single stage, with several virtual stages on a rank, or if all placements (assignments of ranks to
+        devices) are known; other bounds are tighter there.
 
-        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers), by
-        candidate. The gradient reduction counts as 0 with a single stage, with several virtual stages on a rank, or if
-        all placements (assignments of ranks to devices) are known; other bounds are tighter there.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage. ``ahead``, ``back``:
+        forward and backward seconds of one microbatch through all block calls (such as layers), by candidate.
         """
 
         def reduced(candidate: MeshCandidate) -> float:
@@ -591,10 +591,11 @@ class ModelBounds:
 
     def staged(self, candidates: Sequence[MeshCandidate], least: LeastTime) -> float:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
-        stage and therefore share one bound on their stage times. ``least``: lower bounds on the stage times, in seconds
-        per microbatch. The result adds up lower bounds on the pipeline, which follows from ``least``, on the gradient
-        reduction and on the optimizer's update. ``candidates``: combinations of mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        stage and therefore share one bound on their stage times. The result adds up lower bounds on the pipeline, which
+        follows from ``least``, on the gradient reduction and on the optimizer's update.
+
+        ``least``: lower bounds on the stage times, in seconds per microbatch. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         candidate, m = candidates[0], candidates[0].num_microbatches(self.global_batch)
         pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.constraints.overlap_steps)

@@ -90,9 +90,11 @@ class Gathers:
 
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
         """Return lower bounds on the seconds of each block (such as a layer) of ``candidate`` that include the gathers
-        of weights and scatters of gradients under ZeRO-3. ``floor``: lower bounds without these, or ``None`` if none
-        are known. The result is ``floor`` itself if the candidate does not gather weights. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        of weights and scatters of gradients under ZeRO-3. The result is ``floor`` itself if the candidate does not
+        gather weights.
+
+        ``floor``: lower bounds without these, or ``None`` if none are known. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
         """
         gathers, copies = self.floor(candidate)
         if not gathers:
@@ -156,14 +158,13 @@ class Gathers:
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
         """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where each of the ``m`` backwards of
-        a stage except the last scatters gradients. ``m``: number of microbatches. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        a stage except the last scatters gradients.
 
-        ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
-        through all stages. A backward can hide scatters for as long as it takes itself, so a shorter step hides less.
-        The bound is computed for a stage with the mean work of all stages. The slowest stage takes at least as long,
-        because the exposed seconds are a convex function of the work, and no stage waits for the exposed seconds of an
-        earlier one.
+        A backward can hide scatters for as long as it takes itself, so a shorter step hides less. The bound is computed
+        for a stage with the mean work of all stages. The slowest stage takes at least as long, because the exposed
+        seconds are a convex function of the work, and no stage waits for the exposed seconds of an earlier one.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``m``: number of microbatches. ``known_s``:
+        a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch through all stages.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
@@ -266,12 +267,12 @@ class LeastReduced:
         self._known: dict[tuple[int, ...], float] = {}
 
     def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
-        """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other.
+        """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other. The bound
+        is 0 with one replica, under ZeRO-3 (where gradients are scattered block by block instead) and under hybrid
+        sharding, where a reduction inside nodes may take next to no time.
 
         ``candidate``: the mesh sizes, the schedule and the ZeRO stage. ``states``: a function that returns lower bounds
-        on the bytes of the parameters on a rank. The bound is 0 with one replica, under ZeRO-3 (where gradients are
-        scattered block by block instead) and under hybrid sharding, where a reduction inside nodes may take next to no
-        time.
+        on the bytes of the parameters on a rank.
         """
         if (
             candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard

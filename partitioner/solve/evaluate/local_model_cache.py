@@ -167,10 +167,12 @@ class LocalModels:
         return self.job.expert_batch if key[4] else self.job.batch
 
     def _find_sharding_problem(self, model: FoldedModel, key: LocalKey, dp: int) -> ShardingProblem:
-        """Return the problem of sharding ``model`` over ``tp`` at the least cost. ``key``: the cache key of the local
-        model (the sharded graphs of one rank). Variants that distribute experts differently share one problem, because
-        they only differ in the strategies that they allow. A strategy is a way to run an operator on the ranks: the
-        layouts of its operands and results. ``dp``: number of ranks over which the batch is distributed.
+        """Return the problem of sharding ``model`` over ``tp`` at the least cost. Variants that distribute experts
+        differently share one problem, because they only differ in the strategies that they allow. A strategy is a way
+        to run an operator on the ranks: the layouts of its operands and results.
+
+        ``key``: the cache key of the local model (the sharded graphs of one rank). ``dp``: number of ranks over which
+        the batch is distributed.
         """
         if key[:5] not in self._problems:
             costs = self._build_tensor_costs(model, "tp", key)

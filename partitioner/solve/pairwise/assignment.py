@@ -321,9 +321,10 @@ def _find_known_choices(
     reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
 ) -> dict[int, int] | None:
     """Return the choices that ``nodes`` have in the known assignment ``near``, as node index -> index among the choices
-    that the node has left in the reduced problem ``reduction`` (one choice per node, at the least total cost).
-    ``near``: node index -> index among the node's original choices. Return ``None`` if the reduced problem does not
-    have the choice of one of ``nodes`` any more.
+    that the node has left in the reduced problem ``reduction`` (one choice per node, at the least total cost). Return
+    ``None`` if the reduced problem does not have the choice of one of ``nodes`` any more.
+
+    ``near``: node index -> index among the node's original choices.
     """
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None

@@ -95,8 +95,8 @@ class Reparametrization:
 
     def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
         """Return the cost of each choice of ``node`` of the assignment problem (one choice per node), with its edges,
-        given the choices of other nodes. ``choice``: node -> index of its choice. A neighbour that is not in ``choice``
-        takes the choice that is cheapest on its edge to ``node``."""
+        given the choices of other nodes. A neighbour that is not in ``choice`` takes the choice that is cheapest on its
+        edge to ``node``. ``choice``: node -> index of its choice."""
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])

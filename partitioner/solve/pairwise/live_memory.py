@@ -101,8 +101,10 @@ class Usage:
     def priced(self, prices: Vector) -> Vector:
         """Return the price of the memory that each choice of each node of the assignment problem uses (one choice per
         node, at the least total cost): the sum over the rows of this memory times ``prices[row]``. A row is a set of
-        nodes that are in memory together. ``prices``: the price of one byte (or other unit) of memory in each row. The
-        result has one entry per choice, where the choices of all nodes are numbered consecutively."""
+        nodes that are in memory together. The result has one entry per choice, where the choices of all nodes are
+        numbered consecutively.
+
+        ``prices``: the price of one byte (or other unit) of memory in each row."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
@@ -120,8 +122,8 @@ class Usage:
 
     def at(self, row: int) -> Vector:
         """Return the memory in one row that each choice of each node of the assignment problem uses (one choice per
-        node, at the least total cost). ``row``: the index of a set of nodes that are in memory together. The result has
-        one entry per choice, where the choices of all nodes are numbered consecutively."""
+        node, at the least total cost). The result has one entry per choice, where the choices of all nodes are numbered
+        consecutively. ``row``: the index of a set of nodes that are in memory together."""
         live = ((self.begin <= row) & (row < self.end)).nonzero()[0]
         return np.bincount(self.choice[live], self.amount[live], minlength=self.num_choices).astype(np.float64)
 

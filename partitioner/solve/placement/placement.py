@@ -129,8 +129,8 @@ class Placements:
         return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
-        """Return the placements of ``mesh`` that are tried, as topologies with the mesh laid over them. ``mesh``: axis
-        -> number of ranks. Of several placements with equal cost, only one is in the list.
+        """Return the placements of ``mesh`` that are tried, as topologies with the mesh laid over them. Of several
+        placements with equal cost, only one is in the list. ``mesh``: axis -> number of ranks.
         """
         key = _mesh_to_key(mesh)
         if key not in self._candidates:

@@ -285,11 +285,11 @@ def compare_standard_layouts(
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest of ``rows`` that is a variant of the well-known layout ``standard``, such as ZeRO-3; ``None``
-    if there is none, or if ``standard.family`` is ``None``.
+    if there is none, or if ``standard.family`` is ``None``. A row belongs to a variant if both have the same mesh,
+    microbatch size, schedule, virtual stages and ZeRO settings. A row with an interleaved schedule also belongs to a
+    variant that has the same values under 1F1B.
 
-    ``standard.family.candidates``: the variants. ``rows``: the outcomes of the search, one for each candidate. A row
-    belongs to a variant if both have the same mesh, microbatch size, schedule, virtual stages and ZeRO settings. A row
-    with an interleaved schedule also belongs to a variant that has the same values under 1F1B.
+    ``standard.family.candidates``: the variants. ``rows``: the outcomes of the search, one for each candidate.
     """
     family = standard.family
     if family is None:

@@ -77,9 +77,11 @@ class PlanSearchResult:
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
         """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
-        awaited, and they are left out if the user interrupts it. ``lower_bound_s``: a lower bound in seconds on the
-        step times of plans that this search did not consider. If it is smaller than the lower bound of the certificate,
-        it replaces that bound in the result. The certificate says how near the plan is to the optimum.
+        awaited, and they are left out if the user interrupts it. The certificate says how near the plan is to the
+        optimum.
+
+        ``lower_bound_s``: a lower bound in seconds on the step times of plans that this search did not consider. If it
+        is smaller than the lower bound of the certificate, it replaces that bound in the result.
         """
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         try:

@@ -208,9 +208,9 @@ class _Operator:
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
-        """Return the operands of one rank, with shapes and dtypes, under ``strategy``. ``num_ranks``: size of the mesh
-        axis over which the model is sharded. A strategy is a way to run an operator on the ranks: the layouts of its
-        operands and results.
+        """Return the operands of one rank, with shapes and dtypes, under ``strategy``. A strategy is a way to run an
+        operator on the ranks: the layouts of its operands and results. ``num_ranks``: size of the mesh axis over which
+        the model is sharded.
 
         If ``strategy`` shards the sequence of an attention, key heads that the model copies for groups of query heads
         are counted without the copies, because ranks exchange and read only the originals.

@@ -97,12 +97,12 @@ def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[
 
 def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
     """Return a function that says whether an operator may be run by a strategy (layouts of its operands and results).
-    It allows only strategies under which every rank has its own rows (tokens) of the experts' work.
+    It allows only strategies under which every rank has its own rows (tokens) of the experts' work. Other operators may
+    use any strategy.
 
     ``rows``: operators that work row by row -> dim of rows of their results, on which the result must be sharded.
     ``tables``: nodes that are computed from experts' parameters alone; they must be whole on every rank (the dim that
-    indexes experts, to which they are mapped, is not used). ``in_order``: each rank must have consecutive rows. Other
-    operators may use any strategy.
+    indexes experts, to which they are mapped, is not used). ``in_order``: each rank must have consecutive rows.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
@@ -118,11 +118,11 @@ def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> All
     """Return a function that says whether an operator may be run by a strategy (layouts of its operands and results).
     It allows only strategies under which every rank has all rows (tokens) of the experts' work, and the gradient of a
     row on a rank is a partial sum, to be added up over the ranks. So the gradient of a row is counted only once, even
-    if several ranks later send this row to its expert.
+    if several ranks later send this row to its expert. Operators outside of the experts' work may use any strategy.
 
     ``rows``: operators that work row by row; their results must have the layout just described, or be replicated if no
     gradient flows through them. ``tables``: nodes that are computed from experts' parameters alone; they must be whole
-    on every rank. The dims to which both are mapped are not used. Other operators may use any strategy.
+    on every rank. Both are dicts, but only their keys are used.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:

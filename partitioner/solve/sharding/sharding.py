@@ -126,15 +126,15 @@ def solve_sharding(
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
     """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``: layouts of tensors and strategies
-    of operators. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
-    ``costs``: prices of the choices. ``model``: the model as calls of blocks; equal layers share one block.
+    of operators. A strategy is a way to run an operator on the ranks: the layouts of its operands and results. Unless
+    ``rules`` name the loss, it is a partial sum on the axis ``data`` and replicated on other axes. On ``data``,
+    parameters and buffers are not sharded, and tensors between blocks may be partial sums.
 
-    ``rules``: layouts that the caller fixes. Unless ``rules`` name the loss, it is a partial sum on the axis ``data``
-    and replicated on other axes. On ``data``, parameters and buffers are not sharded, and tensors between blocks may be
-    partial sums. ``allowed``: function of an operator and a strategy that says whether the operator may be run in this
-    way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raises :class:`ShardingError` if a name is
-    unknown, or the rules exclude every sharding, and :class:`AssignmentTimeLimitError` if no sharding was found in
-    time.
+    ``model``: the model as calls of blocks; equal layers share one block. ``costs``: prices of the choices. ``rules``:
+    layouts that the caller fixes. ``allowed``: function of an operator and a strategy that says whether the operator
+    may be run in this way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raises :class:`ShardingError`
+    if a name is unknown, or the rules exclude every sharding, and :class:`AssignmentTimeLimitError` if no sharding was
+    found in time.
     """
     rules = _complete_layout_rules(model, axis, rules)
     if num_ranks == 1:
@@ -259,9 +259,10 @@ class ShardingProblem:
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
         """Add to the assignment problem (one choice per node, at the least total cost) a node for each operator of
-        ``block`` (a piece of the model, such as a layer); the choices of the node are the strategies of the operator.
-        ``name``: the name of the block. ``values``: the tensors in the block. A strategy is a way to run an operator on
-        the ranks: the layouts of its operands and results.
+        ``block`` (a piece of the model, such as a layer); the choices of the node are the strategies of the operator. A
+        strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+
+        ``name``: the name of the block. ``values``: the tensors in the block.
         """
         found = list_operator_strategies(values, operators_of(block), self.num_ranks, self.rules.lengths)
         weight = self.weights[name]
@@ -391,9 +392,11 @@ def sharded_work(
     model: FoldedModel, shardings: Mapping[str, BlockSharding], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
     """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
-    operator name -> fraction of compute time. ``shardings``: name of a block (such as a layer) -> layouts and
-    strategies. ``costs``: prices of the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks. A
-    strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    operator name -> fraction of compute time. A strategy is a way to run an operator on the ranks: the layouts of its
+    operands and results.
+
+    ``shardings``: name of a block (such as a layer) -> layouts and strategies. ``costs``: prices of the strategies.
+    ``model``: the sharded model. ``num_ranks``: the number of ranks.
     """
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}

@@ -57,9 +57,10 @@ class Holding(NamedTuple):
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
     """Return tables of the bytes of all sequences of consecutive ``calls``, which are calls of blocks (such as layers).
-    The tables are cached, and used again for calls that read and write equal values with equal bytes. ``local``: names
-    of values that are never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do
-    not depend on the stages.
+    The tables are cached, and used again for calls that read and write equal values with equal bytes. The tables
+    contain neither seconds nor the bytes of parameters, and do not depend on the stages.
+
+    ``local``: names of values that are never sent between stages.
     """
     holdings = tuple(
         Holding(
@@ -135,8 +136,8 @@ class Segments:
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of the distinct parameters and buffers that the
-        block calls ``start:stop`` (such as layers) read. ``sizes``: name of a parameter or buffer -> bytes. The result
-        is cached by the identity of ``sizes``, so the mapping must not be modified later.
+        block calls ``start:stop`` (such as layers) read. The result is cached by the identity of ``sizes``, so the
+        mapping must not be modified later. ``sizes``: name of a parameter or buffer -> bytes.
         """
         names = tuple(call.states for call in self.calls)
         return (_states_of if len(names) <= _MOST_REMEMBERED else _StateReads)(names).table(sizes)

@@ -321,9 +321,11 @@ def stage_plan(
 
 def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) -> list[StagePlan]:
     """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as
-    layers), with the least recomputation that fits in memory. ``starts``, ``stops``: for each sequence, the index of
-    the first call and the index after the last. The result has one plan for each sequence, in the same order.
-    ``tables``: seconds and bytes of all possible stages.
+    layers), with the least recomputation that fits in memory. The result has one plan for each sequence, in the same
+    order.
+
+    ``starts``, ``stops``: for each sequence, the index of the first call and the index after the last. ``tables``:
+    seconds and bytes of all possible stages.
     """
     slimmed = tables.slimmed(stage, starts, stops)
     plans: list[StagePlan | None] = [None] * len(starts)

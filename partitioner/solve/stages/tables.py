@@ -336,11 +336,10 @@ class StageTables:
         ``start:stop`` (such as layers), counted from the first, a stage recomputes in full. If the user requires full
         recomputation, this is the largest number allowed. Otherwise it is the least number with which the calls fit in
         memory. If they fit with none, it is the largest number allowed; the caller has to compare their bytes with the
-        memory.
+        memory. Recomputed calls keep all their inputs; the other calls keep what they save. A prefix sum of the saved
+        bytes gives the number of calls to recompute.
 
-        ``stage``: index of one stage for all pairs, or an array with one for each pair. Recomputed calls keep all their
-        inputs; the other calls keep what they save. A prefix sum of the saved bytes gives the number of calls to
-        recompute.
+        ``stage``: index of one stage for all pairs, or an array with one for each pair.
         """
         most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
@@ -551,9 +550,10 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:
     """Choose the cuts of the block calls (such as layers) into stages for which the largest value of a stage is
-    smallest. ``tables``: for each stage, a table whose entry ``[start, stop]`` is the value of the calls
-    ``start:stop``. Return this largest value, and the cuts: the index of the first call of each stage, followed by the
-    number of calls.
+    smallest. Return this largest value, and the cuts: the index of the first call of each stage, followed by the number
+    of calls.
+
+    ``tables``: for each stage, a table whose entry ``[start, stop]`` is the value of the calls ``start:stop``.
     """
     n = tables[0].shape[0] - 1
     reached = np.full(n + 1, np.inf)

@@ -85,11 +85,11 @@ def _yield_variants_by_calls(
     tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False
 ) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then each time
-    with one more such call, which is the one that frees the most bytes per second of recomputation.
+    with one more such call, which is the one that frees the most bytes per second of recomputation. Nothing is yielded
+    if the problem requires full recomputation, or allows no call to be recomputed.
 
-    ``in_part``: the other block calls (such as layers) are recomputed selectively (only cheap operators). Nothing is
-    yielded if the problem requires full recomputation, or allows no call to be recomputed. ``tables``: seconds and
-    bytes of all possible stages.
+    ``in_part``: the other block calls (such as layers) are recomputed selectively (only cheap operators). ``tables``:
+    seconds and bytes of all possible stages.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
@@ -303,10 +303,12 @@ class _VirtualStageRanks:
         )
 
     def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
-        """Return the peak bytes of the pipeline rank with index ``rank``. ``plans``: the plan of each of its virtual
-        stages, in the order of ``own[rank]``. The result is the sum of the peaks of these stages, except that shared
-        parameters and working memory count once, and activations count only as far as they exist at the same time.
-        ``tables``: seconds and bytes of all possible stages."""
+        """Return the peak bytes of the pipeline rank with index ``rank``. The result is the sum of the peaks of the
+        rank's virtual stages, except that shared parameters and working memory count once, and activations count only
+        as far as they exist at the same time.
+
+        ``plans``: the plan of each virtual stage of the rank, in the order of ``own[rank]``. ``tables``: seconds and
+        bytes of all possible stages."""
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
         working = [

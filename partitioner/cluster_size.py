@@ -396,9 +396,9 @@ class _SizedModels:
         return prepared, batch
 
     def _derive(self, size: int) -> FoldedModel | None:
-        """Return the graphs of the model for inputs of ``size`` (tokens of a sample, or samples of a microbatch),
-        derived from those for the next smaller and the next larger size for which it was captured; ``None`` if that is
-        not possible. The model is captured for the largest size once."""
+        """Return the graphs of the model for inputs of ``size`` (tokens of a sample, or samples of a microbatch). They
+        are derived from the graphs for two other sizes: the next smaller and the next larger one for which the model
+        was captured. ``None`` if that is not possible. The model is captured for the largest size once."""
         smaller = max((known for known in self._captured if known < size), default=None)
         if smaller is None:
             return None

@@ -87,9 +87,9 @@ class StageJob:
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
-        """Return whether a virtual stage receives anything from the one before it; false if there is no such virtual
-        stage. ``hops``: for each virtual stage, the names of the values that it receives. ``virtual``: index of the
-        virtual stage, counted over all ranks."""
+        """Return whether the virtual stage with the index ``virtual`` receives anything from the preceding one; false
+        if the model has no virtual stage with this index. ``hops``: for each virtual stage, the names of the values
+        that it receives. ``virtual``: index counted over all ranks."""
         return virtual < len(hops) and bool(hops[virtual])
 
 

@@ -156,8 +156,8 @@ def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
 
 
 def _with_type_of_sums(state: StateData) -> StateData:
-    """Return a copy of the parameter ``state`` whose data type is that in which its gradients are summed, such as
-    float32 for a bfloat16 parameter. It describes the gradient of the parameter for the text on data types.
+    """Return a copy of the parameter ``state`` with another data type: the type in which its gradients are summed, such
+    as float32 for a bfloat16 parameter. The copy describes the gradient of the parameter in a text on data types.
     """
     return state.model_copy(update={"dtype": sum_type(state.dtype)})
 
@@ -242,10 +242,10 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
-    """Return as one word what the search found for ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO
-    stage) that the search for a plan examined: ``chosen``, ``solved`` (its step time was computed), ``bounded`` (a
-    lower bound on its step time rules it out), ``infeasible`` (there is no plan), or ``open`` (only a lower bound is
-    known, so that it may be faster than the chosen plan). ``certificate``: the results of the search.
+    """Return the result of the search for ``candidate`` as one word: ``chosen``, ``solved`` (its step time was
+    computed), ``bounded`` (a lower bound on its step time rules it out), ``infeasible`` (there is no plan), or ``open``
+    (only a lower bound is known, so that it may be faster than the chosen plan). ``candidate``: a layout (mesh,
+    microbatch size, schedule, ZeRO stage) that the search examined. ``certificate``: the results of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 

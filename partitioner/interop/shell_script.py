@@ -256,8 +256,8 @@ class ShellScript:
 
     def split(self, text: str, *, whole: bool = False) -> list[str]:
         """Return the words of the shell command ``text``, with variables replaced by their values and without quotes. A
-        word that contains several options (such as the value of a variable, ``--tp 2 --pp 4``) is split into these,
-        unless ``whole`` is true. Raise :class:`LayoutError` for an unbalanced quote."""
+        word that contains several options, such as a variable with the value ``--tp 2 --pp 4``, is split into these
+        options, unless ``whole`` is true. Raise :class:`LayoutError` for an unbalanced quote."""
         text = self._fill_in(text)
         try:
             return [

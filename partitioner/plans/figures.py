@@ -169,8 +169,8 @@ def bubble_text(plan: Plan) -> str:
 
 
 def _format_bubble_figure(plan: Plan) -> tuple[str, str]:
-    """Return a label and a value that pictures of ``plan`` show beside each other, such as ``"bubble, slowest rank"``
-    and ``"7.3%"``: the percentage of the step that ranks wait in the pipeline. The value is empty if no rank waits."""
+    """Return a label and a value for pictures of ``plan``, such as ``"bubble, slowest rank"`` and ``"7.3%"``: the
+    percentage of the step that ranks wait in the pipeline. The value is empty if no rank waits."""
     shares = waiting_shares(plan)
     if not bubble_text(plan):
         return "bubble", ""

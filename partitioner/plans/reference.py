@@ -506,8 +506,8 @@ def _nothing_recomputed() -> Iterator[None]:
 
 
 def _nothing_compiled() -> AbstractContextManager[Any]:
-    """Return a context in which functions that ``torch.compile`` wraps run without a compiler, which would refuse torch
-    modes such as those of a reference."""
+    """Return a context in which functions that ``torch.compile`` wraps run without a compiler. A compiler would refuse
+    the torch modes that a run of the reference uses."""
     wrapped = "torch._dynamo" in sys.modules  # not imported here: that takes seconds
     return torch.compiler.set_stance("force_eager") if wrapped else nullcontext()
 

@@ -77,8 +77,8 @@ def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
 
 
 class _OperandPool:
-    """A pool of random numbers on one device, from which tensors take consecutive parts. A part has left the caches
-    when it is used again, although the numbers are generated only once."""
+    """A pool of random numbers on one device, from which tensors take consecutive parts. The pool is so large that a
+    part has left the caches before it is used again. The numbers are generated only once."""
 
     def __init__(self, device: torch.device) -> None:
         """Generate the random numbers on ``device`` from which tensors are taken."""

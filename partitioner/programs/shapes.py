@@ -183,9 +183,9 @@ class ShapeFamily:
         """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), without capturing it
         for this shape. A shape whose number of positions (or else of samples) lies between the largest and the smallest
         is derived from the models for these two numbers. If that is impossible, it is derived from the models for the
-        second largest and the smallest: the largest batch may read a whole table, such as one of positions, of which
-        all others read a part. For other shapes the model that a forked process has captured is returned. ``None`` if
-        neither is possible; the caller then captures the model."""
+        second largest and the smallest number. The reason can be a table, such as one of positions, which the largest
+        batch reads whole and all others in part. For other shapes the model that a forked process has captured is
+        returned. ``None`` if neither is possible; the caller then captures the model."""
         ends = self._list_surrounding_shapes(shape)
         if not ends:
             return self._read_folded(shape)
@@ -243,9 +243,10 @@ class ShapeFamily:
         return sorted(corners - {self.shapes[0]}, reverse=True)
 
     def capture_ends(self) -> None:
-        """Capture the model for the shapes from which the models for all other shapes are derived: those with the
-        smallest or largest numbers of samples and positions and, if some models cannot be derived from these, those
-        with the second largest. Processes that are forked from this one afterwards need not capture them again.
+        """Capture the model for a few batch shapes, from which the models for all other shapes are derived: the shapes
+        with the smallest and the largest numbers of samples and positions. If some models cannot be derived from these,
+        also capture the shapes with the second largest numbers. Processes that are forked from this one afterwards need
+        not capture them again.
         """
         ends = self._list_ends()
         others = [s for s in self.shapes[1:] if s not in ends and len(self._list_surrounding_shapes(s)) == 1]

@@ -282,8 +282,8 @@ def _has_nvlink_switches(wires: Wiring) -> bool:
 
 
 def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a pattern with the direct links ``matrix``, and a dict with the pattern's fields under this
-    name. If the built-in catalogue of hardware has such a pattern, return the catalogue's name, and an empty dict.
+    """Return two values for a pattern that has the direct links ``matrix``: its name, and a dict: name -> fields of the
+    pattern. If the built-in catalogue of hardware has such a pattern, they are the catalogue's name and an empty dict.
     ``matrix``: bytes/s of each pair of devices in a node, shape ``[devices, devices]``, 0 without a direct link."""
     for name, entry in catalogue("patterns").items():
         places = [k for link in entry["links"] if link["pairs"] != "all" for pair in link["pairs"] for k in pair]

@@ -270,9 +270,9 @@ def replica_groups(
 
 
 def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Find which kinds (such as device types, as numbers) occur in each row of ``kinds``, that is, along its last dim.
-    Return an array with one entry per row, the index of its set of kinds, and the list of the distinct sets, each in
-    ascending order. ``kinds``: numbers from 0 to ``count - 1``."""
+    """Find the set of kinds (such as device types, as numbers) that occur in each row of ``kinds``, that is, along its
+    last dim. Return two values: an array with one entry for each row, the index of its set; and the list of the
+    distinct sets, each in ascending order. ``kinds``: numbers from 0 to ``count - 1``."""
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
     if count == 1:
         return np.zeros(shape, dtype=np.int64), [[0]]

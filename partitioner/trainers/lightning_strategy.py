@@ -633,8 +633,8 @@ class _Held:
 
 
 def _check_trainer(trainer: Any, module: Any) -> None:
-    """Raise :class:`TrainerError` if ``trainer``, a Lightning trainer, or ``module``, its LightningModule, uses an
-    option or method that cannot have its effect if a plan divides the model over ranks."""
+    """Raise :class:`TrainerError` if an option or method in use cannot have its effect with a plan, which divides the
+    model over ranks. ``trainer``: a Lightning trainer. ``module``: its LightningModule."""
     if not module.automatic_optimization:
         raise TrainerError(
             "the module has automatic_optimization=False, whose training_step runs backward itself: expected True"

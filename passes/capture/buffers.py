@@ -555,8 +555,8 @@ def _has_cumulative_average(module: _BatchNorm) -> bool:
 
 def _forward_with_cumulative_average(self: _BatchNorm, input: Tensor) -> Tensor:
     """Return the batch norm of ``input`` with a cumulative average, and update the module's running statistics and its
-    batch counter. This replaces ``forward`` of the batch norm: torch's own reads the counter as a Python number, which
-    cannot be traced; this one reads it as a tensor."""
+    batch counter. This function replaces ``forward`` of the batch norm. Torch's own ``forward`` reads the counter as a
+    Python number, which cannot be traced; this function reads it as a tensor."""
     self._check_input_dim(input)
     assert self.running_mean is not None
     assert self.running_var is not None

@@ -414,8 +414,8 @@ def take_hooks_into_forward(model: nn.Module) -> None:
     own: Callable[..., Any] = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward pre-hooks, its forward and its forward hooks, as calling the module with these
-        arguments would, and return the output."""
+        """Call the model's forward pre-hooks, its forward and its forward hooks with these arguments, in the order in
+        which ``nn.Module.__call__`` calls them, and return the output."""
         for number, hook in before.items():
             found = hook(model, args, kwargs) if number in named else hook(model, args)
             if found is not None and number in named:

@@ -160,9 +160,9 @@ class _LoopMerger:
         return self.weights.read and all(u in users for n in read for u in n.users)
 
     def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop: a node that all
-        experts share, or an object for merged nodes, such as :class:`ExpertRows` (each row (token) computed by its own
-        expert).
+        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop. It is a node
+        that all experts share, or an object for merged nodes. An example is :class:`ExpertRows`: a tensor in which each
+        row (token) is computed by its own expert.
 
         Raises :class:`NotMergeable` if the nodes do not correspond. Nodes correspond if they apply the same operator to
         corresponding nodes and equal constants.
@@ -173,8 +173,8 @@ class _LoopMerger:
         return self.known[nodes]
 
     def _merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return one object, such as :class:`ExpertRows` (each row (token) computed by its own expert), that replaces
-        ``nodes``, which compute corresponding but different values of all experts in the loop.
+        """Return one object that replaces ``nodes``, which compute corresponding but different values of all experts in
+        the loop. An example is :class:`ExpertRows`: a tensor in which each row (token) is computed by its own expert.
 
         Raises :class:`NotMergeable` if the nodes do not correspond, or if no merged form of their operator is known.
         Nodes correspond if they apply the same operator to corresponding nodes and equal constants."""
@@ -381,8 +381,8 @@ class _LoopMerger:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """Append one operator that applies the operator of ``node`` to rows (tokens) that are each computed by their
-        own expert, in place of the corresponding operators of all experts, and return the result.
+        """Replace the corresponding operators of all experts by one operator, which works on rows (tokens) that each
+        belong to their own expert. Append it to the graph, and return the result.
 
         Raises :class:`NotMergeable` if no operand has such rows, if the operator combines rows, or if its result would
         have another shape or dtype than ``node``. ``node``: the operator of the first expert. ``args``, ``kwargs``: its

@@ -207,9 +207,9 @@ def get_num_choices(chosen: fx.Node) -> int | None:
 
 
 def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
-    """Return the integer tensor and the number for which it is tested, if the slice of the tensor ``whole`` at
-    ``index`` along ``dim`` is a mask such as ``chosen == index``; ``None`` if ``whole`` is no stack of such masks along
-    ``dim``.
+    """Return which test the slice of the tensor ``whole`` at ``index`` along ``dim`` is, if it is a mask such as
+    ``chosen == index``: the result has the integer tensor and the number for which it is tested. ``None`` if ``whole``
+    is no stack of such masks along ``dim``.
     """
     classes = match_class_masks(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:

@@ -638,8 +638,8 @@ def _wrap_extreme_function(name: str, original: Callable[..., Any]) -> Callable[
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Return the smallest or largest of the given values, as ``min`` or ``max`` do; it is a lifted number (a Python
-        number that is traced as a tensor) if one is among them."""
+        """Return the smallest or largest of the given values, as ``min`` or ``max`` do. If a lifted number (a Python
+        number that is traced as a tensor) is among the values, the result is a lifted number, too."""
         values = args
         if len(args) == 1 and isinstance(args[0], tuple | list):
             values = tuple(args[0])

@@ -170,8 +170,9 @@ class MaskEvaluator(ConstantEvaluator):
 
     def _find_exchanged(self, node: fx.Node) -> GatheredValue | None:
         """Return a :class:`GatheredValue` (a description of an integer tensor by elements of another tensor) for
-        ``node``. The other tensor is an earlier node that has the same elements with the last two dims exchanged, as
-        ``position // chunk`` for keys and for queries. Return ``None`` if there is no such node."""
+        ``node``. The other tensor is an earlier node that has the same elements with the last two dims exchanged. For
+        example, a model may compute ``position // chunk`` once for keys and once for queries. Return ``None`` if there
+        is no such node."""
         sizes = _align_sizes(list_node_sizes(node))
         for other in self._described.get((node.target, sizes[:-2] + sizes[:-3:-1]), ()):
             if is_exchanged_value(node, other, self.values):
@@ -375,8 +376,9 @@ def _keeps_bounds(node: fx.Node, args: tuple[Any, ...], masks: Sequence[Conditio
 def _combine_choices(
     masks: Sequence[ConditionalValue], compute: Callable[[Sequence[Tensor]], Tensor], rank: int
 ) -> Value:
-    """Return the result of an operator on ``masks``, each of which has one number where conditions hold and another
-    elsewhere, in this form, with the conditions of all masks. Raise :class:`UnknownValueError` if it has no such form.
+    """Return the result of an operator on ``masks``. Each mask has one number where its conditions hold and another
+    elsewhere. The result has this form, too, with the conditions of all masks. Raise :class:`UnknownValueError` if that
+    is impossible.
 
     Wherever not all conditions hold, the operator must give a single number, or numbers that hide a score (-6e4 or
     less). A mask with a single condition may also be used in the equivalent form with the negated condition and

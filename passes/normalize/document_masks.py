@@ -88,8 +88,8 @@ class DocumentMask(NamedTuple):
     chunks: Chunks | None = None
 
     def key(self, rows: int) -> DocumentKey:
-        """Return a hashable key for a cache of document ids ``[rows, positions]``: everything in this attention mask on
-        which these integers depend. ``rows``: the batch size."""
+        """Return a hashable key of the parts of this attention mask that determine the document ids ``[rows,
+        positions]``. It is used in a cache of document ids. ``rows``: the batch size."""
         return self.ids, self.chunks, rows
 
 
@@ -566,7 +566,7 @@ def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict
 
 def _count_prefix_pairs(evaluator: ConstantEvaluator, node: fx.Node) -> int:
     """Return the mean number, per row of the batch, of query-key pairs that the attention ``node`` computes only
-    because of its prefix; -1 if it is unknown. The prefix is a set of keys that the queries of their document see in a
+    because of its prefix; -1 if it is unknown. The prefix is a set of keys. The queries of their document see them in a
     wider range of positions than other keys. ``evaluator``: computes the value of a node from constants and given
     inputs."""
     ids, prefix = node.args[3:5]

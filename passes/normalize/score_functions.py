@@ -56,10 +56,10 @@ _Move = Callable[[Tensor], Tensor]
 # --- values of masks that are no masks of documents -------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class ElementSource:
-    """Says where the elements of a tensor come from: each is an element of a (usually smaller) tensor of the graph,
-    such as a vector with one flag for each key or one slope for each head.
+    """Describes a tensor each of whose elements is an element of another, usually smaller tensor of the graph, such as
+    a vector with one flag for each key or one slope for each head.
 
-    ``source``: the node of that tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
+    ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
     element along this dim, with size 1 in every dim along which the index is constant.
     """
 
@@ -84,8 +84,8 @@ class FlaggedCondition:
     flags: ElementSource
 
     def map_tensors(self, move: _Move) -> FlaggedCondition:
-        """Return this condition of an attention mask for ``move(mask)``. ``move``: a function that rearranges the dims
-        of a tensor, such as a transpose.
+        """Return the condition for an attention mask whose dims ``move`` has rearranged, ``move(mask)``. ``move``: a
+        function that rearranges the dims of a tensor, such as a transpose.
         """
         terms = tuple(folding.map_condition(t, move) for t in self.terms)
         return FlaggedCondition(terms, self.flags.map_tensors(move))

@@ -164,9 +164,10 @@ def _describe_results_by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """Return a dict from each factor (a named loop dimension of an operator) of one operand to the tuple of the parts
-    that make it up, each with a size, and whether it grows with the batch. Return ``None`` if the parts of a dim, in
-    order, do not give the sizes of its factors, or if a growing part would be divided between two factors.
+    """Return the parts that make up each factor of one operand, as a dict: name of a factor -> tuple of parts. A factor
+    is a named loop dimension of an operator. A part has a size, and may grow with the batch. Return ``None`` if the
+    parts of a dim, in order, do not give the sizes of its factors, or if a growing part would be divided between two
+    factors.
 
     ``value``: what is known of the operand if the batch is padded, with the parts of each dim. ``dims``: for each dim
     of the operand, the names of its factors. ``sizes``: name of a factor -> its size.
@@ -356,8 +357,8 @@ def _add_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return the result (1 for true, 0 for false) of comparing the distance of a key from a query with ``number``, if
-    it is the same for all keys that come after the query; otherwise ``None``.
+    """Return the result (1 for true, 0 for false) of comparing the distance between a key and a query with ``number``.
+    It must be the same for all keys that come after the query; otherwise the result is ``None``.
 
     ``name``: the comparison: ``lt``, ``le``, ``gt`` or ``ge``. ``sign``: 1 if the distance is key index minus query
     index (1 or more for such keys), -1 if it is query index minus key index (-1 or less).

@@ -200,9 +200,9 @@ def shard_index(node: fx.Node) -> OpFactors | None:
 
 
 def _lower_sharded_index(local: LocalBuilder) -> fx.Node:
-    """Append a read ``x[:, i]`` from the part of the indexed dim that this rank holds, with zeros for indices of
-    other ranks' parts, to the graph of one rank, and return its node. ``local``: the operator to replace, its
-    layouts, and the graph of one rank."""
+    """Append a read ``x[:, i]`` to the graph of one rank, and return its node. The rank reads the part of the indexed
+    dim that it holds, and has zeros for indices in other ranks' parts. ``local``: the operator to replace, its layouts,
+    and the graph of one rank."""
     source, places = local.operands
     dim = next(d for d, i in enumerate(get_node_argument(local.node, "indices")) if i is not None)
     rows = get_meta_shape(source)[dim]

@@ -335,8 +335,8 @@ def _match_mask_coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
     """Return two values if ``indices`` are coordinates of the true elements of one mask: the shape of the mask, and for
-    each index the dim of the mask that it is the coordinate of. Return ``((), [])`` if they are not, or if the sizes of
-    these dims differ from those of the dims of ``x`` that are indexed.
+    each index the dim of the mask to which its coordinates belong. Return ``((), [])`` if they are not, or if these
+    dims have other sizes than the indexed dims of ``x``.
 
     Each element of the mask then belongs to one fixed position of ``x``, so that ``x[indices]`` needs no index
     operator. ``build``: the rewriter, which knows which nodes are coordinates. ``first``: the dim of ``x`` at which

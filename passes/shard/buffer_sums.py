@@ -471,9 +471,9 @@ def _list_linear_operands(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def _find_added_rows(node: fx.Node) -> list[int] | None:
-    """Return, for an operator ``node`` that adds slices (rows) to its first operand at given indices (such as
-    ``index_add``), a list with one number for each further operand (indices and addends): the dim that counts the added
-    rows. Return ``None`` for any other operator, or if these operands have different numbers of rows.
+    """Return the dims that count the rows which the operator ``node`` adds to its first operand at given indices, as
+    ``index_add`` does. The list has one dim for each further operand (indices and addends). Return ``None`` for any
+    other operator, or if these operands have different numbers of rows.
     """
     operands = operands_of(node)
     shapes = [get_node_tensor(o).shape for o in operands]

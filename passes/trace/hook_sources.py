@@ -37,8 +37,8 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 class HookValue:
     """The origin of a value that occurs in the source of a hook. The source is analysed without running the hook.
 
-    ``kind``: "given" for an argument of the hook or a view of one, "model" for a module or what it holds, "known"
-    for one of ``objects``, which exist already, "fresh" for a new value that the hook makes, "none" for ``None``, or
+    ``kind``: "given": an argument of the hook or a view of one; "model": a module, or an object that a module holds;
+    "known": one of ``objects``, which exist already; "fresh": a new value that the hook makes; "none": ``None``; or
     "unknown".
     """
 

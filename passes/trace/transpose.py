@@ -248,8 +248,8 @@ class _ZeroGradientValues:
 
     def _compute_value_at_zero(self, node: fx.Node) -> Any:
         """Run the operator ``node`` of the graph of a ``backward`` function on the values that its operands have if all
-        incoming gradients are zero, and return its value. A sum whose other operand is then zero is not run; the value
-        of its remaining operand is returned."""
+        incoming gradients are zero, and return its value. If ``node`` is a sum with an operand that is zero then, the
+        value of the other operand is returned, and the sum is not run."""
         other = _find_other_addend(node, self.parts)
         if other is not None:
             return self.get_value(other)

@@ -24,12 +24,13 @@ _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 def describe_optimizers(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[dict[str, Any] | None] | None:
-    """Return, for each optimizer of this rank, a dict of what a checkpoint stores of it beside its state: its class
-    name, the names of its hyperparameters, such as ``lr``, and its parameter groups with the values of these.
+    """Return a description of each optimizer of this rank for a checkpoint, besides its state: a dict with its class
+    name, the names of its hyperparameters, such as ``lr``, and its parameter groups with the values of the
+    hyperparameters. Parameters have the model's names. An item is ``None`` if this rank has no such optimizer. The
+    result is ``None`` if there is no optimizer at all.
 
-    A group names its parameters as in the model. ``given``: one optimizer, a list of optimizers, or ``None``.
-    ``parameters``: name in the program -> parameter of this rank. An item is ``None`` if this rank has no such
-    optimizer. The result is ``None`` if there is no optimizer at all.
+    ``given``: one optimizer, a list of optimizers, or ``None``. ``parameters``: name in the program -> parameter of
+    this rank. ``program``: the program, which knows the model's names.
     """
     optimizers = list_optimizers(given)
     return (

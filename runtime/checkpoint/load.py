@@ -138,9 +138,9 @@ def list_complete_checkpoints(root: Path) -> list[CheckpointMatch]:
 def list_resumable_checkpoints(root: Path) -> list[CheckpointMatch]:
     """Return the complete checkpoints in the folder ``root``, in the order in which they should be tried for resuming.
 
-    Checkpoints with more steps come first. Exception: if training was resumed from an earlier checkpoint, those that it
-    had written after that one come last. Such a checkpoint has more steps than the checkpoint that the file ``latest``
-    names, and is older than the file ``latest``.
+    Checkpoints with more steps come first. There is one exception: if the user resumed from an earlier checkpoint, the
+    checkpoints with more steps from before that restart come last. They have more steps than the checkpoint that the
+    file ``latest`` names, and are older than the file ``latest``.
     """
     found = list_complete_checkpoints(root)[::-1]
     named = root / LATEST
@@ -253,8 +253,8 @@ def _open_shard_reader(folder: Path) -> ShardReader:
 
 
 def _warn_of_other_tensors(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
-    """Warn if the checkpoint in ``folder`` has tensors that the model of this rank's program, ``rank``, does not have,
-    so that it may be of another model. ``reader``: reads tensors of the checkpoint.
+    """Warn if the checkpoint in ``folder`` has tensors that this rank's model does not have: the checkpoint may then be
+    of another model. ``rank``: this rank's program. ``reader``: reads tensors of the checkpoint.
     """
     known = list_names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))

@@ -359,8 +359,8 @@ class _Trial:
         parameters. Each is compared with a step of the whole tensors.
 
         A way is a pair: index of a small tensor -> function that selects the part to step; and "parts", or "stages" if
-        only every other small tensor is stepped, as on one of two pipeline stages. ``stages``: whether to yield those,
-        too.
+        only every other small tensor is stepped, as on one of two pipeline stages. ``stages``: whether to yield the
+        ways with "stages", too.
         """
         if any(not s.cut.is_whole for s in self.samples):
             for place in (0, -1):  # of the first rank, and of the last

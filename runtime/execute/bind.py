@@ -608,10 +608,10 @@ def _bind_inplace(node: fx.Node, binding: Binding) -> Binding:
 
 
 def _bind_pieces(node: fx.Node, group: RankGroup, weights: list[fx.Node], dim: int, pieces: int, **how: Any) -> Binding:
-    """Return how a compiled graph runs ``node``, an all-gather or reduce-scatter that communicates in pieces while it
-    multiplies: as a function of the node's distinct operands that starts it. ``group``: the ranks. ``weights``: the
-    matrices. ``dim``: the dim along which shards are joined or a sum is cut. ``pieces``: the number of pieces. ``how``:
-    the other arguments of the operator by name.
+    """Return the function with which a compiled graph starts ``node``, an all-gather or reduce-scatter that
+    communicates in pieces while it multiplies. The function takes the node's distinct operands. ``group``: the ranks.
+    ``weights``: the matrices. ``dim``: the dim along which shards are joined or a sum is cut. ``pieces``: the number of
+    pieces. ``how``: the other arguments of the operator by name.
     """
     given = node.all_input_nodes
     place = {operand: i for i, operand in enumerate(given)}

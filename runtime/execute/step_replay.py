@@ -228,8 +228,8 @@ class StepReplay:
         _log.warning("rank %d runs without replay: %s", self.rank.rank, reason)
 
     def wrap_call(self, call: BoundCall) -> ReplayableCall:
-        """Return a wrapper of ``call``, one execution of a block, that runs it inside the recording of a step, or
-        outside of it if the host reads values from the device in it.
+        """Return a wrapper of ``call``, one execution of a block. The wrapper runs the call inside the recording of a
+        step. If the host reads values from the device in the call, it runs it outside of the recording.
         """
         why = find_replay_obstacle(self.rank.program.blocks[call.call.block], self.device.type)
         wrapped = ReplayableCall(call, self, why)

@@ -88,8 +88,9 @@ def find_changed_scalars(base: Any, other: Any) -> dict[int | str, int | str]:
     """Return the integers and strings of ``base`` that become another one in ``other``, as old -> new, such as the old
     and the new batch size.
 
-    ``base`` and ``other``: JSON data of similar structure. Places that both have are compared, for lists those of
-    similar entries; for each scalar of ``base`` the most frequent counterpart in ``other`` counts.
+    ``base`` and ``other``: JSON data of similar structure. Values at the same place are compared; entries of lists are
+    first matched by similarity. If a value of ``base`` has different counterparts in ``other``, the most frequent one
+    counts.
     """
     counts: dict[int | str, Counter[int | str]] = {}
     for old, new in _pair_scalars(base, other):

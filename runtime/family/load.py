@@ -111,9 +111,9 @@ def _fold_program(programs: list[Any], program: Any, forms: list[dict[str, Count
 
 
 def _fold_block(programs: list[Any], block: Any, name: str, forms: list[dict[str, Counter[str]]]) -> Delta | None:
-    """Return ``block`` (a piece of the model, such as a layer) as its difference from the block ``name`` of one of the
-    earlier ``programs``: of the one in which the most nodes of the block's graph have the same form. Return ``None`` if
-    no earlier program has a block with this name. All data are JSON data.
+    """Return ``block`` (a piece of the model, such as a layer) as its difference from the block ``name`` of an earlier
+    program: of ``programs``, the one in which the most nodes of the block's graph have the same form as in ``block``.
+    Return ``None`` if no earlier program has a block with this name. All data are JSON data.
 
     ``forms``: for each of ``programs``, and last for the program of ``block``, how many nodes of each form the graph of
     a block has: name of the block -> form -> count.

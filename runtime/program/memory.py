@@ -470,8 +470,8 @@ class _MemoryCounter:
             self.host += self.facts.moved_bytes(call)
 
     def fetch_activations(self, i: Instruction) -> None:
-        """Count tensors as on the device again: those that the calls (executions of blocks, such as layers) of the
-        FETCH instruction ``i`` saved for backward, and that were moved to host memory.
+        """Count the tensors that the FETCH instruction ``i`` moves back from host memory as on the device again. The
+        instruction's calls (executions of blocks, such as layers) saved them for backward.
         """
         for call in self.list_moved_calls(i):
             for value in call.moves:

@@ -512,8 +512,8 @@ class DiskOptimizerStates:
 
 
 def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Yield those tensors in ``holder``, a parameter's optimizer state (a dict or list, perhaps nested), that are moved
-    to disk, as (dict or list that has it, key, full name).
+    """Yield the tensors in ``holder`` that are moved to disk, each as a tuple: the dict or list that has the tensor,
+    its key there, and its full name. ``holder``: a parameter's optimizer state, a dict or list, perhaps nested.
 
     Numbers, tensor subclasses and tensors outside of host memory are not moved. ``prefix``: start of the full name.
     """

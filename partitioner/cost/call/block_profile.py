@@ -133,9 +133,9 @@ class KernelTable:
     each: Marks
 
     def cut_rows(self, places: Sequence[int], rows: int, pieces: int) -> KernelTable:
-        """Return a table of some of these kernels, as they run on a part of their rows. Every part reads the whole
-        weight. ``places``: indices of the kernels to return, which are matrix products with ``rows`` rows. ``pieces``:
-        the number of equal parts into which the rows are cut; each returned kernel processes one part."""
+        """Return a table of the kernels at ``places``, each cut to one part of its rows. Every part reads the whole
+        weight. ``places``: indices of matrix products with ``rows`` rows in this table. ``pieces``: the number of equal
+        parts into which the rows are cut."""
         here = np.array(places)
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         found = replace(self, **{name: c[here] for name, c in columns.items() if isinstance(c, np.ndarray)})

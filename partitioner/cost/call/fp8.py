@@ -40,8 +40,8 @@ def is_expert_product_in_fp8(node: fx.Node) -> bool:
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return those matrix products among ``products`` for which a cast of their operand to fp8 is counted: of several
-    products of ``block`` (such as a layer) that read one operand, only the first. Software such as Transformer Engine
+    """Return the matrix products in ``products`` for which a cast of the operand to fp8 is counted. If several products
+    of ``block`` (such as a layer) read one operand, only the first of them is. Software such as Transformer Engine
     casts an operand once: the projections to queries, keys and values read one operand, so the last two reuse the cast
     of the first."""
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()

@@ -219,9 +219,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def repeats_of(node: fx.Node, copied: bool = False) -> float:
-    """Return how many times the view ``node`` repeats each element of the tensor that it is a view of, such as after
-    ``expand``; 1 if it repeats none. ``copied``: a reshape that has to copy counts as a view, too, so that repetitions
-    before it are included.
+    """Return how many times each element of the original tensor occurs in the view ``node``, for example after
+    ``expand``; 1 if no element is repeated. ``copied``: a reshape that has to copy counts as a view, too, so that
+    repetitions before it are included.
     """
     found = 1.0
     while node.op == "call_function" and operator_name(node) in VIEWS and (copied or is_view(node)):

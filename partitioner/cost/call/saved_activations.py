@@ -167,7 +167,7 @@ def kept_by(
     """Return the bytes that one call of ``block`` (a piece of the model, such as a layer) keeps for backward, and those
     that it needs while it runs. ``train``: whether there is a backward; otherwise nothing is kept. ``without``: nodes
     whose results are not kept but computed a second time in backward. ``copies``: count the copies that products make
-    of their operands; they depend on how the operands are sharded, so that lower bounds leave them out.
+    of their operands. Lower bounds leave these out, because they depend on how the operands are sharded.
     """
     states = set(block.states)
     saved: dict[Value, int] = {}

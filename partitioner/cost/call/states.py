@@ -380,6 +380,6 @@ def _build_state_cost(
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:
-    """Return the seconds of the optimizer's step over the parameters with these ``costs`` on ``device``. Parameters
-    whose optimizer states are in host memory do not count. The step is bound by memory bandwidth."""
+    """Return the seconds of the optimizer's step on ``device``, which is bound by memory bandwidth. Parameters whose
+    optimizer states are in host memory do not count. ``costs``: the costs of the parameters."""
     return sum(cost.update for cost in costs if not cost.hosted) / memory_rate("optimizer", device)

@@ -286,8 +286,8 @@ def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> It
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
     """Return an upper bound on the bandwidth that each device of a group has on a level of links, as a fraction of the
-    level's bandwidth. One part of the cluster (such as a node) has ``devices`` devices of the group, one of them slow,
-    and they divide the part's bandwidth among each other.
+    level's bandwidth. ``devices`` devices of the group, one of them slow, are in one part of the cluster (such as a
+    node), and divide the part's bandwidth among each other.
 
     ``shares``: bandwidth of each device of the cluster as a fraction of the level's; ``None`` if all have 1. ``parts``:
     index of the part of each device. ``farthest``: a device is slow if its fraction is at most this number.

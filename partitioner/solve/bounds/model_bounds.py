@@ -63,8 +63,8 @@ BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster r
 
 
 def by_all(candidate: MeshCandidate) -> MeshCandidate:
-    """Return ``candidate`` itself, as the key under which a result for it is cached if no other candidate may have the
-    same result. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+    """Return ``candidate`` itself as a cache key, for results that no two candidates share. ``candidate``: mesh sizes,
+    microbatch size, schedule and ZeRO stage."""
     return candidate
 
 

@@ -42,9 +42,9 @@ class ActivationBytes:
         self._sizes, self._seconds = np.cumsum(pairs[:, order], axis=1)
 
     def within(self, seconds: float) -> float:
-        """Return the greatest number of activation bytes of one microbatch that block calls (such as layers) can have
-        which together take at most ``seconds`` seconds. Any calls may be chosen, also fractions of them (a fractional
-        knapsack problem), so this is an upper bound for the calls of one rank.
+        """Return the most activation bytes that a set of block calls (such as layers) can have for one microbatch, if
+        the calls together take at most ``seconds`` seconds. Any calls, and fractions of calls, may be in the set (a
+        fractional knapsack problem), so the result is an upper bound for the calls of one rank.
         """
         return float(np.interp(seconds, [0.0, *self._seconds], [0.0, *self._sizes]))
 
@@ -167,7 +167,9 @@ class RecomputeCosts:
 
     @classmethod
     def of(cls, calls: Iterable[tuple[CallCost, int]]) -> RecomputeCosts:
-        """Return the sums over ``calls``, pairs (cost of a block call, how often the model has such a call)."""
+        """Return the costs of recomputation, summed over all block calls (such as layers) of the model. ``calls``:
+        pairs (cost of a call, how often the model has such a call).
+        """
         every = list(calls)
 
         def total(of_call: Callable[[CallCost], float]) -> float:

@@ -69,9 +69,9 @@ class LocalModels:
         return candidate.tp, candidate.cp, parts, whole and (apart or self.coupled), apart, split
 
     def is_whole(self, candidate: MeshCandidate, size: int) -> bool:
-        """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples may hold only for ranks with
-        a single microbatch: each rank has one microbatch, of this size, and samples of the batch interact.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples may be valid only for ranks
+        with a single microbatch. That is so if samples of the batch interact, and each rank has one microbatch of this
+        size. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         whole = size == candidate.microbatch_size and candidate.num_microbatches(self.job.global_batch) == 1
         return whole and self.coupled
 

@@ -229,8 +229,8 @@ def _explain_input_errors(size: int) -> Iterator[None]:
 
 
 def _warn_about_evaluation_mode(asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """Yield one warning, a text for the user, if the model is in evaluation mode although it is to be trained, and some
-    of its modules (such as dropout) depend on the mode; otherwise nothing. ``asked``: the model.
+    """Yield one warning, a text for the user, if the model is to be trained but is in evaluation mode, and some of its
+    modules (such as dropout) depend on the mode. Otherwise yield nothing. ``asked``: the model.
     """
     if isinstance(asked, ExportedProgram) or asked.training:
         return

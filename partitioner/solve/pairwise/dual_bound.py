@@ -51,9 +51,9 @@ class Reparametrization:
 
     def sweep(self, forward: bool) -> None:
         """Raise the lower bound by moving costs between nodes and edge tables, through all nodes in order (``forward``)
-        or in reverse. Each node collects the minima of its edge tables, and then moves cost to those of its tables that
-        it shares with nodes that come later in this direction. The total cost of each assignment (one choice for each
-        node) stays unchanged.
+        or in reverse. Each node collects the minima of its edge tables. It then moves cost to the tables that it shares
+        with nodes which come later in this direction. The total cost of each assignment (one choice for each node)
+        stays unchanged.
         """
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)

@@ -99,10 +99,10 @@ class Usage:
         self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
-        """Return the price of the memory that each choice of each node of the assignment problem uses (one choice per
-        node, at the least total cost): the sum over the rows of this memory times ``prices[row]``. A row is a set of
-        nodes that are in memory together. The result has one entry per choice, where the choices of all nodes are
-        numbered consecutively.
+        """Return the price of the memory that each choice of each node of the assignment problem (one choice per node,
+        at the least total cost) uses: the sum, over all rows, of the memory in the row times ``prices[row]``. A row is
+        a set of nodes that are in memory together. The result has one entry per choice, where the choices of all nodes
+        are numbered consecutively.
 
         ``prices``: the price of one byte (or other unit) of memory in each row."""
         total = np.concatenate([[0.0], np.cumsum(prices)])

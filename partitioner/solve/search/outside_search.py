@@ -105,8 +105,8 @@ def list_promising_candidates(
 
 def _list_context_variants(candidate: MeshCandidate, fine: Sequence[MeshCandidate]) -> list[MeshCandidate]:
     """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
-    one with half of ``dp``, if they are, apart from their schedule, among the candidates ``fine``. ``candidate``: mesh
-    sizes, microbatch size, schedule and ZeRO stage.
+    one with half of ``dp``. A variant is left out unless the candidates ``fine`` contain it, with any schedule.
+    ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     halves = [axis for axis in ("tp", "dp") if getattr(candidate, axis) % 2 == 0]
     found = [replace(candidate, cp=2 * candidate.cp, **{axis: getattr(candidate, axis) // 2}) for axis in halves]

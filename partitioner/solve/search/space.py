@@ -384,10 +384,10 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 
 
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
-    """Return the pairs (ep, etp) to try: the number of ranks over which the experts are distributed, and the number of
-    ranks over which each single expert is sharded (0: as many as ``tp``). ``room``: the number of ranks of ``dp``,
-    ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space (cluster, batch, constraints and
-    sizes of the model).
+    """Return the pairs (ep, etp) to try. ``ep`` is the number of ranks over which the experts are distributed, ``etp``
+    the number of ranks over which each single expert is sharded (0: as many as ``tp``). ``room``: the number of ranks
+    of ``dp``, ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model).
     """
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:

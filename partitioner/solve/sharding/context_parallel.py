@@ -44,9 +44,9 @@ _LEAST_DIVIDED = 0.5  # of the matrix products' work: with less there is no sequ
 
 @dataclass(frozen=True)
 class ContextModel:
-    """A model as one rank of the axis ``cp`` runs it. ``model``: its graphs and the tensors between them have the
-    shapes of one rank; parameters, buffers and inputs have their global shapes. ``sharding``: the layouts over ``cp``
-    by which it was made."""
+    """The model with its sequences sharded over the axis ``cp``. ``model``: in it, graphs and the tensors between them
+    have the shapes of one rank; parameters, buffers and inputs have their global shapes. ``sharding``: the layouts over
+    ``cp`` that were applied to make it."""
 
     model: FoldedModel
     sharding: ShardingSolution

@@ -231,8 +231,9 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Return how many times fewer key heads of this attention are sent and read if copies of key heads are left
-        out. The model makes such copies for groups of query heads; the result is 1 if it makes none."""
+        """Return the number of key heads of this attention, divided by the number that ranks exchange. The model may
+        copy key heads for groups of query heads; ranks exchange only as few copies as they need. 1 if the model makes
+        no copies."""
         times = count_head_repetitions(self.node)
         return times // count_exchanged_copies(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 

@@ -310,10 +310,10 @@ class PhaseCosts:
         return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
 
     def bands(self, most: float) -> _Bands:
-        """Return the seconds of those sequences of consecutive block calls (such as layers) that take at most ``most``
-        seconds per microbatch and fit in memory, together with a mask of these sequences. Both are arrays that are
-        indexed by the call after the last and by the number of calls minus one; they are small if these sequences are
-        short."""
+        """Return the seconds of all sequences of consecutive block calls (such as layers) that take at most ``most``
+        seconds per microbatch and fit in memory, together with a mask of these sequences. In both arrays, the last two
+        indices are the end of a sequence (the call after its last) and its number of calls minus 1. The arrays are
+        small if all these sequences are short."""
         size = len(self.of_stage[0][0])
         stop, start = np.arange(size)[:, None], np.arange(size)[:, None] - np.arange(1, self.longest + 1)[None, :]
         inside, start = start >= 0, np.maximum(start, 0)
@@ -364,8 +364,9 @@ class _Bands:
 def find_least_cuts(costs: Table) -> tuple[float, tuple[int, ...]]:
     """Return the least sum of the stages' costs over all cuts of the block calls (such as layers) into stages, and the
     cuts that attain it: the index of the first call of each stage, followed by the number of calls. ``costs``: the cost
-    of each stage for each sequence of calls, shape ``[stages, calls + 1, width]``, indexed by the call after the last
-    and by the number of calls minus one; infinite if the stage may not consist of these calls.
+    of each stage for each sequence of consecutive calls, shape ``[stages, calls + 1, width]``; infinite if the stage
+    may not consist of these calls. The last two indices are the end of the sequence (the call after its last) and its
+    number of calls minus 1.
     """
     _, size, width = costs.shape
     reached = np.full(width + size, np.inf)  # the first ``width`` entries stand for positions before the first call

@@ -112,9 +112,10 @@ def bound_fitting_cuts(
 
 
 def drop_smaller_counts(moments: Sequence[Sequence[Counts]]) -> list[Sequence[Counts]]:
-    """Return ``moments`` without those at which another of them has at least as many microbatches of each kind in
-    flight on each virtual stage. ``moments``: for each time of the step and each virtual stage of a rank, a pair of
-    microbatches (backward not begun, between the two halves of a split backward).
+    """Return ``moments`` without the times that cannot need the most memory: a time is left out if another one has at
+    least as many microbatches of each kind in flight on each virtual stage. ``moments``: for each time of the step and
+    each virtual stage of a rank, a pair of numbers of microbatches (backward not begun, between the two halves of a
+    split backward).
     """
     distinct = list(dict.fromkeys(tuple(counts) for counts in moments))
     flat = np.array(distinct).reshape(len(distinct), -1)
@@ -215,8 +216,8 @@ class _CutMixture:
         return mean
 
     def solve(self, best: _Duals) -> tuple[float, _Duals]:
-        """Return the least seconds of all mixtures of the cuts so far, and the duals to try next: halfway between those
-        of this solution and ``best``, the duals with the highest bound so far.
+        """Return two values: the least seconds of all mixtures of the cuts so far, and the duals to try next, which lie
+        halfway between the duals of this solution and ``best``, the duals with the highest bound so far.
         """
         result = self._solver.solve()
         values = result.dual_values()

@@ -49,8 +49,8 @@ class StageCall:
 
     @property
     def working_bytes(self) -> float:
-        """Return the temporary bytes of this block call (such as a layer) while it runs: those of its operators and of
-        gathered weights and gradients, without the bytes that are kept for backward."""
+        """Return the temporary bytes of this block call (such as a layer) while it runs: memory of its operators, of
+        gathered weights and of gradients. Bytes that are kept for backward do not count."""
         return self.cost.working_bytes + self.gathered_bytes
 
 

@@ -85,8 +85,8 @@ def _yield_variants_by_calls(
     tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False
 ) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then each time
-    with one more such call, which is the one that frees the most bytes per second of recomputation. Nothing is yielded
-    if the problem requires full recomputation, or allows no call to be recomputed.
+    with one more. The next call is the one that frees the most bytes per second of recomputation. Nothing is yielded if
+    the problem requires full recomputation, or allows no call to be recomputed.
 
     ``in_part``: the other block calls (such as layers) are recomputed selectively (only cheap operators). ``tables``:
     seconds and bytes of all possible stages.

@@ -206,8 +206,8 @@ class _RelaxationSearch:
         """Return a tuple with one change that does two things: it resolves a conflict of constraints, and it adds the
         memory that is still missing then. Empty if none is found, or if the job has no plan only because of memory.
 
-        The search starts from those variants of the requested job (model, global batch, cluster and constraints) that
-        it has found to lack nothing but memory.
+        The search starts from variants of the requested job (model, global batch, cluster and constraints) that it has
+        found to lack only memory.
         """
         for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:

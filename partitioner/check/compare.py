@@ -202,9 +202,9 @@ def compare_loss(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> tuple[
 
 
 def compare_output(expected: Tensor, given: Tensor) -> float:
-    """Return the relative error of ``given``, an output of one rank of a distributed model, against ``expected``, the
-    output of the user's model on one process, or against the slice of ``expected`` that is nearest to it. Infinite if
-    ``given`` cannot be a slice.
+    """Return the relative error of ``given`` against ``expected``. If ``given`` is smaller, it is compared with the
+    slice of ``expected`` that is nearest to it. Infinite if ``given`` cannot be a slice. ``expected``: the output of
+    the user's model on one process. ``given``: the output of one rank of a distributed model.
     """
     if given.dim() != expected.dim() or any(g > e for g, e in zip(given.shape, expected.shape, strict=True)):
         return math.inf

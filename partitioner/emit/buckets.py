@@ -83,9 +83,9 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return where the reduction of this bucket (gradients that are reduced together) starts in one action, a
-        forward or backward of one microbatch. The result is the position in the stage of the block call (such as a
-        layer) after whose backward it starts; ``None`` if it does not start in this action.
+        """Return the position in the stage of the block call (such as a layer) after whose backward the reduction of
+        this bucket starts. A bucket is gradients that are reduced together. The result is ``None`` if the reduction
+        does not start in the given action, a forward or backward of one microbatch.
 
         ``index``: index of the action in the rank's order. ``chunk``: index on the rank of the virtual stage that it
         runs.

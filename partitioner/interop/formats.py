@@ -152,8 +152,8 @@ def find_format(name: str, others: Iterable[str] = ()) -> Format:
 
 
 def _check_ending(format_name: str, path: Path) -> None:
-    """Raise :class:`LayoutError` if the ending of ``path`` belongs to another syntax than that of the format
-    ``format_name``, such as ``.json`` for a format in YAML. Unknown endings are accepted, and so is a path without one.
+    """Raise :class:`LayoutError` if the ending of ``path`` does not belong to the syntax of the format ``format_name``,
+    such as ``.json`` for a format in YAML. Unknown endings are accepted, and so is a path without one.
     """
     own = _ENDINGS[format_name]
     if path.suffix.lower() in _SYNTAXES - {*own}:

@@ -40,7 +40,7 @@ class AxisCell:
 def axis_text(plan: Plan) -> str:
     """Return a text on the links over which the ranks of each mesh axis of ``plan`` communicate, such as ``tp inside a
     node (nvlink4), dp over ib-ndr (4 nodes)``, with the number of nodes of one group. If groups of an axis differ, the
-    slowest is described. Empty for a single rank.
+    slowest group is described. Empty for a single rank.
     """
     of_nodes, devices = plan.topology.node_of, np.array(plan.devices)
     said = []

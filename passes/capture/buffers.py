@@ -202,8 +202,8 @@ class StateAlias:
     name: str
 
     def update(self) -> None:
-        """Make the place that this alias describes, such as an entry of a list, hold the parameter or buffer that the
-        module's own table has now."""
+        """Store the parameter or buffer that the module's own table has now at the place that this alias describes,
+        such as an entry of a list."""
         self.holder[self.key] = self.states[self.name]
 
 

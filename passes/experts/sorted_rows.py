@@ -451,10 +451,10 @@ _PRODUCT = ops.expert_mm.default
 
 
 def keep_rows_sorted(block: Block) -> Block:
-    """Return a block equivalent to ``block`` (the graph of a piece of the model) that sorts rows (tokens) by expert
-    only once before several products with experts' matrices, and restores their order only once after them. Otherwise
-    every such product sorts its rows and restores their order. ``block`` itself is returned if no two products have the
-    same experts."""
+    """Return a block equivalent to ``block`` (the graph of a piece of the model) in which several products with
+    experts' matrices share one sort. In ``block``, every such product sorts its rows (tokens) by expert and restores
+    their order. In the result, rows are sorted once before the products, and their order is restored once after them.
+    ``block`` itself is returned if no two products have the same experts."""
     products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
     if max(products.values(), default=0) < 2:
         return block

@@ -32,9 +32,9 @@ def find_lowest(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
 
 
 def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``argmax`` node ``node`` if the batch is padded. Return ``None`` unless
-    the ``argmax`` always finds an element of the original batch, never a padded one; the caller then follows the
-    operator's sharding rule.
+    """Return what is known of the result of the ``argmax`` node ``node`` if the batch is padded: which dims grow with
+    the batch, and which numbers padded elements have. Return ``None`` unless the ``argmax`` always finds an element of
+    the original batch, never a padded one; the caller then follows the operator's sharding rule.
 
     The ``argmax`` always does so if padded elements have a number that is a lower bound of all elements: padded
     elements come last, and of several largest elements the first one is found. ``operands``: what is known of the

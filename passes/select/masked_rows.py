@@ -595,9 +595,9 @@ class SelectedRows:
         return self._record_order(found, mask)
 
     def _record_order(self, mask: fx.Node, other: fx.Node) -> fx.Node:
-        """Return ``mask`` unchanged, after recording that its rows are in another order than in the original model, if
-        this is recorded for the mask ``other``. ``mask``: a mask of rows that was computed from ``other``, a mask of
-        the same rows."""
+        """If it is recorded that the rows of the mask ``other`` are in another order than in the original model, record
+        the same for ``mask``. Return ``mask`` unchanged. ``mask``: a mask of the same rows, which was computed from
+        ``other``."""
         if other in self.unordered:
             self.unordered.add(mask)
         return mask

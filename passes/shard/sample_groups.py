@@ -209,9 +209,8 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape that an input of the model has for ``count`` groups of samples together: its dim of
-        samples is ``count`` times as large as for one group. ``path``: the path of the input in the arguments of
-        forward."""
+        """Return the shape of an input of the model for ``count`` groups of samples together. Its dim of samples is
+        ``count`` times as large as for one group. ``path``: the path of the input in the arguments of forward."""
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 

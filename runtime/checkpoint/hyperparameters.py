@@ -81,8 +81,8 @@ def merge_rank_descriptions(rank_descriptions: Sequence[Sequence[Mapping[str, An
 
 
 def _merge_descriptions(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return one description of an optimizer, a dict like those in ``descriptions`` but with the parameter groups of
-    all ranks; ``None`` if no rank has the optimizer.
+    """Merge descriptions of one optimizer into one, which has the parameter groups of all ranks; ``None`` if no rank
+    has the optimizer.
 
     ``descriptions``: for each rank that has it, a dict with its class name (``kind``), the names of its hyperparameters
     (``defaults``) and its parameter ``groups``.

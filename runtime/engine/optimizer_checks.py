@@ -187,8 +187,9 @@ class OptimizerCheck:
         )
 
     def _list_uncut_constraints(self, found: TrialFinding) -> str:
-        """Return the constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter with which
-        the optimizer has the problem ``found`` (found by stepping small tensors whole and in parts).
+        """Return constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter that the
+        optimizer updates wrongly. ``found``: the problem and the parameter, found by stepping small tensors whole and
+        in parts.
         """
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.unit == "stages":

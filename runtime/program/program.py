@@ -79,11 +79,11 @@ class BlockGraph(Data):
     """The graph of a block (a piece of the model that may occur repeatedly, such as a layer) on one rank, with its
     collectives.
 
-    ``nodes``: the graph's nodes as JSON data (see ``passes/ir/serialize.py``). ``states``, ``inputs``: names of the
-    placeholders for parameters and buffers, and for other tensors. ``again``: names of nodes that are cheap to
-    recompute; selective recomputation does not save their results. ``pieces``: in how many pieces the ranks of
-    ``tp`` communicate next to matrix products: in all-gathers and reduce-scatters of forward, then in those of backward
-    (``passes/shard/overlap_products.py``); 0: not in pieces.
+    ``nodes``: the graph's nodes as JSON data, in the form that ``passes/ir/serialize.py`` writes. ``states``,
+    ``inputs``: names of the placeholders for parameters and buffers, and for other tensors. ``again``: names of nodes
+    that are cheap to recompute; selective recomputation does not save their results. ``pieces``: four numbers of pieces
+    in which collectives over ``tp`` run next to matrix products: all-gathers and reduce-scatters of forward,
+    all-gathers and reduce-scatters of backward; 0: not in pieces.
     """
 
     nodes: tuple[dict[str, Any], ...]

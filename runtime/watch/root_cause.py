@@ -61,10 +61,9 @@ def find_failure_cause(
 
 
 def describe_failure_at(state: RankState, kind: str, error: str) -> Failure:
-    """Return a description of the failure of a rank, whose last report is ``state``, at its current position, which is
-    its graph node if known, or its instruction.
-
-    ``kind``: kind of failure, such as "ProcessDied". ``error``: its text.
+    """Return a description of the failure of a rank at its current position: the graph node if it is known, otherwise
+    the instruction. ``state``: the last report of the rank. ``kind``: kind of failure, such as "ProcessDied".
+    ``error``: its text.
     """
     place, spot = state.place, state.spot
     source = f"from {spot.source}" if spot is not None and spot.source else ""

@@ -176,9 +176,9 @@ def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
 def choose_pieces(
     asked: BlockProfile, whole_s: Mapping[int, float], groups: Mapping[str, Group], device: DeviceType, forced: bool
 ) -> PieceCounts:
-    """Return the numbers of pieces of the collectives of a block (such as a layer) that run beside matrix products,
-    with which the block takes the least time on ``device``. There is one number for each kind of collective (all-gather
-    or reduce-scatter, in forward or backward); it is 0 if they are faster in one piece.
+    """Return the numbers of pieces into which collectives that run beside matrix products are cut, so that a block
+    (such as a layer) takes the least time on ``device``. There is one number for each kind of collective (all-gather or
+    reduce-scatter, in forward or backward). It is 0 if collectives of the kind are faster in one piece.
 
     ``asked``: the kernels and collectives of the block. ``whole_s``: index of a collective -> its seconds in one piece.
     ``groups``: mesh axis -> group of ranks. ``forced``: whether all collectives that can run in pieces do so, even if

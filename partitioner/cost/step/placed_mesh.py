@@ -406,9 +406,9 @@ class PlacedMesh:
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:
-        """Return the least part of a host's memory and bandwidth that a rank of the stage with index ``stage`` has: the
-        smallest memory and bandwidths and the longest latency of its ranks. ``None`` if the topology does not describe
-        the host of one of them.
+        """Return the part of a host's memory and bandwidth that every rank of the stage with index ``stage`` has at
+        least: over its ranks, the smallest memory and bandwidths and the longest latency. ``None`` if the topology does
+        not describe the host of one of these ranks.
         """
 
         def find() -> tuple[HostShare | None, ...]:

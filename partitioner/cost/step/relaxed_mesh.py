@@ -307,9 +307,9 @@ def _compute_fewest_parts(storey: Storey, size: int) -> int:
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Return whether, if all devices are divided into groups of ``size``, some group has to span several parts of the
-    cluster (such as nodes), because ``size`` does not divide the numbers of devices in the parts. ``storey``: a level
-    of links, which joins devices into these parts."""
+    """Return whether a division of all devices into groups of ``size`` has to have a group that spans several parts of
+    the cluster (such as nodes), because ``size`` does not divide the numbers of devices in the parts. ``storey``: the
+    links at one depth; they join devices into the parts."""
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())
 

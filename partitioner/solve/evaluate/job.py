@@ -111,7 +111,7 @@ class Job:
     def expert_batch(self) -> ShardingSolution:
         """Return the layouts that split the batch into microbatches and data-parallel parts if experts are distributed
         over ranks. Ranks with different samples can hold different experts only if the layouts shard the experts' work
-        by rows (tokens). The layouts are the usual ones of this job if these do so, or if no others exist."""
+        by rows (tokens). If the usual layouts of this job do so, or if no others do, the usual layouts are returned."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)

@@ -491,9 +491,10 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
 
 def _select_fully_sharded_baseline(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
-    """Return the best candidate of ``space`` (cluster, batch, constraints and sizes of the model) in which all ranks
-    are data-parallel and parameters, gradients and optimizer states are sharded over all of them (ZeRO-3): the one with
-    the least lower bound by ``bounds``. ``None`` if the batch does not divide over the ranks.
+    """Return the best candidate with ZeRO-3 over all ranks: all ranks are data-parallel, and parameters, gradients and
+    optimizer states are sharded over all of them. The best is the one with the least lower bound. ``None`` if the batch
+    does not divide over the ranks. ``space``: the search space (cluster, batch, constraints and sizes of the model).
+    ``bounds``: computes the lower bounds.
     """
     world = space.world_size
     if space.units % world:

@@ -326,9 +326,9 @@ class BoundCascade:
 
     def _has_room(self, candidate: MeshCandidate) -> bool:
         """Return whether memory does not limit ``candidate``: with an even division into stages, all activations fit
-        without recomputation. The lower bound over all its cuts into stages is then that of its family (candidates that
-        differ only in ZeRO), and need not be computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
+        without recomputation. The lower bound over all its cuts into stages is then equal to the bound of its family
+        (candidates that differ only in ZeRO), and need not be computed. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         if candidate.zero == 3 or not isinstance(self._shared.get(self.family(candidate)), LeastTime):
             return False

@@ -27,8 +27,8 @@ from partitioner.solve.sharding.sharding import (
 
 @dataclass(frozen=True)
 class CompanionModel:
-    """The model of a further program, such as evaluation beside training, that uses parameters and buffers of the
-    plan's main program, in the layouts that they have there.
+    """The model of a further program, such as evaluation beside training. It uses parameters and buffers of the plan's
+    main program, in the layouts that the main program gives them.
 
     ``model``: calls of blocks on one microbatch. ``weight``: how often the program is executed for each execution of
     the main program. ``inputs``: name of an input -> layouts that it may have; others are replicated.

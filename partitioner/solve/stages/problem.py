@@ -191,8 +191,8 @@ class StageProblem:
 
     @property
     def last_repeated(self) -> int:
-        """Return the index after the last call of a block (such as a layer) that occurs several times, or the number of
-        calls if there is none. Only calls before this index are recomputed if the constraint ``recompute`` is
+        """Return the index after the last block call (such as a layer) whose block is called several times; the number
+        of calls if no block is. Only calls before this index are recomputed if the constraint ``recompute`` is
         ``"full"``.
         """
         places = [k for k, repeats in enumerate(self.repeated) if repeats]

@@ -342,10 +342,10 @@ def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) 
 def _build_stage_plans(
     tables: StageTables, way: StageTables, stage: int, start: Counts, stop: Counts, recomputed: Counts
 ) -> list[StagePlan]:
-    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as layers)
-    that all use the tables ``way``: either ``tables`` or those for selective recomputation. ``start``, ``stop``: for
-    each sequence, the index of the first call and the index after the last. ``recomputed``: for each sequence, the
-    number of first calls to recompute in full.
+    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as
+    layers). ``way``: the tables from which their seconds and bytes are taken: ``tables``, or the tables for selective
+    recomputation. ``start``, ``stop``: for each sequence, the index of the first call and the index after the last.
+    ``recomputed``: for each sequence, the number of first calls to recompute in full.
     """
     problem = tables.problem
     forward, backward = (table[start, stop] for table in tables.seconds(stage))

@@ -129,7 +129,7 @@ class StageTables:
         """Return, for each pair of entries of ``start`` and ``stop``, whether the stage with the index ``stage``
         recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop`` (such as layers).
         The stage does so if this is required, or takes less time than keeping or fully recomputing activations. Its
-        seconds and bytes are then those of the tables for selective recomputation."""
+        seconds and bytes are then found in the tables for selective recomputation."""
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
@@ -266,10 +266,10 @@ class StageTables:
         return self._mask_pinned_segments(start, stop)
 
     def _mask_pinned_segments(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
-        """Return, for each stage, a mask that says whether it may hold exactly the block calls ``start:stop`` (such as
-        layers), given the calls whose stage is fixed. The calls must include every call that is fixed to the stage, and
-        none that is fixed to another. Empty stages are excluded unless the problem allows them. ``start``, ``stop``:
-        arrays that are broadcast to a table."""
+        """Return, for each stage, a mask that says whether the stage may consist of the block calls ``start:stop``
+        (such as layers). They must include every call that is fixed to this stage, and no call that is fixed to another
+        one. Empty stages are excluded unless the problem allows them. ``start``, ``stop``: arrays that are broadcast to
+        a table."""
         runs = start <= stop if self.problem.may_be_empty else start < stop
         if not self.problem.pinned:
             return [runs] * self.problem.num_stages

@@ -170,7 +170,7 @@ def _on_rows(
 
 
 def _build_launch(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return a kernel on ``device`` with almost no work, ready to be timed, whose time is that of a launch. The shape
+    """Return a kernel on ``device`` with almost no work, ready to be timed, to measure the time of a launch. The shape
     of ``case`` is its number of elements.
     """
     one = torch.ones(case.shape, device=device)

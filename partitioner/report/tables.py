@@ -102,8 +102,8 @@ def count_left_candidates(plan: Plan) -> int:
 
 def list_questions(plan: Plan) -> list[dict[str, Any]]:
     """Return the constraints that the table "why not" asks about, each as a dict with one entry: name of the constraint
-    -> value, such as ``{"tp": 4}``. The values are those of other layouts of the search, at most six per name, the
-    nearest to the value of ``plan`` first. There are at most 48 in all.
+    -> value, such as ``{"tp": 4}``. The values come from other layouts of the search, at most six per name, the nearest
+    to the value of ``plan`` first. There are at most 48 in all.
     """
     asked = []
     for name in _ASKED:

@@ -166,10 +166,10 @@ class StageSeconds:
 
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
-    """Return, for each pipeline stage of ``plan`` in order, two numbers: the seconds in which it runs its blocks (such
-    as layers) forward, and those in which it runs them backward (with recomputation), over all microbatches of one
-    step. Waiting and communication between stages are not included. If pipelines (data-parallel ranks) differ, the
-    numbers are those of the slowest."""
+    """Return two numbers for each pipeline stage of ``plan``, in order: the seconds of the forwards and of the
+    backwards (with recomputation) of its blocks (such as layers), over all microbatches of one step. Waiting and
+    communication between stages are not included. If pipelines (data-parallel ranks) differ, the numbers are for the
+    slowest pipeline."""
     durations = simulate_plan(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []

@@ -304,7 +304,7 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
     of ``topology`` communicate. ``a``, ``b``: device indices; the pairs are ``a[k]``, ``b[k]`` after NumPy
     broadcasting, which also gives the shape of the results.
 
-    For a pair of a device and itself, the bandwidth is that of its memory and the latency is 0.
+    For a pair of a device and itself, the bandwidth is the bandwidth of its memory, and the latency is 0.
     """
     a, b = _broadcast_indices(a, b)
     bandwidth, latency, beyond = _find_pair_links(topology, a, b)

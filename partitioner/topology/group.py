@@ -347,8 +347,8 @@ def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, Pair
 
 
 def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
-    """Return a symmetric matrix of shape ``[size, size]`` with the entries ``values``: a mapping from (row, column) to
-    a value, once for each pair. Entries without a value are 0."""
+    """Return a symmetric matrix of shape ``[size, size]``. ``values``: (row, column) -> entry, once for each pair.
+    Entries without a value are 0."""
     matrix = np.zeros((size, size))
     for (i, j), value in values.items():
         matrix[i, j] = matrix[j, i] = value

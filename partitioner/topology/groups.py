@@ -295,8 +295,8 @@ def reference_type(topology: Topology) -> str:
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
     """Return whether all communication groups over each mesh axis are known to have equal links, so that it is enough
     to look at one of them. Ranks are placed on devices in consecutive runs, one inside the other: for example, 8 ranks
-    inside a node and 32 inside a rail. The result is true if, for each axis, the product of its size and those of the
-    axes inside it divides the next longer run and is a multiple of the next shorter one.
+    inside a node and 32 inside a rail. For each axis, take the product of its size and the sizes of the axes inside it.
+    The result is true if each product divides the next longer run and is a multiple of the next shorter one.
 
     ``sizes``: numbers of ranks of the mesh axes, the innermost first. ``steps``: lengths of the runs in ranks,
     ascending.

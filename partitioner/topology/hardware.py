@@ -440,7 +440,7 @@ class Link(TopologyPart):
 
 class Hop(NamedTuple):
     """A step of a ring, in which every rank sends a message to the rank a fixed number of positions further, all at the
-    same time. ``latency`` (s) and ``bandwidth`` (bytes/s) are those of the slowest message."""
+    same time. ``latency`` (s), ``bandwidth`` (bytes/s): of the slowest message."""
 
     latency: float
     bandwidth: float

@@ -52,9 +52,9 @@ def group_of(topology: Topology, devices: Ints) -> Group:
 
 
 def _linked_group(topology: Topology, devices: Ints) -> Group:
-    """Return the communication group of the devices with the indices ``devices`` in ``topology``, with regard to the
-    direct links of single pairs among them. If these links alone connect all devices, and a ring over them is faster
-    than over the levels of links, the group uses only them."""
+    """Return the communication group of the devices with the indices ``devices`` in ``topology``. Direct links of
+    single pairs of these devices are taken into account. If these links alone connect all devices, and a ring over them
+    is faster than over the levels of links, the group uses only them."""
     size, plain = len(devices), _level_group(topology, devices)
     singles = singles_among(topology, devices.tolist())
     if not singles:

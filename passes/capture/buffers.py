@@ -574,8 +574,8 @@ _PLACE = ("path", "source", "stack")
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
     """Append an operator to the graph of ``captured`` for each parameter or buffer that forward changes: it gives the
-    new value in the dtype of the tensor, without a gradient and in memory of its own. Return a dict from the name of
-    the parameter or buffer to this operator's node. A step stores its result in the tensor at the end.
+    new value in the dtype of the tensor, without a gradient and in memory of its own. Return a dict: name of the
+    parameter or buffer -> node of this operator. A step stores its result in the tensor at the end.
 
     The graph outputs these nodes after its other results. Raises :class:`UnsupportedError` if forward changes a
     parameter that is trained.

@@ -569,8 +569,8 @@ def _build_capture_key(captured: Captured) -> Any:
 
 
 def _evaluate_constants(captured: Captured) -> dict[fx.Node, Any]:
-    """Return a dict from each node of the graph of ``captured`` whose value depends on constants alone to this value.
-    Results of more than ``_MOST_NUMBERS`` (2**22) elements, and all that is computed from them, are left out.
+    """Return the values of the nodes of ``captured`` that depend on constants alone: node -> value. Results of more
+    than ``_MOST_NUMBERS`` (2**22) elements, and all that is computed from them, are left out.
     """
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:

@@ -344,8 +344,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
     """Return ``value``, such as a hook, with the modules that it refers to replaced by their copies.
 
-    ``memo``: maps the ``id`` of an original module to its copy. ``value`` itself is returned if it refers to no copied
-    module.
+    ``memo``: ``id`` of an original module -> its copy. ``value`` itself is returned if it refers to no copied module.
     """
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
@@ -368,8 +367,8 @@ def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
 def _rebind_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     """Return a copy of ``function`` whose closure and defaults refer to copies of modules; itself if it refers to none.
 
-    If ``torch.compile`` wraps ``function``, the result is from the function inside. ``memo``: maps the ``id`` of an
-    original object to its copy.
+    If ``torch.compile`` wraps ``function``, the result is from the function inside. ``memo``: ``id`` of an original
+    object -> its copy.
     """
     if id(function) in memo:  # the function refers to itself
         return memo[id(function)]

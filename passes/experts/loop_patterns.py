@@ -252,9 +252,9 @@ class ExpertColumnBuilder:
         return ExpertColumn(whole)
 
     def append_row_masks(self) -> ExpertColumn:
-        """Return the row masks of all experts of the loop as one boolean value. Its dims are those of the tensor with
-        the chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is the
-        number of the expert.
+        """Return the row masks of all experts of the loop as one boolean value. It has the dims of the tensor with the
+        chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is the number of
+        the expert.
         """
         numbers = self.loop.chosen
         every = self.build(

@@ -69,8 +69,8 @@ class _Unsorter:
     original order and the sort is not needed.
 
     ``sort``: the node that sorts rows. ``keys``: the values by which it sorts, such as expert numbers. ``order``: the
-    node with the sorted rows' original positions. ``unsorted_values`` maps each node that depends on the sort to the
-    value that it would have on unsorted rows. ``inverse`` has the nodes that hold the inverse permutation."""
+    node with the sorted rows' original positions. ``unsorted_values``: node that depends on the sort -> the value that
+    it would have on unsorted rows. ``inverse`` has the nodes that hold the inverse permutation."""
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
         self.graph = graph

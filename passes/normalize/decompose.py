@@ -30,8 +30,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
-    """Return a copy of ``graph`` without composite operators, and a dict from each node name in ``graph`` to the name
-    in the copy. If there are none, ``graph`` itself is returned.
+    """Return a copy of ``graph`` without composite operators, and a dict: node name in ``graph`` -> name in the copy.
+    If there are none, ``graph`` itself is returned.
 
     A composite operator is one that torch defines by other operators. It is replaced by these, unless it has a
     sharding rule of its own. ``known``: further operators that stay, because a later rewrite handles them.

@@ -548,8 +548,8 @@ def _get_argument_position(node: fx.Node, name: str) -> int:
 
 
 def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a dict from placeholder name to value, for the constants of ``captured`` (a model as one graph) and for
-    its inputs of which ``inputs`` has a sample. A sample is repeated to the shape that the input has in the graph.
+    """Return the values of the constants of ``captured`` (a model as one graph), and of its inputs of which ``inputs``
+    has a sample: placeholder name -> value. A sample is repeated to the shape that the input has in the graph.
     ``inputs``: path of a model input, such as ``input_ids`` -> sample."""
     specs = {i.value: i for i in captured.inputs}
     values = {}
@@ -645,9 +645,10 @@ def _list_chunk_sizes(evaluator: ConstantEvaluator, ids: fx.Node) -> list[tuple[
 
 
 def _count_documents(evaluator: ConstantEvaluator, ids: fx.Node) -> tuple[int, ...]:
-    """Return the lengths of documents, in positions: those of the runs of equal integers in ``ids``, row by row in the
-    batch, until at least 256 are found. Return an empty tuple if the integers are unknown. ``ids``: the node ``[batch,
-    positions]`` of the document ids. ``evaluator``: computes the value of a node from constants and given inputs."""
+    """Return the lengths of documents, in positions. A document is a run of equal integers in ``ids``; rows of the
+    batch are read until at least 256 documents are found. Return an empty tuple if the integers are unknown. ``ids``:
+    the node ``[batch, positions]`` of the document ids. ``evaluator``: computes the value of a node from constants and
+    given inputs."""
     found = evaluator.find_value(ids)
     if not isinstance(found, Tensor):
         return ()

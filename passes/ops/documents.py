@@ -64,9 +64,9 @@ def find_runs(ids: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
 
 
 def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) -> Runs:
-    """Return a dict from document id to the tuple of its runs (ranges of consecutive positions, each with its start and
-    length) in one row of the batch. ``row``: the document id of each position. ``parts``: the ranges of positions that
-    the rank holds; a run does not cross the border of one."""
+    """Return the runs of the documents in one row of the batch: document id -> tuple of runs. A run is a range of
+    consecutive positions (start and length). ``row``: the document id of each position. ``parts``: the ranges of
+    positions that the rank holds; a run does not cross the border of one."""
     found: dict[int, list[PositionRange]] = {}
     for part in parts:
         own = row[part.start : part.start + part.length]
@@ -78,9 +78,9 @@ def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) ->
 
 
 def find_prefix_runs(ids: Tensor, prefix: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
-    """Return, for each row of ``ids`` ``[b, s]``, a dict from document id to the tuple of those runs of the document
-    whose keys all queries of the document see. A run is a range of consecutive positions in the row (start and length)
-    that belong to one document.
+    """Return, for each row of ``ids`` ``[b, s]``, the runs of keys that all queries of their document see, as a dict:
+    document id -> tuple of runs. A run is a range of consecutive positions in the row (start and length) that belong to
+    one document.
 
     ``ids``: the document of each position. ``prefix`` ``[b, s]``: true at these keys. ``parts``: the ranges of
     positions that the rank holds; a run does not cross the border of one of them.

@@ -32,8 +32,8 @@ def get_operator_name(node: fx.Node) -> str:
 
 
 def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None:
-    """Return a dict from each node of the graph of ``main`` to the corresponding node of the graph of ``other``. Return
-    ``None`` if their graphs do not have the same operators, connected in the same way.
+    """Return the corresponding nodes of two graphs: node of ``main`` -> node of ``other``. Return ``None`` if their
+    graphs do not have the same operators, connected in the same way.
 
     ``main``, ``other``: one model captured for two batch sizes.
     """
@@ -47,8 +47,8 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
 
 
 def match_nodes(main: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | None:
-    """Return a dict from each node of the graph ``main`` to the corresponding node of the graph ``other``; ``None`` if
-    they do not have the same operators, connected in the same way. Numbers and placeholders may differ.
+    """Return the corresponding nodes of two graphs: node of ``main`` -> node of ``other``. ``None`` if the graphs do
+    not have the same operators, connected in the same way. Numbers and placeholders may differ.
     """
     ours, theirs = list(main.nodes), list(other.nodes)
     if len(ours) != len(theirs):
@@ -64,7 +64,7 @@ def match_nodes(main: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | Non
 
 def align_graphs(main: Captured, other: Captured) -> tuple[Captured, dict[fx.Node, fx.Node]] | None:
     """Return two values: the captured model ``main``, changed so that its graph has the same operators as the graph of
-    ``other``, and a dict from each of its nodes to the corresponding node of ``other``. The only change is that the
+    ``other``; and a dict: node of the changed graph -> corresponding node of ``other``. The only change is that the
     result gets slices that select a whole dim, where ``other`` has a slice for the first part of it. An example is a
     table with as many rows as ``main`` has positions. Return ``None`` if the graphs differ in anything else.
 

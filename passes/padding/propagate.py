@@ -521,7 +521,7 @@ def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
     """Return what is known of the result of the ``select`` node ``node`` if the batch is padded: which dims grow with
     the batch, and which numbers padded elements have. Return ``None`` if the dim of the selected index does not grow;
     the caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
-    batch may change) unless index 0 is selected, because another index may be that of a padded element.
+    batch may change) unless index 0 is selected, because another index may belong to a padded element.
 
     ``operands``: what is known of each operand.
     """
@@ -560,7 +560,7 @@ def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) ->
     """Return what is known of the result of the ``select_scatter`` node ``node`` if the batch is padded: which dims
     grow with the batch, and which numbers padded elements have. Return ``None`` if the written dim does not grow; the
     caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
-    batch may change) unless index 0 is written, because another index may be that of a padded element.
+    batch may change) unless index 0 is written, because another index may belong to a padded element.
 
     ``operands``: what is known of each operand.
     """

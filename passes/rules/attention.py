@@ -248,9 +248,9 @@ def find_exchanged_band(node: fx.Node) -> Band | None:
 
 
 def _list_context_forms(node: fx.Node) -> dict[str, MultiFactorForm]:
-    """Return a dict with one entry for each algorithm (``all_gather`` and ``ring``) by which ranks can exchange keys
-    and values: its name -> how it runs the attention ``node`` with a sequence that is sharded over the ranks.
-    Queries, keys and values are then sharded along dim 2, and document ids, if the attention has them, along dim 1."""
+    """Return how ranks can run the attention ``node`` with a sequence that is sharded over them: name of the algorithm
+    (``all_gather`` or ``ring``) by which they exchange keys and values -> form. Queries, keys and values are then
+    sharded along dim 2, and document ids, if the attention has them, along dim 1."""
     marks = [None if name == "slopes" else 1 for name in _list_optional_operands(node)]
     return {
         name: MultiFactorForm("q", (2, 2, 2, *marks), (2, 2), partial(_lower_context_attention, name))

@@ -36,8 +36,8 @@ def find_shared_factors(
     """Split the sizes of two shapes with the same number of elements into common factors, and name them. Each dim of
     each shape is the product of some consecutive factors.
 
-    Return four values: a dict from the name of each factor to its size; the names for each dim of ``source``; the names
-    for each dim of ``target``; and the names that only one of the two shapes has, which must not be sharded.
+    Return four values: a dict: name of a factor -> its size; the names for each dim of ``source``; the names for each
+    dim of ``target``; and the names that only one of the two shapes has, which must not be sharded.
 
     >>> find_shared_factors((8, 4), (2, 16))
     ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())

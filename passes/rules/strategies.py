@@ -148,8 +148,8 @@ Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the fac
 
 
 def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
-    """Return a dict from each factor (named loop dimension) of the sharding rule ``factors`` to a list of all tensor
-    dims that it is part of. A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim,
+    """Return the tensor dims that each factor (named loop dimension) of the sharding rule ``factors`` is part of:
+    factor -> list of dims. A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim,
     names of all factors of the dim)."""
     found: dict[str, list[Place]] = {}
     for i, dims in enumerate(factors.operands):
@@ -314,9 +314,9 @@ def _choose_sections(factors: OpFactors, factor: str, preferred: Iterable[Sectio
 
 def _find_preferred_sections(factors: OpFactors, preferred: Wanted) -> dict[str, list[Sections]]:
     """Return how neighbouring operators prefer the factors (named loop dimensions) of this operator to be cut, from the
-    layouts that they prefer for its tensors. The result is a dict from a factor to a list of divisions, one for each
-    layout. A division is a tuple of the sizes of parts that are each divided over all ranks. Layouts without such
-    parts, and layouts that no division of a factor gives, are left out.
+    layouts that they prefer for its tensors. The result is a dict: factor -> list of divisions, one for each layout. A
+    division is a tuple of the sizes of parts that are each divided over all ranks. Layouts without such parts, and
+    layouts that no division of a factor gives, are left out.
 
     ``factors``: the operator's sharding rule. ``preferred``: the preferred layouts; key ``i`` is operand ``i``, ``~k``
     is result ``k``.

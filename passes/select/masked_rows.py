@@ -135,8 +135,8 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
 
 def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
     """Return a node of the concatenation of ``parts`` if they are all pieces of one data-dependent split, in order;
-    ``None`` if they are not. Each piece keeps all rows of the split tensor, with a mask of the piece's rows, so that
-    one ``where`` for each piece suffices.
+    ``None`` if they are not. Each piece keeps all rows of the split tensor, with a mask of the piece's rows. The
+    concatenation takes each row from the piece that it belongs to, by one ``where`` for each piece.
 
     ``build``: the rewriter, which appends operators to the new graph. ``rows``: the mask of each part; ``None`` for
     a part without one.

@@ -255,7 +255,7 @@ def average_over_groups(
 
 
 def _map_result_shapes(captured: Captured) -> dict[str, list[int]]:
-    """Return a dict from the path of each output in the result of forward to its shape. ``captured``: the model as
+    """Return the shapes of the outputs: path of an output in the result of forward -> shape. ``captured``: the model as
     one graph."""
     by_name = {n.name: n for n in captured.graph.nodes}
     return {o.path: list_node_sizes(by_name[o.value]) for o in captured.outputs if o.value is not None}
@@ -306,8 +306,8 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, depe
 
 
 def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
-    """Divide each of ``nodes``, which are outputs of ``graph``, by ``num_groups``, in place. Return a dict from each
-    old node name to the new one."""
+    """Divide each of ``nodes``, which are outputs of ``graph``, by ``num_groups``, in place. Return a dict: old node
+    name -> new node name."""
     if num_groups == 1:
         return {}
     output = graph.output_node()

@@ -345,8 +345,8 @@ Results = tuple[Samples, ...]  # one map for each result of an operator
 
 def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:
     """Return, for each graph node of ``model``, which dims of its results hold the ``count`` samples of the batch. The
-    result is a dict from a node to a tuple with one dict for each result of the node: index of a dim -> number of
-    samples of the batch that it holds; empty if there is no batch dim.
+    result is a dict: node -> tuple with one dict for each result of the node. Such a dict is: index of a dim -> number
+    of samples of the batch that it holds; it is empty if there is no batch dim.
 
     ``dims``: name of each model input or other value -> index of its batch dim; ``None`` or absent if it has none.
     """

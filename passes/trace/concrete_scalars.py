@@ -269,8 +269,8 @@ def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
 
 
 def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
-    """Run the operators ``nodes``, which are in graph order, and return a dict from each node to its value. ``root``:
-    the module that holds the constants of the graph. ``given``: node -> value, for nodes that are not run because their
+    """Run the operators ``nodes``, which are in graph order, and return their values: node -> value. ``root``: the
+    module that holds the constants of the graph. ``given``: node -> value, for nodes that are not run because their
     values are known."""
     values: dict[fx.Node, Any] = {}
     for node in nodes:

@@ -340,11 +340,10 @@ class Saver:
         _run_on_all_ranks(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
-        """Warn on rank 0 if the last checkpoint lacks gradients that training needs: it was saved after ``steps``
-        batches, and the next batch adds to gradients that were accumulated before.
-
-        A checkpoint has no gradients, so training that resumes from it would lose them. ``gradients``: the accumulated
-        gradients; there is no warning if all of them are zero.
+        """Warn on rank 0 if the last checkpoint was saved in the middle of gradient accumulation: after ``steps``
+        batches, and the next batch adds to gradients that were accumulated before. A checkpoint has no gradients, so
+        training that resumes from it would lose the accumulated ones. ``gradients``: the accumulated gradients; there
+        is no warning if all of them are zero.
         """
         if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
             warnings.warn(

@@ -168,7 +168,7 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
     the list of their pipeline stage.
 
     ``rank_programs``: rank -> its program. Raise :class:`ProofError` if a rank's program is derived from another
-    program than ``program``, or is that of another rank.
+    program than ``program``, or belongs to another rank.
     """
     rank_lists: dict[int, Instructions] = {}
     compared = {id(program)}

@@ -550,7 +550,8 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
     """Return the parameters or buffers ``states`` grouped by the ranks on different pipeline stages that share them:
     tuple of ranks -> names. ``rank``: the program of this rank.
 
-    The ranks are those on the tensor's stages whose other mesh coordinates equal this rank's, in order of the stages.
+    A tensor is shared by one rank of each of its stages, in order of the stages: the rank whose other mesh coordinates
+    equal this rank's.
     """
     groups: dict[tuple[int, ...], list[str]] = {}
     for state in states:

@@ -99,8 +99,9 @@ def slow_ranks(
     factor: float,
     spreads: float = _SPREADS,
 ) -> list[SlowRank]:
-    """Return the ranks that are slow now. The expected time of a rank is that of ranks with the same work or, if there
-    are none, its own earlier time. The rank with the largest ratio of its time to its expected time comes first.
+    """Return the ranks that are slow now. The expected time of a rank is the time of other ranks with the same work or,
+    if there are none, its own earlier time. The rank with the largest ratio of its time to its expected time comes
+    first.
 
     Args:
         samples: rank -> for each recorded step, instruction index -> seconds of computation.

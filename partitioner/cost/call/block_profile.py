@@ -283,12 +283,12 @@ def asked_by(
     ``block``: a piece of the model, such as a layer, as the graph that one rank runs, with its collectives.
 
     ``train``: include the backward. ``fp8``: if matrix products with weights run in fp8, which numbers share a scale:
-    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; ``None``: they do not run in fp8. With ``fused_casts`` the
-    kernels in front of these products write the operands in fp8. ``again``: the nodes that selective recomputation runs
-    a second time. ``expert_kernels``: how the matrix products of experts run: ``"grouped"`` (one kernel for all
-    experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels that also do the work of the operators between
-    the products). ``current_scaling``: the fp8 scale of a tensor comes from its own maximum. ``fused_kernels``: a
-    compiler merges operators between products and collectives.
+    all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``); ``None``: they do not run in fp8.
+    With ``fused_casts`` the kernels in front of these products write the operands in fp8. ``again``: the nodes that
+    selective recomputation runs a second time. ``expert_kernels``: how the matrix products of experts run:
+    ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels that also do
+    the work of the operators between the products). ``current_scaling``: the fp8 scale of a tensor comes from its own
+    maximum. ``fused_kernels``: a compiler merges operators between products and collectives.
     """
     profiler = _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling)
     return profiler.read(FusedRegions(block, train) if fused_kernels else None)
@@ -297,12 +297,12 @@ def asked_by(
 class _BlockProfiler:
     """Collects the kernels and collectives of the operators of a block, such as a layer.
 
-    ``train``: the block has a backward. ``fp8``: if products with weights are in fp8, which numbers share a scale:
-    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; else ``None``. ``again``: the nodes that selective
-    recomputation runs a second time, in backward. ``fused_casts``: the kernels in front of products write operands in
-    fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the experts'
-    products run: ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels
-    that also do the work of the operators between the products).
+    ``train``: the block has a backward. ``fp8``: if products with weights are in fp8, which numbers share a scale: all
+    of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``); else ``None``. ``again``: the nodes that
+    selective recomputation runs a second time, in backward. ``fused_casts``: the kernels in front of products write
+    operands in fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the
+    experts' products run: ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"``
+    (kernels that also do the work of the operators between the products).
     """
 
     def __init__(

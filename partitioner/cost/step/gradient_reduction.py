@@ -230,12 +230,12 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """Return a list with one :class:`Reducer` for lower bounds: the object that computes the seconds of gradient
-    collectives as if each of them ran over ``group``. The bounds hold if no collective of as many ranks on ``topology``
+    """Return a list with one :class:`Reducer`, which computes lower bounds on the seconds of gradient collectives: each
+    collective is priced as if it ran over ``group``. The bounds hold if no collective of as many ranks on ``topology``
     is faster than over ``group``.
 
-    The list is empty if there is no such bound, because gradients may be compressed or reduced hierarchically, which
-    can be faster. ``device``: the type of the devices. ``constraints``: the choices that the user fixed.
+    The list is empty if gradients may be compressed or reduced hierarchically, because this can be faster. ``device``:
+    the type of the devices. ``constraints``: the choices that the user fixed.
     """
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []

@@ -387,9 +387,9 @@ class ModelBounds:
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
 
     def share_of_states(self, candidate: MeshCandidate) -> StateCosts:
-        """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, a lower
-        bound in bytes. Parameters and buffers are assumed to be sharded evenly. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        """Return lower bounds on the bytes of parameters and buffers on one rank of ``candidate``: name -> cost.
+        Parameters and buffers are assumed to be sharded evenly. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
         """
         key = candidate.states_kind
         if key not in self._shares:
@@ -511,9 +511,9 @@ class ModelBounds:
         return self.least(candidate, self.model, calls, self.share_of_states(candidate), **how)
 
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
-        """Return a dict from block name to a lower bound on the cost of one call of the block with one microbatch of
-        ``candidate``, on the best device type, without collectives. A block is a repeated piece of the model, such as a
-        decoder layer. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return lower bounds on the costs of calls with one microbatch of ``candidate``, on the best device type,
+        without collectives: block name -> cost of one call of the block. A block is a repeated piece of the model, such
+        as a decoder layer. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:

@@ -124,10 +124,10 @@ class Gathers:
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
-        """Return two dicts from the name of each block (such as a layer) to a pair of seconds (forward, backward):
-        lower bounds on the ZeRO-3 collectives, and on copying gathered weights. Forward gathers the weights; backward
-        gathers them again and scatters gradients. Both dicts are empty if the candidate does not shard weights.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return two dicts with lower bounds on seconds: of the ZeRO-3 collectives, and of copying gathered weights.
+        Both are: name of a block (such as a layer) -> (forward seconds, backward seconds). Forward gathers the weights;
+        backward gathers them again and scatters gradients. Both dicts are empty if the candidate does not shard
+        weights. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
@@ -140,10 +140,10 @@ class Gathers:
         return self._floors[key]
 
     def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
-        """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
-        backward) of copies that ZeRO-3 makes under ``candidate``: gathered weights are copied out of the buffers of
-        collectives, and gradients are copied into such buffers. Kernel launches are not included. ``candidate``: mesh
-        sizes, microbatch size, schedule and ZeRO stage."""
+        """Return lower bounds on the seconds of copies that ZeRO-3 makes under ``candidate``: name of a block (such as
+        a layer) -> (forward seconds, backward seconds). Gathered weights are copied out of the buffers of collectives,
+        and gradients are copied into such buffers. Kernel launches are not included. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
@@ -213,9 +213,9 @@ class Gathers:
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
-        """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
-        backward) of the ZeRO-3 collectives of ``candidate`` over the fastest group. ``shards``: the groups over which
-        weights outside of experts may be sharded. ``experts``: the groups over which weights of experts may be sharded.
+        """Return lower bounds on the seconds of the ZeRO-3 collectives of ``candidate`` over the fastest group: name of
+        a block (such as a layer) -> (forward seconds, backward seconds). ``shards``: the groups over which weights
+        outside of experts may be sharded. ``experts``: the groups over which weights of experts may be sharded.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:

@@ -318,10 +318,10 @@ class LocalCosts:
     def compute_state_costs(
         self, job: Job, candidate: MeshCandidate, key: LocalKey, local: LocalModel
     ) -> dict[str, StateCost]:
-        """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, which does
-        not depend on the placement (assignment of ranks to devices). ``job``: the model, batch, cluster and
-        constraints. ``key``: the cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage."""
+        """Return the costs of parameters and buffers on one rank of ``candidate``: name -> cost. They do not depend on
+        the placement (assignment of ranks to devices). ``job``: the model, batch, cluster and constraints. ``key``: the
+        cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage."""
         held = (
             candidate.dp > 1,
             candidate.kind,

@@ -318,8 +318,7 @@ def _space_to_limits(space: SearchSpace) -> Limits:
 
 def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Baseline]:
     """Plan the standard layouts called ``names`` for ``job`` (model, batch, cluster and constraints) without offload to
-    host memory. Return a dict from name to the plan or the reason why there is none; empty if the job has no
-    candidates.
+    host memory. Return a dict: name -> the plan, or the reason why there is none. Empty if the job has no candidates.
     """
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = CandidateEvaluator(alone)

@@ -28,19 +28,19 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
 
 
 def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:
-    """Return a dict from block name to the expert regions of the block: the parts of its graph in which the experts of
-    a mixture compute rows (tokens). Blocks of ``model`` without such parts are left out. ``apart``: mesh axes along
-    which ranks will hold different experts; an operator that communicates over one of them ends a region. ``model``:
-    the model as calls of blocks; equal layers share one block.
+    """Return the expert regions of the blocks of ``model``: block name -> regions. A region is a part of the block's
+    graph in which the experts of a mixture compute rows (tokens). Blocks of ``model`` without such parts are left out.
+    ``apart``: mesh axes along which ranks will hold different experts; an operator that communicates over one of them
+    ends a region. ``model``: the model as calls of blocks; equal layers share one block.
     """
     found = {name: find_expert_regions(block, apart) for name, block in model.blocks.items()}
     return {name: regions for name, regions in found.items() if regions}
 
 
 def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]]) -> dict[str, tuple[int, int]]:
-    """Return a dict from the name of each parameter and buffer of experts in ``model`` to (the dim that indexes
-    experts, the number of experts). ``regions``: block name -> the parts of its graph in which experts compute.
-    ``model``: the model as calls of blocks; equal layers share one block.
+    """Return the parameters and buffers of experts in ``model``: name -> (the dim that indexes experts, the number of
+    experts). ``regions``: block name -> the parts of its graph in which experts compute. ``model``: the model as calls
+    of blocks; equal layers share one block.
     """
     found: dict[str, tuple[int, int]] = {}
     for call in model.calls:
@@ -82,9 +82,9 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
 def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
     """Return two dicts about the graphs of the blocks (such as layers) of ``model``, from which the caller decides how
-    experts' work may be divided. The first maps each operator of experts that works row by row (a row is a token) to
-    the dim of rows of its results. The second maps each node that is computed from experts' parameters alone to the dim
-    that indexes experts.
+    experts' work may be divided. A row is a token. The first is: operator of experts that works row by row -> dim of
+    rows of its results. The second is: node that is computed from experts' parameters alone -> dim that indexes
+    experts.
     """
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}

@@ -389,9 +389,9 @@ class _Recomputation:
 
     def read_stage(self, stage: int, start: int, stop: int, path: Table, per_byte: Table) -> tuple[Table, Table]:
         """Return the seconds of each phase (such as forward), shape ``[phases]``, and the bytes, shape ``[3]``, of one
-        stage with the calls ``start:stop``. A call is recomputed in full where that is cheaper. The bytes are: those
-        that do not depend on the number of microbatches in flight, those of a microbatch whose backward has not begun,
-        and those of one between the two halves of its backward.
+        stage with the calls ``start:stop``. A call is recomputed in full where that is cheaper. The three numbers of
+        bytes are: bytes that do not depend on the number of microbatches in flight, bytes of a microbatch whose
+        backward has not begun, and bytes of one between the two halves of its backward.
 
         ``path``: how often each phase of a stage counts, shape ``[stages, phases]``. ``per_byte``: the price in seconds
         of a byte of each of the three kinds, shape ``[3, stages]``.

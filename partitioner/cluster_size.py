@@ -157,7 +157,8 @@ def size_cluster(
     of all numbers that were tried.
 
     Args:
-        model, inputs: as for :func:`partitioner.partition`.
+        model: a module that ``torch.export`` accepts, or an exported program. ``inputs``: one global batch, as a tuple
+            or dict of arguments.
         machine: name of a preset, or a function from the number of nodes to a topology.
         step_time: greatest number of seconds of a step; ``None``: no limit.
         minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
@@ -318,16 +319,16 @@ def largest_that_fits(
     plan; bisection then finds the largest size in between. The plans are estimates without programs.
 
     Args:
-        model, topology: as for :func:`partitioner.partition`.
-        inputs: a sample of the batch, as for :func:`partitioner.partition`. Dim 0 is the batch. The second of two or
-            three dims is the sequence; its content is repeated to make it longer.
+        model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
+        inputs: a sample of the batch, as a tuple or dict of arguments. Dim 0 is the batch. The second of two or three
+            dims is the sequence; its content is repeated to make it longer.
         of: what is enlarged: ``sequence`` (tokens of a sample) or ``microbatch`` (samples that a rank processes at a
             time; the global batch is then one microbatch per device).
         most: largest size to try.
         multiple: only multiples of this number are tried; ``None``: 1 for microbatches; for sequences 1,024 tokens, or
             the length of the inputs if that is less.
         tolerance: the search ends when a size that has no plan is larger than the found one by at most this fraction.
-        constraints: as for :func:`partitioner.partition`.
+        constraints: choices that the user fixes, such as ``Constraints(tp=8)``.
         more: further arguments of :func:`partitioner.partition`.
 
     Raises the errors of :func:`partitioner.partition` if the first size has no plan, and :class:`ConstraintError` or
@@ -573,12 +574,12 @@ def check_fit(
     and the longest sequence that do, and what a training run takes.
 
     Args:
-        model, topology: as for :func:`partitioner.partition`.
-        inputs: one global batch, as for :func:`partitioner.partition`.
+        model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
+        inputs: one global batch, as a tuple or dict of arguments.
         tokens: tokens of the training run; ``None``: no run.
         price: US dollars for one device and hour; ``None``: that of the hardware file.
         longest: the longest sequence that the model takes, which is tried first; ``None``: 1,048,576 tokens.
-        constraints: as for :func:`partitioner.partition`.
+        constraints: choices that the user fixes, such as ``Constraints(tp=8)``.
         more: further arguments of :func:`partitioner.partition`.
 
     Raises the errors of :func:`partitioner.partition` besides :class:`CapacityError`, and those of

@@ -24,8 +24,8 @@ _ENDS = ("&&", "|", "||", ";", ">", "2>&1", "&", ">>")
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A Megatron-LM command. ``words``: its words. ``doubts``: a condition or file of the shell script on which the
-    words depend, and whose value is unknown without running the script -> the assumption about it."""
+    """A Megatron-LM command. ``words``: its words. ``doubts``: assumptions about the shell script on which the words
+    depend, as a dict: condition or file whose value is unknown without running the script -> assumption about it."""
 
     words: list[str]
     doubts: dict[str, str]

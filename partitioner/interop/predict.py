@@ -97,10 +97,10 @@ def predict_layout(
     Args:
         layout: the layout of another framework's configuration, from :func:`partitioner.read_layout`. The search
             chooses the fields that are ``None``; ``layout.replace(recompute="full")`` sets one.
-        model, topology: as for :func:`partitioner.partition`.
+        model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
         inputs: one global batch, or a sample of it if the layout says how large the batch is; ``None``: an
             exported program's own, or dummy inputs (:func:`partitioner.partition`).
-        loss: as for :func:`partitioner.partition`.
+        loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.
         compare: also make this project's own plan for the same model, batch and cluster.
         time_limit_s: seconds after which each search ends with its best plan so far; ``None``: no limit.
 

@@ -216,12 +216,12 @@ def partition_pretrained(
 
     Args:
         source: a folder with a ``config.json``, the path of a ``config.json``, or a name on the Hugging Face hub.
-        constraints: as for :func:`partitioner.partition`.
+        constraints: choices that the user fixes, such as ``Constraints(tp=8)``.
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of a step; ``None``: eight for each device.
-        task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or ``contrastive``; ``None``: as for
-            :func:`load_pretrained`.
+        task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio`` or ``contrastive``; ``None``: the task of the
+            class that the configuration names, or the usual task of its model type.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         more: further arguments of :func:`partitioner.partition`.
 

@@ -131,8 +131,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             ``None``: it makes all.
         shapes: the shapes of batches, if they differ; a batch is padded to the next larger shape. ``None``: all batches
             have the shape of the first.
-        precision: as for :func:`partitioner.partition`; ``None``: that of ``L.Trainer(precision=...)``, for which
-            ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters with float32 copies) are accepted.
+        precision: ``bf16``, ``fp16``, ``fp32``, ``fp64``, ``tf32`` or ``fp8``; ``None``: the precision of
+            ``L.Trainer(precision=...)``, for which ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters
+            with float32 copies) are accepted.
         compile: whether to compile the operators between collectives with Inductor, or the name of another backend of
             ``torch.compile``.
         options: arguments of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``,

@@ -140,8 +140,8 @@ def _check_lists_together(facts: ProgramFacts, rank_lists: Mapping[int, Instruct
 
 
 def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
-    """Return the numbers of collectives and transfers of all ranks of a program whose instruction lists repeat a steady
-    state (equal groups of instructions, one for each further microbatch).
+    """Return two numbers, of collectives and of transfers of all ranks, for a program whose instruction lists repeat a
+    steady state: equal groups of instructions, one for each further microbatch.
 
     They are extrapolated from checks of lists in which these groups occur once and twice. ``None`` if the lists have no
     common steady state or have a fault; the whole lists must be checked then. ``facts``: the program of all ranks, with

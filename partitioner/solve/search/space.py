@@ -548,10 +548,9 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
 
 
 def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
-    """Return constraint name -> sentence that says which of its values were not tried. The dict has the constraints
-    whose values are not all covered by the lower bound of the certificate. If the user fixes one of them to a value
-    that was not tried, its plan may be faster than the plan that the search returned. The certificate says how near the
-    plan is to the optimum.
+    """Return the constraints that the lower bound of the plan's certificate does not cover completely: name of the
+    constraint -> sentence that says which of its values were not tried. If the user fixes the constraint to such a
+    value, the plan may be faster than the plan that the search returned.
 
     ``space``: the search space (cluster, batch, constraints and sizes of the model).
     """

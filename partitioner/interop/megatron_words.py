@@ -96,9 +96,9 @@ def parse_arguments(words: list[str], ignore: Collection[str] = ()) -> tuple[dic
 
 
 def depends_on_environment(text: str) -> bool:
-    """Return whether the environment can change the number of devices that the shell script ``text`` starts, but no
-    option of the training script: the launcher's number depends on a variable such as ``${SLURM_NNODES:-1}``, and no
-    option does.
+    """Return whether the environment can change the number of devices that the shell script ``text`` starts, while the
+    options of the training script stay the same. That is so if the number of devices depends on a variable such as
+    ``${SLURM_NNODES:-1}``, and no option depends on it.
     """
     words = read_words(_DEFAULT.sub(r"${\1}", text)).words
     start = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)

@@ -314,9 +314,10 @@ class PlanDurations:
         return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
-        """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, on that one of ``stages``
-        where it takes longest. ``stages``: indices of pipeline stages; empty: all stages. If ``axes`` is empty, return
-        the seconds to all-reduce between ranks of ``stages``, one of each; 0 if there are fewer than two."""
+        """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, on the pipeline stage of
+        ``stages`` where it takes longest. If ``axes`` is empty, the all-reduce is between the stages instead, over one
+        rank of each; it takes 0 seconds if there are fewer than two stages. ``stages``: indices of pipeline stages;
+        empty: all stages."""
         if axes:
             groups = self._find_axis_groups(axes)
             return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))

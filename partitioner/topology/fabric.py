@@ -332,9 +332,9 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
 
 
 def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Floats:
-    """Return the bandwidth that each message gets, as a multiple of that of one network card. ``devices``: the index in
-    ``topology`` of the sending (or the receiving) device of each message. ``moment``: messages with equal numbers are
-    under way at the same time and share cards."""
+    """Return the bandwidth that each message gets, as a multiple of the bandwidth of one network card. ``devices``: the
+    index in ``topology`` of the sending (or the receiving) device of each message. ``moment``: messages with equal
+    numbers are under way at the same time and share cards."""
     cards = topology.cards
     if not cards.are_shared:
         return cards.alone[devices]

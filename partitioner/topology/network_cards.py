@@ -49,8 +49,8 @@ class NetworkCards:
 
     def among(self, devices: Ints, talking: Ints) -> Floats:
         """Return the bandwidth that each of ``devices`` (indices) gets while some devices use its port, as a multiple
-        of that of one network card. ``talking``: the number of devices that use the port, for each of ``devices``. The
-        shapes of the two are broadcast."""
+        of the bandwidth of one network card. ``talking``: the number of devices that use the port, for each of
+        ``devices``. The shapes of the two are broadcast."""
         alone = self.alone[devices]
         whole = np.maximum(alone, self.share[devices] * self.users[devices])
         return np.minimum(alone, whole / talking)

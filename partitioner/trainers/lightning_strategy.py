@@ -406,9 +406,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return found if step == TRAINING or returned else loss
 
     def _read_results(self, paths: list[str], loss: Tensor | None) -> dict[str, Any]:
-        """Return the outputs of the model at ``paths`` for the last global batch, as a dict from path to tensor or
-        number. The parts of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the batch,
-        which is used for outputs that are the loss; ``None`` if there is no loss.
+        """Return the outputs of the model at ``paths`` for the last global batch: path -> tensor or number. The parts
+        of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the batch, which is used for
+        outputs that are the loss; ``None`` if there is no loss.
         """
         if not paths:
             return {}

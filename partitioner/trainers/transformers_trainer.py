@@ -470,8 +470,8 @@ class PartitionedTrainer(Trainer):
         return loss, _unwrap_single(logits), _unwrap_single(self._prepare_input(labels)) if labels else None
 
     def _gather_outputs(self) -> dict[str, Any]:
-        """Return the outputs of the batch that was evaluated last, as a dict from the path of an output to the whole
-        tensor on the CPU. The parts of all ranks are joined, so all ranks must call this.
+        """Return the outputs of the batch that was evaluated last: path of an output -> whole tensor on the CPU. The
+        parts of all ranks are joined, so all ranks must call this.
         """
         found = self.engine.latest_outputs
         mine = select_outputs(found.rank, found.shards)
@@ -498,8 +498,8 @@ class PartitionedTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _list_saved(self) -> tuple[Any, dict[str, Any]]:
-        """Return what the engine writes to a checkpoint besides the parameters: the torch optimizer, and a dict from a
-        name to each further object, which is the learning-rate scheduler under the name ``schedule``.
+        """Return what the engine writes to a checkpoint besides the parameters: the torch optimizer, and a dict of
+        further objects, name -> object. It has the learning-rate scheduler under the name ``schedule``.
         """
         return getattr(self.optimizer, "optimizer", self.optimizer), {"schedule": self.lr_scheduler}
 

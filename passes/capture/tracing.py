@@ -683,8 +683,8 @@ def _is_unchanged(before: PythonState, after: Attributes, key: tuple[str, str]) 
 
 
 def _map_tensor_addresses(model: nn.Module) -> dict[int, str]:
-    """Return a dict with the name of each parameter and buffer of ``model`` that has values. The key is the memory
-    address of the tensor's data."""
+    """Return the names of the parameters and buffers of ``model`` that have values: memory address of the tensor's data
+    -> name."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
     return {t.data_ptr(): name for name, t in known if t.numel()}

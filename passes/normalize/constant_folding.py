@@ -358,9 +358,9 @@ _ORDERS = frozenset(getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt
 
 
 def _keeps_bounds(node: fx.Node, args: tuple[Any, ...], masks: Sequence[ConditionalValue]) -> bool:
-    """Return whether the result of the operator ``node`` may be computed from an upper bound on the numbers by which an
-    additive mask hides scores. If ``node`` compares the mask with a larger number, the result is then exact; otherwise
-    it is an upper bound on the result.
+    """Some additive masks are known only by an upper bound on the numbers with which they hide scores. Return whether
+    the result of the operator ``node`` may be computed from this bound. It is then exact if ``node`` compares the mask
+    with a larger number, and otherwise an upper bound on the result.
 
     ``args``: the values of the operands. ``masks``: the operands that are masks.
     """

@@ -944,9 +944,9 @@ def _find_rows(masks: Sequence[Any], size: int) -> int | None:
 
 
 def _collect_row_counts(value: Any, size: int, counts: set[int]) -> None:
-    """Add a number to ``counts`` for each index tensor in the description ``value`` of a mask ``[batch and heads,
-    queries, keys]`` that varies along the first dim alone: the number of different indices in it. ``size``: the size of
-    this dim."""
+    """Count the different indices in each index tensor that varies along the first dim alone, and add these numbers to
+    ``counts``. The index tensors are parts of ``value``, the description of a mask ``[batch and heads, queries,
+    keys]``. ``size``: the size of this dim."""
 
     def look(x: Tensor) -> Tensor:
         if x.dim() == 3 and x.shape[0] == size != 1 and x.numel() == size:

@@ -105,10 +105,9 @@ def list_document_tiles(
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention within
     documents has to compute.
 
-    ``queries`` and ``keys``: for each row, a dict from document id to its runs (ranges of consecutive positions).
-    ``band``: the positions around its own that a query sees. ``prefixes``: for each row, a dict from document id to
-    runs of keys that the queries of the document see within ``prefix_band``, besides the keys in ``band``; ``None`` for
-    none.
+    ``queries`` and ``keys``: for each row, a dict: document id -> its runs (ranges of consecutive positions). ``band``:
+    the positions around its own that a query sees. ``prefixes``: for each row, a dict from document id to runs of keys
+    that the queries of the document see within ``prefix_band``, besides the keys in ``band``; ``None`` for none.
     ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence.
     ``prefix_band``: the positions around a query's own within which it sees keys of a prefix; they include those in
     ``band``."""
@@ -355,8 +354,8 @@ def document_attention_backward(
 
 # --- CUDA: documents as sequences of different lengths ----------------------------------------------------------------
 def _is_contiguous(rows: Sequence[Runs]) -> bool:
-    """Return whether every document of every row is one range of consecutive positions. ``rows``: for each row, a dict
-    from document id to its ranges."""
+    """Return whether every document of every row is one range of consecutive positions. ``rows``: for each row, a dict:
+    document id -> its ranges."""
     return all(len(runs) == 1 for row in rows for runs in row.values())
 
 
@@ -364,7 +363,7 @@ def _cumulate_lengths(rows: Sequence[Runs], device: torch.device) -> tuple[Tenso
     """Return two values: the start of each document in the joined rows of the batch, followed by the end of the last
     one, in positions (int32 tensor on ``device``); and the length of the longest document.
 
-    ``rows``: for each row, a dict from document id to its ranges of positions, of which each document has one.
+    ``rows``: for each row, a dict: document id -> its ranges of positions. Each document has one range.
     """
     lengths = [runs[0].length for row in rows for runs in row.values()]
     starts = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)

@@ -207,8 +207,8 @@ def _check_entrywise(
     zero.
 
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
-    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: what is known
-    of each operand if the batch is padded.
+    dict: name of a factor -> its parts (size, and whether it grows with the batch). ``operands``: what is known of each
+    operand if the batch is padded.
     """
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
@@ -236,9 +236,9 @@ def _build_result(
     batch, and which numbers padded elements have. ``index``: the index of the result, from 0.
 
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
-    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: what is known
-    of each operand. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch
-    sizes, in elements along the padded axis.
+    dict: name of a factor -> its parts (size, and whether it grows with the batch). ``operands``: what is known of each
+    operand. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes, in
+    elements along the padded axis.
     """
     known: dict[str, Parts] = {}
     for of in operand_parts:
@@ -293,8 +293,8 @@ def _find_fill_value(
     flattened dim has several parts); ``None`` if it is not known or they differ.
 
     ``factor``: the loop dimension of the operator over which the dim runs. ``index``: the index of the part, from 0.
-    ``operand_parts``: for each operand, a dict from factor to the parts of its dims. ``operands``: what is known of
-    each operand if the batch is padded.
+    ``operand_parts``: for each operand, a dict: name of a factor -> its parts. ``operands``: what is known of each
+    operand if the batch is padded.
     """
     name = get_operator_name(node)
     numbers = [
@@ -421,9 +421,9 @@ def _move_dim(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
-    """Return ``pair``, which is (dim of queries, dim of keys, number) of an operand, with the dims of the operator's
-    result instead; ``None`` if it is ``None`` or the result lacks one of the dims. ``to``: dim of the operand -> dim
-    of the result."""
+    """Translate the dims in ``pair`` from an operand to the operator's result, and return the new pair; ``None`` if
+    ``pair`` is ``None`` or the result lacks one of the dims. ``pair``: (dim of queries, dim of keys, number) of the
+    operand. ``to``: dim of the operand -> dim of the result."""
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]
@@ -593,10 +593,11 @@ def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 
 
 def _propagate_combined_ids(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``partition::combine_ids`` node ``node``, which numbers pairs of ids
-    ``[batch, positions]`` by their first positions, if the batch is padded: which dims grow with the batch. Return
-    ``None`` if positions do not grow; the caller then follows the operator's sharding rule. Padded positions come last,
-    so results for positions of the original batch do not depend on them. ``operands``: what is known of each operand.
+    """Return what is known of the result of the ``partition::combine_ids`` node ``node`` if the batch is padded: which
+    dims grow with the batch. The operator gives each pair of ids ``[batch, positions]`` a number, the first position at
+    which the pair occurs. Return ``None`` if positions do not grow; the caller then follows the operator's sharding
+    rule. Padded positions come last, so results for positions of the original batch do not depend on them.
+    ``operands``: what is known of each operand.
     """
     if not any(p.grows for o in operands for p in o.dims[1]):
         return None

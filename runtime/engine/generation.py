@@ -319,10 +319,10 @@ class TokenGenerator:
         return self._run("decode", prompt, chosen[rows, None], place)
 
     def _run(self, purpose: str, prompt: Prompt, tokens: Tensor, start: int) -> Tensor | None:
-        """Run one of the two programs that generate text on ``tokens`` ``[batch, positions]``, whose keys and values
-        are written to the caches from the position ``start`` on; with an encoder they are the decoder's. ``purpose``:
-        "prefill", which reads prompts, or "decode", which reads one further token of each sample. ``prompt``: the
-        prompts, with the mask and the positions of all tokens.
+        """Run one of the two programs that generate text on ``tokens`` ``[batch, positions]``. Their keys and values
+        are written to the caches from the position ``start`` on. In a model with an encoder, ``tokens`` are those of
+        the decoder. ``purpose``: "prefill", which reads prompts, or "decode", which reads one further token of each
+        sample. ``prompt``: the prompts, with the mask and the positions of all tokens.
 
         Return the logits of the last position of ``tokens`` for the samples of this rank, ``[samples, vocabulary]``;
         ``None`` on a rank that does not compute them.

@@ -244,9 +244,9 @@ class ProgramFacts:
         return self._get_sizes(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes that the gradients of ``bucket`` take on one rank: with ZeRO, those of this rank's parts of
-        the flattened gradients; without, those of its tensor-parallel shards. A bucket is a set of parameters whose
-        gradients are reduced together.
+        """Return the bytes that the gradients of ``bucket`` take on one rank. With ZeRO, the rank's parts of the
+        flattened gradients count; without, its tensor-parallel shards. A bucket is a set of parameters whose gradients
+        are reduced together.
         """
         return sum(map(self.gradient_piece_bytes, bucket.states))
 

@@ -88,8 +88,8 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
     """Return why ZeRO cannot divide the parameter ``name`` as the program says, as the end of an error message; an
     empty string if it can.
 
-    Ranks that divide it must hold the same shard of it and sum its gradient over their axes. ``facts``: the program of
-    all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    Ranks that divide a parameter must hold the same shard of it, and must sum its gradient over the mesh axes of ZeRO.
+    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     program, state = facts.program, facts.program.states[name]
     if not state.zero_axes:

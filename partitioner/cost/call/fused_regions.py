@@ -217,8 +217,8 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _reduces_rows(node: fx.Node) -> bool:
-    """Return whether ``node`` is a reduction or softmax over other dims than the innermost ones, or over all dims of a
-    tensor with several.
+    """Return whether ``node`` is a reduction or softmax that combines rows: it works over other dims than the innermost
+    ones, or over all dims of a tensor that has several.
     """
     if kind_of(node, operator_name(node)) not in ("reduction", "softmax"):
         return False

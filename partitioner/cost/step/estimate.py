@@ -270,8 +270,8 @@ def _build_stage_paces(
     """Return, for each stage, the costs of all block calls (such as layers) on its devices, and the summed cost of the
     calls that every stage runs. Stages with the same dict share one result object.
 
-    ``by_stage``: for each stage, a dict from block name to the cost of a call on its devices. ``placed``: the block
-    name of each call that belongs to one stage. ``everywhere``: the block names of the calls that every stage runs.
+    ``by_stage``: for each stage, a dict: block name -> cost of a call on its devices. ``placed``: the block name of
+    each call that belongs to one stage. ``everywhere``: the block names of the calls that every stage runs.
     """
     made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:

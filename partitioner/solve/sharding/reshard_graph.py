@@ -185,8 +185,8 @@ def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
 def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
     """List the ways to provide a value to several readers: the value is produced in one layout and converted to a set
     of others. Return two arrays with one entry for each way: the index of the layout in which the value is produced,
-    and a mask of the layouts in which the value can then be read. These are the layouts of the set, and all layouts to
-    which a conversion costs nothing. Return ``None`` if there are more than 400 ways.
+    and a mask of the layouts in which the value can then be read: the layouts of the set, and all layouts to which a
+    conversion costs nothing. Return ``None`` if there are more than 400 ways.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
     ``most``: the largest number of layouts that all readers together may need at once.

@@ -64,12 +64,13 @@ def better_cuts(
     cuts ``start`` (the index of the first call of each stage, followed by the number of calls). Return all cuts that
     were tried, fastest first, with a lower bound in seconds over all cuts.
 
+    In the results, each virtual stage alone fits on its rank, but all virtual stages of a rank together may not fit;
+    the caller checks that. If the best cuts do not reach the lower bound, all cuts that may still be faster are
+    simulated, unless there are too many, ``quick`` is set or the problem forbids stages. The search stops early if the
+    lower bound reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller.
+
     ``tables``: seconds and bytes of all possible stages. ``timetable``: the order in which the schedule runs the
-    forwards and backwards of microbatches. In the results, each virtual stage alone fits on its rank, but all virtual
-    stages of a rank together may not fit; the caller checks that. If the best cuts do not reach the lower bound, all
-    cuts that may still be faster are simulated, unless there are too many, ``quick`` is set or the problem forbids
-    stages. The search stops early if the lower bound reaches ``cutoff_s`` seconds, because longer steps are of no use
-    to the caller. ``quick``: run a quarter of the iterations.
+    forwards and backwards of microbatches. ``quick``: run a quarter of the iterations.
     """
     costs = PhaseCosts(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}

@@ -457,13 +457,12 @@ class StageTables:
     def _closed(
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
-        """Return the larger of ``peak`` and the bytes at the end of a microbatch's backward, for stages of the block
-        calls ``start:stop`` (such as layers). At that time gradients are sent to the ranks that own them, and one
-        microbatch is already freed.
+        """Return the peak bytes of stages of the block calls ``start:stop`` (such as layers), given the peak at all
+        times but one: ``peak``. At the remaining time, the end of a microbatch's backward, gradients are sent to the
+        ranks that own them, and one microbatch is already freed.
 
-        ``peak``: peak bytes at all other times. ``stage``: index of the stage, or an array of indices. ``start``,
-        ``stop``: arrays. ``whole``: bytes of a microbatch whose backward has not begun. ``half``: bytes of a microbatch
-        between the two halves of its backward.
+        ``stage``: index of the stage, or an array of indices. ``start``, ``stop``: arrays. ``whole``: bytes of a
+        microbatch whose backward has not begun. ``half``: bytes of a microbatch between the two halves of its backward.
         """
         closing = self.segments.closing[start]
         if not closing.any():

@@ -208,8 +208,8 @@ def _detect_yaml_format(nested: Mapping[str, Any], where: str) -> str:
     """Return the name of the format of a configuration in YAML, such as ``accelerate``: the format that knows most of
     its fields. ``nested``: its content. ``where``: the name of its file.
 
-    Raise :class:`LayoutError` if each format knows less than half of the fields; a file with a single field is of
-    Megatron-Bridge.
+    A file with a single field counts as a file of Megatron-Bridge. Raise :class:`LayoutError` if each format knows less
+    than half of the fields.
     """
     if "distributed_type" in nested or "compute_environment" in nested:
         return "accelerate"

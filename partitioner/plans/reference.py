@@ -306,8 +306,9 @@ class _ByPlace(TorchFunctionMode):
         **options: Any,
     ) -> Tensor:
         """Return the result of ``scaled_dot_product_attention`` of ``query``, ``key`` and ``value``, where dropout
-        draws from a random stream of its own. ``attn_mask``, ``dropout_p``, ``is_causal``: as for that function.
-        ``options``: its keyword arguments ``scale`` and ``enable_gqa``.
+        draws from a random stream of its own. ``attn_mask``: boolean (true where a query sees a key) or numbers to add
+        to the scores; ``None`` for none. ``dropout_p``: probability of zeroing a weight. ``is_causal``: a query sees
+        only keys up to its own position. ``options``: the keyword arguments ``scale`` and ``enable_gqa``.
         """
         scale: float | None = options.get("scale")
         if options.get("enable_gqa", False):

@@ -330,9 +330,9 @@ def solve_microbatchings(
     solutions, fastest first, and the errors of the sizes that have no solution.
 
     The sizes that come into question divide the global batch, are at most ``candidate.microbatch_size``, and give all
-    ranks of ``dp`` equally many microbatches. The sizes are tried from the largest on until three have a solution, or
-    one without a pipeline. ``evaluator``: finds the best plan of a candidate. ``devices``: the device index of each
-    rank; ``None``: the solver places the ranks.
+    ranks of ``dp`` equally many microbatches. The sizes are tried from the largest on until three have a solution;
+    without a pipeline, one solution is enough. ``evaluator``: finds the best plan of a candidate. ``devices``: the
+    device index of each rank; ``None``: the solver places the ranks.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]

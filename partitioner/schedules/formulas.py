@@ -241,10 +241,11 @@ def shorten_timetable(
     about ``most`` actions (forwards and backwards of one microbatch), return instead two shorter timetables, from which
     a caller can extrapolate to ``m`` microbatches.
 
-    The first result is then the shorter one. The second is a tuple: the longer one, the number of microbatches that it
-    has more than the shorter one, and the number that the full step has more than the shorter one. The two timetables
-    differ only in the length of their steady state. ``schedule``: name or table; a table is never shortened. ``p``,
-    ``v``: numbers of ranks, and of virtual stages of each rank (``None``: the default of the schedule).
+    In this case, the first result is the shorter of the two timetables. The second result is a tuple (longer timetable,
+    extra, rest): the longer timetable has ``extra`` microbatches more than the shorter one, and the full step has
+    ``rest`` more than the shorter one. The two timetables differ only in the length of their steady state.
+    ``schedule``: name or table; a table is never shortened. ``p``, ``v``: numbers of ranks, and of virtual stages of
+    each rank (``None``: the default of the schedule).
     """
     per_microbatch = 3 * p * (v or 2)
     fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p

@@ -76,9 +76,10 @@ class Group:
     def bus_bandwidth(self) -> float:
         """Return the bandwidth in bytes/s at which a ring moves data through each rank.
 
-        It comes from measurements if the group uses a single level of links that has any. Otherwise it is the least
-        bandwidth over the levels, as in NCCL's ring, ``min(intra g / (g - 1), nic g)``, with ``intra`` the bandwidth
-        inside a node and ``nic`` that of a network card: each of the ``g`` ranks of a part uses its own outward link.
+        If the group uses a single level of links, and collectives over it were measured, the result comes from the
+        measurements. Otherwise it is the least bandwidth over the levels, as in NCCL's ring, ``min(intra g / (g - 1),
+        nic g)``, with ``intra`` the bandwidth inside a node and ``nic`` that of a network card: each of the ``g`` ranks
+        of a part uses its own outward link.
         """
         if self.size == 1:
             return math.inf

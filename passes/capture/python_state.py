@@ -66,8 +66,8 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Return whether the change is one of a module's attribute that is a Python number before and after forward.
-        Only such a change can become a buffer.
+        """Return whether an attribute of a module changed that is a Python number both before and after forward. Only
+        such a change can become a buffer.
         """
         return self.module is not None and self.before is not None and self.after is not None
 

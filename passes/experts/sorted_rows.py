@@ -280,9 +280,8 @@ class _Unsorter:
 
     def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """Append an ``index_add`` of rows (tokens) in their original order to the graph, if ``node`` is an
-        ``index_add`` of rows that the sort ``self.sort`` has moved. Return its graph node, together with ``dims``
-        ``(None,)``, which says that its value does not depend on the order of the rows; return ``None`` for other
-        nodes.
+        ``index_add`` of rows that the sort ``self.sort`` has moved. Return its graph node; the ``dims`` of the result
+        are ``(None,)``, because its value does not depend on the order of the rows. Return ``None`` for other nodes.
 
         If each position occurs equally often and in order, a sum takes the place of the ``index_add``. ``build``
         appends operators.

@@ -41,8 +41,8 @@ from partitioner.passes.ops.scored_attention import scored_ops
 
 
 class PairDims(NamedTuple):
-    """The dims of a tensor that a mask condition reads, where the condition compares the element at a query's position
-    with the element at a key's position, as ``ids[query] == ids[key]`` does.
+    """The dims by which a mask condition such as ``ids[query] == ids[key]`` reads a tensor. It compares the element at
+    a query's position with the element at a key's position.
 
     ``position``: the index of the tensor's dim of positions. ``batch``: the index of its dim of batch rows; ``None`` if
     all rows read the same elements. ``span``: the first position that is read, and the one after the last; ``None`` for

@@ -429,12 +429,11 @@ _SCORE_RULES: dict[Any, Callable[..., Any]] = {
 class ScoreForm(NamedTuple):
     """How an attention changes its scores, and which keys a query sees.
 
-    ``band``: the positions around its own that a query sees. ``documents``: the document ids, if a query sees keys of
-    its own document only; ``None`` if a row is one document. ``prefix``: the flags of a prefix, that is, keys that
-    queries of their document see in a wider range of positions than ``band``; ``None`` for none. It is a
-    :class:`DocumentMask` that has the node of the flags in place of document ids, and whose ``band`` is this
-    range. ``slopes``: for ALiBi, (node of a number for each head, factor); the slope of a head is the product of the
-    two. ``None`` for none.
+    ``band``: how many positions before and after its own a query sees. ``documents``: the document ids, if a query sees
+    keys of its own document only; ``None`` if a row is one document. ``prefix``: the prefix, keys that queries of their
+    document see in a wider range of positions; ``None`` for none. It is a :class:`DocumentMask`, with the node of the
+    prefix's flags in place of document ids, and the wider range as its ``band``. ``slopes``: for ALiBi, (node of a
+    number for each head, factor); the slope of a head is the product of the two. ``None`` for none.
     """
 
     band: Band
@@ -865,9 +864,9 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
 
 def _replace_joined(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
     """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::document_attention`` if
-    its mask shows keys of the query's own document only. Batch and heads are one dim of its queries, keys and values;
-    the new operands have two. Return whether it was replaced. ``evaluator``: computes a description of the mask's
-    elements. ``writer``: inserts the document ids."""
+    its mask shows keys of the query's own document only. Its queries, keys and values have batch and heads in one dim;
+    in the new operands, they are two dims. Return whether the attention was replaced. ``evaluator``: computes a
+    description of the mask's elements. ``writer``: inserts the document ids."""
     given: Any = node.args
     mask: Any = given[3] if len(given) > 3 else node.kwargs.get("attn_mask")
     shapes = [list_node_sizes(x) for x in given[:3]]

@@ -381,8 +381,8 @@ def _fused_attention(
     which can be traced without an accelerator. For analysis only: a boolean ``attn_mask`` hides nothing here; only
     shapes, dtypes and saved tensors are those of the real computation.
 
-    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale``, ``enable_gqa``: the arguments of these names of torch's
-    ``scaled_dot_product_attention``, with the same meaning of ``None``.
+    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale`` and ``enable_gqa`` have the meanings that they have in
+    torch's ``scaled_dot_product_attention``.
     """
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)

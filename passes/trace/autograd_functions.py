@@ -187,8 +187,8 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
     """Call the user's ``torch.autograd.Function`` ``cls`` with ``args`` during a trace, and return its results, with a
     traced gradient that equals what the function's ``backward`` returns.
 
-    Each result is the one of ``forward`` plus a traced term that is zero and has this gradient. Raise
-    :class:`UnsupportedError` if the gradient cannot be traced.
+    A traced term is added to each result of ``forward``. Its value is zero, and its gradient is the one of
+    ``backward``. Raise :class:`UnsupportedError` if the gradient cannot be traced.
     """
     needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     ctx = _Context(needs)

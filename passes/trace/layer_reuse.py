@@ -113,8 +113,8 @@ class Journal(TorchFunctionMode):
         self.entries.append((number, asked, self._record_result_places(list(results))))
 
     def _assign_tensor_place(self, tensor: Tensor) -> int:
-        """Return the position (from 0) of ``tensor`` in the order in which this record of a module's call sees tensors
-        for the first time; a new tensor gets the next position.
+        """Return the number of ``tensor`` in this record of a module's call. The record numbers tensors from 0 in the
+        order of their first occurrence; a new tensor gets the next number.
         """
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self._held)
@@ -122,9 +122,9 @@ class Journal(TorchFunctionMode):
         return self._places[id(tensor)]
 
     def _record_result_places(self, result: Any) -> Any:
-        """Return, in the structure of ``result`` (of a torch function), the position of each tensor in the order in
-        which this record of a module's call sees tensors for the first time; ``None`` for values that are not tensors.
-        New tensors get the next positions.
+        """Return, in the structure of ``result`` (of a torch function), the number of each tensor in this record of a
+        module's call, and ``None`` for all other values. The record numbers tensors from 0 in the order of their first
+        occurrence; new tensors get the next numbers. A symbolic size sets ``needs_trace``.
         """
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():

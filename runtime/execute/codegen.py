@@ -254,8 +254,8 @@ class _CodeWriter:
         """Find the gradients of stacked expert weights that nothing but their accumulator reads, so that the
         accumulator can compute them in place.
 
-        Return a dict and a list. The dict has the node that computes such a gradient -> whether the last two dims of
-        its result are swapped afterwards. The list has views and copies of gradients that need not run, because an
+        Return a dict and a list. The dict is: node that computes such a gradient -> whether the last two dims of its
+        result are swapped afterwards. The list has views and copies of gradients that need not run, because an
         accumulator accepts any strides.
         """
         stacks: dict[fx.Node, bool] = {}

@@ -305,13 +305,13 @@ class ContextDocumentAttention(KeyExchange):
 class ContextScoredAttention(KeyExchange):
     """Attention over a sequence that is sharded over ``group``, as one rank computes it, with changed scores or
     prefixes. Each query sees the keys of its own document within ``band``, a range of positions relative to its own,
-    and the keys of the document's prefix.
+    and the keys of the document's prefix. Every rank gathers document ids and prefixes of all positions, so that it
+    knows which keys its queries see.
 
     ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``given``: which of the operands
     document ids, prefix and slopes follow the keys and values. Without ids, every row is one document. ``prefix_band``:
     the positions around a query's own within which it sees keys of the prefix. ``trained``: whether :meth:`backward`
-    computes the gradient of the slopes. Every rank gathers ids and prefixes of all positions, so that it knows which
-    keys its queries see."""
+    computes the gradient of the slopes."""
 
     cap: float | None
     given: tuple[bool, bool, bool]

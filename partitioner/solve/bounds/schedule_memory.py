@@ -187,10 +187,10 @@ class RecomputeCosts:
         )
 
     def estimate_seconds(self, free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> float:
-        """Return approximately how many seconds for each microbatch the busiest rank of a pipeline recomputes
-        activations; infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has
-        an equal share of the work and bytes of the model. A rank either recomputes some of its virtual stages
-        selectively, or whole block calls (such as layers), or both.
+        """Estimate the seconds that the busiest rank of a pipeline needs to recompute activations, per microbatch;
+        infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has an equal
+        share of the work and bytes of the model. A rank either recomputes some of its virtual stages selectively, or
+        whole block calls (such as layers), or both.
 
         ``free``: bytes of a rank for activations. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``:
         number of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.

@@ -319,15 +319,16 @@ def _tune_standard_layout(
     until: float,
 ) -> Candidate | None:
     """Return the fastest variant of the well-known layout ``standard``, such as ZeRO-3, as its outcome: step time and
-    memory of its plan, or the reason why there is none. ``standard.family.candidates``: the variants, candidates that
-    differ in mesh, microbatch size, schedule and ZeRO settings. If ``standard.family`` is ``None``, or if no variant
-    has a plan, return ``textbook``.
+    memory of its plan, or the reason why there is none. If the layout has no variants, or if no variant has a plan,
+    return ``textbook``. Variants are candidates that differ in mesh, microbatch size, schedule and ZeRO settings.
+
+    The search may have planned some variants: they are found in ``rows`` by mesh, microbatch size, schedule, virtual
+    stages and ZeRO settings, where an interleaved schedule counts as 1F1B. Unless the plan that the search chose is a
+    variant, a few more variants with low bounds on their step times are planned now, until the time ``until``
+    (:func:`time.monotonic`).
 
     ``textbook``: the outcome of the layout itself; ``None``: it was not planned. ``rows``: the outcomes of the search.
-    Those of variants are found by comparing mesh, microbatch size, schedule, virtual stages and ZeRO settings; an
-    interleaved schedule counts as 1F1B. Unless the plan that the search chose is a variant, a few more variants with
-    low bounds on their step times are planned now, until the time ``until`` (:func:`time.monotonic`). ``evaluator``:
-    plans candidates.
+    ``evaluator``: plans candidates.
     """
     family, best = standard.family, textbook
     if family is None:

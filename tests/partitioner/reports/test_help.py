@@ -69,7 +69,7 @@ def test_a_signature_has_names_and_defaults():
 def test_the_page_of_partition_is_its_docstring():
     text = page(partition)
     assert "Plan how ``model`` runs on ``topology``" in text
-    for argument in ("constraints: what is given is fixed", "profile: another framework", "time_limit_s: "):
+    for argument in ("constraints: choices that the user fixes", "profile: another framework", "time_limit_s: "):
         assert argument in text
 
 

@@ -204,10 +204,11 @@ class _RelaxationSearch:
 
     def _then_memory(self) -> tuple[Change, ...]:
         """Return a tuple with one change that does two things: it resolves a conflict of constraints, and it adds the
-        memory that is still missing then. Empty if none is found, or if the job has no plan only because of memory.
+        memory that is still missing then. The tuple is empty if no such change is found, or if missing memory is the
+        only reason that the job has no plan.
 
-        The search starts from variants of the requested job (model, global batch, cluster and constraints) that it has
-        found to lack only memory.
+        The search starts from those variants of the job (model, global batch, cluster and constraints) that turned out
+        to lack only memory.
         """
         for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:

@@ -53,8 +53,8 @@ def list_promising_candidates(
 
     First come the best candidates of the search with several pipeline stages, changed to several virtual stages on a
     rank. Then comes the best plan with each sequence sharded over twice as many ranks. Further candidates of both kinds
-    follow, ordered by expected step time: a lower bound, plus the recomputation that memory requires, times the least
-    ratio of step time to estimate so far.
+    follow, ordered by an estimate of the step time: a lower bound plus the recomputation that memory requires. The
+    expected step time is the estimate times the least ratio of step time to estimate so far.
 
     ``best``: the best plan so far. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.
     ``bounds``: computes lower bounds on the step times of candidates. ``space``: the search space (cluster, batch,

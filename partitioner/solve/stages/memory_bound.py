@@ -148,11 +148,12 @@ class _Duals(NamedTuple):
 
 
 class _PricedCut(NamedTuple):
-    """One way to cut the block calls (such as layers) into virtual stages and to recompute some of them. ``seconds``:
-    of each phase (such as forward and the halves of backward) of each stage for one microbatch, shape ``[stages,
-    phases]``. ``bytes``: of each stage, shape ``[3, stages]``: bytes that do not depend on the number of microbatches
-    in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its
-    backward.
+    """One way to cut the block calls (such as layers) into virtual stages and to recompute some of them.
+
+    ``seconds``: the time of one microbatch by stage and phase (such as forward and the halves of backward), shape
+    ``[stages, phases]``. ``bytes``: three numbers for each stage, shape ``[3, stages]``: bytes that do not depend on
+    the number of microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between
+    the two halves of its backward.
     """
 
     seconds: Table

@@ -29,8 +29,8 @@ _MOST_ENTRIES = 1 << 21  # entries of tables that are made together
 
 
 class _MeasuredRuns(NamedTuple):
-    """Seconds and bytes of sequences of block calls (such as layers) on several stages, as far as they do not depend on
-    the memory of the stages. All arrays have the shape ``[stages, sequences]``.
+    """Seconds and bytes of sequences of block calls (such as layers) on several stages. The results are valid for any
+    amount of memory on the devices. All arrays have the shape ``[stages, sequences]``.
 
     ``seconds``: per microbatch, without recomputation. ``kept_bytes``: peak bytes without full recomputation.
     ``allowed``: whether the stage may consist of the calls. ``may_recompute``: whether it may recompute some of them in
@@ -172,8 +172,8 @@ class StageTables:
 
     @cached_property
     def _measured_segments(self) -> _MeasuredRuns:
-        """Return the seconds and bytes of all sequences of block calls (such as layers) on all stages, as far as they
-        do not depend on the memory of the stages."""
+        """Return the seconds and bytes of all sequences of block calls (such as layers) on all stages. Only results
+        that are valid for any amount of memory on the devices are included."""
         return self._measure_runs(np.arange(self.problem.num_stages), *self._segment_ranges)
 
     @property

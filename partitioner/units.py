@@ -40,12 +40,12 @@ def bytes_text(num_bytes: float) -> str:
     return f"{format_digits(size)} {_BINARY[unit]}"
 
 
-def seconds_text(seconds: float) -> str:
-    """Return ``seconds`` as text with three significant digits in s, ms, µs or ns, such as ``12.3 ms``."""
+def seconds_text(seconds: float, places: int = 3) -> str:
+    """Return ``seconds`` as text in s, ms, µs or ns, such as ``12.3 ms``. ``places``: number of significant digits."""
     if seconds == 0:
         return "0 s"
     scale, unit = next((s for s in _SECONDS if abs(seconds) >= s[0] * 0.9995), _SECONDS[-1])
-    return f"{format_digits(seconds / scale)} {unit}"
+    return f"{format_digits(seconds / scale, places)} {unit}"
 
 
 def count_text(count: float) -> str:

@@ -142,8 +142,9 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
-    """Return the reason, as a clause, why the search that found ``plan`` did not try the constraints ``asked``, if one
-    of their values is tried only for users who fix it; otherwise ``None``. ``asked``: name of a constraint -> value.
+    """Return a clause that says why the search that found ``plan`` did not try the constraints ``asked``: one of their
+    values is tried only if the user fixes it. Return ``None`` if there is no such value. ``asked``: name of a
+    constraint -> value.
     """
     pinned, limits = plan.constraints, plan.certificate.limits
     widest = widest_searched(plan.topology, pinned)

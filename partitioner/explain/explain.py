@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from partitioner.cost import MEAN_ERRORS
+from partitioner.explain.improvements import list_improvements
 from partitioner.explain.proof import explain_proof, list_uncovered_choices
 from partitioner.explain.tables import (
     build_bar_chart,
@@ -217,6 +218,7 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("Can it be run?", list(_planned_only(plan))),
         ("Does it fit?", list(_explain_fit(plan))),
         ("What limits it?", list(_explain_limits(plan))),
+        ("What would make it faster?", _format_items(list_improvements(plan))),
         ("Where does the time go?", _explain_breakdown(plan)),
         ("How is the work divided?", list(_explain_partition(plan, whole))),
         ("How is the sequence shared?", list(explain_sequence_axis(plan))),
@@ -332,12 +334,28 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
             yield format_text_line(
                 f"Memory limits the plan: {used}. Layouts that need more are ruled out, even if they were faster."
             )
+        elif slower := _list_hidden_recomputation(plan):
+            yield format_text_line(
+                f"Memory costs no time: {used}. {slower} recompute{'' if ' and ' in slower else 's'} to fit, but other "
+                "stages take longer."
+            )
         else:
             yield format_text_line(f"Memory does not limit the plan: {used}.")
     yield from _explain_disk_limit(plan)
     if plan.constraints.given:
         fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.given.items())
         yield format_text_line(f"Constraints that you gave: {fixed}.")
+
+
+def _list_hidden_recomputation(plan: Plan) -> str:
+    """Return the stages of ``plan`` that recompute activations, such as ``Stage 0`` or ``Stages 0, 1 and 3``; empty if
+    none does. For a plan in which recomputation takes no share of the step, because the slowest stage has none.
+    """
+    some = [k for k, stage in enumerate(plan.estimate.stages) if stage.recomputed or stage.in_part or stage.selective]
+    if not some:
+        return ""
+    words = [format_ranges(some[:-1]), format_ranges(some[-1:])] if len(some) > 1 else [format_ranges(some)]
+    return f"{'Stages' if len(some) > 1 else 'Stage'} {' and '.join(words)}"
 
 
 def _explain_disk_limit(plan: Plan) -> Iterator[RenderableType]:
@@ -389,7 +407,10 @@ def _explain_breakdown(plan: Plan) -> list[RenderableType]:
     chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
     lines = [f"Bubble: {waits}."] if (waits := waiting_text(plan)) else []
     if told := _format_layer_communication(plan):
-        lines.append(f"Communication inside layers, with what computation hides of it: {told}.")
+        whole = sum(plan.estimate.exchanges.values())
+        hidden = max(0.0, 1 - plan.estimate.breakdown.get("tp_communication", 0.0) / whole)
+        share = format_percent(hidden) if hidden >= _NOTED else "nothing"
+        lines.append(f"Communication inside layers: {told}, of which computation hides {share}.")
     return [format_text_line(words), chart, *map(format_text_line, lines)]
 
 

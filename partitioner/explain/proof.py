@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from partitioner.constraints import OF_POINT
 from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.plans.figures import candidate_text, schedule_text
 from partitioner.schedules.registry import SEARCHED
@@ -11,6 +12,7 @@ from partitioner.units import format_percent, format_plural, seconds_text
 
 _MAIN_GAPS = ("schedule", "virtual_stages", "offload")  # constraints not covered by a proof that change step times most
 _TOLD_GAPS = 2  # sentences in the summary on what a proof leaves out
+_MOST_FIXED = 6  # constraints that a phrase names
 _ROUNDING = 1e-9
 _PROVEN = 1e-6  # relative: a smaller gap is none
 _SEVERAL = "several stages on a rank"
@@ -52,20 +54,20 @@ def certificate_text(plan: Plan) -> str:
     than ``plan``, a further sentence names the fastest layout of this kind that was found.
     """
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
-    takes = f"this plan takes {seconds_text(c.objective)}"
+    takes, given = f"this plan takes {seconds_text(c.objective)}", constraints_clause(plan)
     if c.covered_bound is not None:
         own = plan.chosen.bound
         gap = format_percent(max(0.0, 1 - own / c.objective)) if c.objective else "0%"
         return (
             f"not proven optimal: the proof does not cover {_describe_uncovered(plan)}. Under the cost model {takes}; "
             f"lower bounds are {seconds_text(own)} for its own layout (gap {gap}) and {seconds_text(c.covered_bound)} "
-            f"for all plans that the proof covers{_compare_with_covered(c)}"
+            f"for all plans{given} that the proof covers{_compare_with_covered(c)}"
         )
     rival = _find_uncovered_rival(c)
     told = f". Not proven of {_SEVERAL}: the best found takes {_format_rival_times(rival)}" if rival else ""
     if c.gap <= _PROVEN:
         return f"{_describe_proven(plan)}: none takes less than {seconds_text(c.bound)} under the cost model{told}"
-    least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
+    least = f"a plan{given} {covered}takes {seconds_text(c.bound)} or more"
     return f"gap {format_percent(c.gap)} under the cost model: {takes}, {least}{told}"
 
 
@@ -82,11 +84,23 @@ def _describe_proven(plan: Plan) -> str:
     """Return a phrase that says among which plans ``plan`` is proven to be the fastest: among all plans, or among those
     that the proof of optimality covers.
     """
+    given = constraints_clause(plan)
     if not list_uncovered_choices(plan):
-        return "proven optimal, fastest of all plans"
+        return f"proven optimal, fastest of all plans{given}"
     schedules = ", ".join(SEARCHED).upper()
     which = f" (one stage on each rank: {schedules})" if "schedule" in plan.certificate.beyond else ""
-    return f"proven fastest of the plans that the proof covers{which}"
+    return f"proven fastest of the plans{given} that the proof covers{which}"
+
+
+def constraints_clause(plan: Plan) -> str:
+    """Return a phrase with the constraints of the user that restrict layouts, such as `` with pp=2, tp=8``; empty if
+    there are none. A proof of optimality holds for plans with these constraints only.
+    """
+    given = plan.constraints.given
+    fixed = [f"{name}={given[name]}" for name in (*OF_POINT, "recompute") if given.get(name) is not None]
+    if len(fixed) > _MOST_FIXED:
+        return f" with your {len(fixed)} constraints"
+    return f" with {', '.join(fixed)}" if fixed else ""
 
 
 def explain_proof(plan: Plan) -> Iterator[str]:
@@ -96,15 +110,14 @@ def explain_proof(plan: Plan) -> Iterator[str]:
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     if c.covered_bound is not None:
         yield f"It is not proven optimal: the proof does not cover {_describe_uncovered(plan)}."
-        yield (
-            f"Bound for all plans that the proof covers: {_compare_bound(c.covered_bound, c.objective, 'covered plan')}"
-        )
+        least = _compare_bound(c.covered_bound, c.objective, "covered plan")
+        yield f"Bound for all plans{constraints_clause(plan)} that the proof covers: {least}"
         own = _compare_bound(plan.chosen.bound, c.objective, "plan of it")
         yield f"Bound for this plan's own layout ({candidate_text(plan.chosen)}, {plan.schedule}): {own}"
     elif c.gap <= _PROVEN:
         yield f"It is {_describe_proven(plan)}: none takes less under the cost model."
     else:
-        least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
+        least = f"a plan{constraints_clause(plan)} {covered}takes {seconds_text(c.bound)} or more"
         yield f"It is not proven optimal: {least}, which is {format_percent(c.gap)} less than this plan takes."
     if "schedule" in c.beyond:
         yield from _explain_uncovered_schedules(c)

@@ -178,6 +178,7 @@ def _shorten_dtype(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
+_PLACES = 4  # digits of the step times of layouts, which may differ little
 _MOST_CANDIDATES = 12
 
 STATUS_WORDS = {
@@ -728,8 +729,8 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
             candidate_text(candidate),
             str(candidate.microbatch_size),
             candidate.schedule,
-            seconds_text(candidate.step_time) if candidate.step_time is not None else "",
-            seconds_text(candidate.bound) if candidate.bound else "",
+            seconds_text(candidate.step_time, _PLACES) if candidate.step_time is not None else "",
+            seconds_text(candidate.bound, _PLACES) if candidate.bound else "",
             _format_candidate_memory(candidate, plan),
             Text(outcome),
             style="bold" if candidate.status == "chosen" else None,

@@ -177,11 +177,11 @@ QUANTIZED: dict[Any, Rule] = {
 
 
 class FusedQuantizer(NamedTuple):
-    """The arguments of ``torch.fused_moving_avg_obs_fake_quant`` after the tensor, in its order and by torch's names.
+    """The arguments of ``torch.fused_moving_avg_obs_fake_quant`` after the tensor, with torch's names and order.
 
     ``observer_on``, ``fake_quant_on``: 1 if the observer, or the quantisation, is on. ``running_min``, ``running_max``:
     the observed range. ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``ch_axis``: the dim
-    that has a scale for each index if ``per_row_fake_quant``. ``scale``, ``zero_point``: those of the quantisation.
+    that has a scale for each index if ``per_row_fake_quant``. ``scale``, ``zero_point``: a number is divided by ``scale`` and increased by ``zero_point`` to get its level.
     ``averaging_const``: the weight of new data in the observed range. ``symmetric_quant``: whether the range is
     symmetric.
     """

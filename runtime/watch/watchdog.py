@@ -287,7 +287,7 @@ class Watch:
 
 class Launcher:
     """The torchrun that started this process. A torchrun that is killed, for example for lack of memory, cannot end its
-    ranks, which would train on beside those of the next start.
+    ranks. Without further action they would continue to train, at the same time as the ranks of the next start.
     """
 
     def __init__(self) -> None:

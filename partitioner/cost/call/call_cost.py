@@ -22,6 +22,7 @@ from partitioner.cost.call.expert_parallel import (
     in_pieces,
     sorting_seconds,
 )
+from partitioner.cost.call.operators import RECOMPUTED_SCORES
 from partitioner.cost.call.recomputation import find_recomputed_nodes
 from partitioner.cost.call.roofline import kernel_times
 from partitioner.cost.call.saved_activations import SavedBytes, carried_bytes, find_gathered_activations, kept_by
@@ -63,7 +64,7 @@ class CallCost:
     - ``forward_s``, ``backward_s``: seconds without collectives. ``forward_comm_s``, ``backward_comm_s``: seconds of
       collectives. ``weights_s``: the part of ``backward_s`` that computes gradients of weights, which can run after the
       gradients of inputs are sent to the previous stage. ``flops``, ``backward_flops``: FLOPs of matrix products,
-      forward and backward.
+      forward and backward; scores that the backward of a fused attention computes again do not count.
     - ``saved_bytes``: bytes kept from forward to backward, without inputs. ``saved_inputs``: for each input, whether it
       is kept, too. ``carried_bytes``: bytes held between the backward for gradients of inputs and that for gradients of
       weights. ``working_bytes``: temporary bytes while the call runs. ``host_bytes``: bytes kept in host memory.
@@ -563,9 +564,17 @@ def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _
             for r in range(len(asked.rings))
         ),
         total(seconds, columns.again),
-        (total(columns.flops, ways[0]), total(columns.flops, ways[1])),
+        (total(columns.flops, ways[0]), total(_leave_out_recomputed_scores(columns), ways[1])),
         total(seconds, ways[0], columns.expert),
     )
+
+
+def _leave_out_recomputed_scores(columns: KernelTable) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return the FLOPs of each kernel of ``columns``, shape ``[kernels]``. The backward of a fused attention computes
+    scores a second time; these FLOPs do not count, as in the usual definition of model FLOPs utilisation.
+    """
+    again = np.array([kind == "attention" for kind in columns.kinds], dtype=np.bool_)[columns.kind]
+    return np.where(again & (columns.way > 0), columns.flops * (1 - RECOMPUTED_SCORES), columns.flops)
 
 
 def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:

@@ -156,6 +156,7 @@ _TRAINED_PASSES = 3  # of backward, for the gradient of slopes
 _SCORE_LAUNCHES = 16, 26  # for each block
 # FLOPs of a fused attention's backward relative to its forward: five products to two (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
+RECOMPUTED_SCORES = 0.5 / _ATTENTION_BACKWARD  # the part of these FLOPs that computes scores a second time
 
 # See ``passes/ops/recurrent.py``. Each step of a recurrent layer is a product with the state and a kernel of the gates.
 RECURRENT = frozenset(("lstm_layer", "recurrent_layer"))

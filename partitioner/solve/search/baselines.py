@@ -268,19 +268,30 @@ def compare_standard_layouts(
             made.append(plain)
             continue
         tried: list[Candidate] = []
-        for candidate in standard.candidates[:MOST_TRIED]:
+        for candidate in _limit_tries(standard.candidates):
             row = None if standard.excluded else _find_candidate_row(candidate, rows)
             known = row if row is not None and row.status != "bounded" else None
             tried.append(known or _plan_candidate_report(candidate, evaluator))
             if tried[-1].step_time is not None:
                 break
-        shortest = min(tried, key=lambda c: (c.step_time is None, c.missing or 0), default=None)
+        # of layouts without a plan, the smallest microbatch says best what the layout lacks
+        shortest = min(tried, key=lambda c: (c.step_time is None, c.microbatch_size, c.missing or 0), default=None)
         best, excluded = _tune_standard_layout(standard, shortest, rows, evaluator, until), standard.excluded
         if best is not shortest and best is not None:
             excluded = "" if _row_like(best, rows) is not None else _EXCLUDED if excluded else ""
         hosted = offload if best is not None else ()
         made.append(Baseline(name=standard.name, candidate=best, excluded=excluded, offload=hosted))
     return tuple(made)
+
+
+def _limit_tries(candidates: Sequence[MeshCandidate]) -> list[MeshCandidate]:
+    """Return at most as many of ``candidates`` as are planned for a well-known layout: the first ones, and the one with
+    the smallest microbatch. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+    """
+    if len(candidates) <= MOST_TRIED:
+        return list(candidates)
+    first, others = candidates[: MOST_TRIED - 1], candidates[MOST_TRIED - 1 :]
+    return [*first, min(others, key=lambda candidate: candidate.microbatch_size)]
 
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:

@@ -556,6 +556,8 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     """
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()
+    is_fixed = math.prod(pinned.pinned.values()) == space.world_size  # no ranks are left for another axis
+    has_replicas = any(dp > 1 for _, dp, *_ in list_mesh_shapes(space)) or space.experts > 0
     if pinned.offload is None and can_offload(topology):
         found["offload"] = "Offload to host memory is not part of the search, since plans were found without it."
     if space.world_size == 1:
@@ -568,15 +570,15 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
             "tried only where an estimate promised a faster step."
         )
         found |= {"schedule": schedules, "virtual_stages": schedules}
-    if space.length and pinned.cp is None:
+    if space.length and pinned.cp is None and not is_fixed:
         found["cp"] = _describe_tried_context(space)
-    if pinned.tp is None and space.widest < space.world_size:
+    if pinned.tp is None and space.widest < space.world_size and not is_fixed:
         found["tp"] = f"Tensor parallelism over more than {space.widest} ranks was not tried."
-    if several and space.train and pinned.zero != 0 and pinned.dp_shard is None:
+    if several and has_replicas and space.train and pinned.zero != 0 and pinned.dp_shard is None:
         found["dp_shard"] = _describe_tried_parts(space)
     if len(topology.paces[0]) > 1 and pinned.data_shares is None:
         found["data_shares"] = "Shares of the batch were tried about as fast as ranks are, not all."
-    if several and space.train and pinned.hierarchical is None and not topology.single_ring:
+    if several and has_replicas and space.train and pinned.hierarchical is None and not topology.single_ring:
         found["hierarchical"] = "Reducing gradients level by level in the program (hierarchical=True) was not tried."
     if space.experts and pinned.etp is None and space.any_etp and not pinned.ahead:
         found["etp"] = "Splitting an expert over other numbers of ranks than tp or one was not tried."

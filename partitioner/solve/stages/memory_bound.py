@@ -330,12 +330,13 @@ class _Recomputation:
     with the dims ``[calls + 1, width]``: the end of the sequence (the call after its last), and its number of calls
     minus 1.
 
-    ``seconds``: of each phase (such as forward and the halves of backward) for one microbatch, without full
-    recomputation, shape ``[stages, phases, calls + 1, width]``. ``allowed``: whether the stage may consist of the
-    sequence, shape ``[stages, calls + 1, width]``. ``bytes``: shape ``[3, calls + 1, width]``: bytes that do not depend
-    on the number of microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one
-    between the two halves of its backward. ``again_s``: seconds to recompute each call in full, shape ``[stages,
-    calls]``. ``freed``: bytes that the full recomputation of each call frees, shape ``[calls]``.
+    There are six phases: forward, backward for inputs, backward for weights, two waits for messages, and collectives at
+    the ends of a step. ``seconds``: the time of each phase for one microbatch, without full recomputation, shape
+    ``[stages, phases, calls + 1, width]``. ``allowed``: whether the stage may consist of the sequence, shape ``[stages,
+    calls + 1, width]``. ``bytes``: shape ``[3, calls + 1, width]``: bytes that do not depend on the number of
+    microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves
+    of its backward. ``again_s``: seconds to recompute each call in full, shape ``[stages, calls]``. ``freed``: bytes
+    that the full recomputation of each call frees, shape ``[calls]``.
     """
 
     seconds: Table

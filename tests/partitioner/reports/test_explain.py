@@ -106,7 +106,7 @@ def test_the_links_of_each_axis_are_named(plan: Plan):
     assert f"links: {links}" in format_explanation(plan)
     assert f"links {links}" in " ".join(format_summary(plan).split())
     one = plan_of(llama(pp=1, dp=1, tp=1, layers=1))
-    assert "links:" not in format_explanation(one)
+    assert "  links: " not in format_explanation(one)
 
 
 def test_the_dearest_operators_are_named_where_little_of_the_peak_is_reached(plan: Plan):

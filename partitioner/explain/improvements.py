@@ -1,0 +1,125 @@
+"""Say what would make the step of a plan faster, the largest gain first.
+
+There are two kinds of sentences. Some name a plan that the search has found and that the user can ask for, such as one
+without the constraints or with optimizer states in host memory; their gains are those of this plan. The others name a
+part of the step time, such as recomputation, and what shortens it; their gains are upper limits, because the part would
+have to vanish. Everything is read from the plan: nothing is planned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from partitioner.explain.tables import per_sample_text
+from partitioner.plan import WITHOUT, Baseline, Plan
+from partitioner.plans.figures import candidate_text
+from partitioner.simulate.weight_precision import common_precision
+from partitioner.units import format_percent, seconds_text
+
+_NOTED = 0.01  # fraction of a step: smaller gains are not mentioned
+_LESS_PRECISE = {"fp32": "bf16", "tf32": "bf16", "bf16": "fp8", "fp16": "fp8"}  # precision -> the next faster one
+
+
+class Improvement(NamedTuple):
+    """One way to make a step faster. ``gain``: by which fraction of the step time, at most. ``text``: a sentence."""
+
+    gain: float
+    text: str
+
+
+def list_improvements(plan: Plan) -> list[str]:
+    """Return sentences on what would make the step of ``plan`` faster, the largest gain first. Gains of less than a
+    hundredth of the step are left out.
+    """
+    if not plan.certificate.objective:
+        return []
+    found = [*_list_found_plans(plan), *_list_upper_limits(plan)]
+    ranked = sorted((one for one in found if one.gain >= _NOTED), key=lambda one: -one.gain)
+    return [one.text for one in ranked]
+
+
+def _list_found_plans(plan: Plan) -> Iterator[Improvement]:
+    """Yield the faster plans that the search of ``plan`` has found: without the user's constraints, with optimizer
+    states in host memory, on fewer devices, and with another global batch.
+    """
+    step = plan.certificate.objective
+    excluded = [b for b in plan.certificate.baselines if b.excluded and _read_seconds(b)]
+    if excluded:
+        best = min(excluded, key=_read_seconds)
+        gain = 1 - _read_seconds(best) / step
+        yield Improvement(gain, f"Without your constraints: {_describe_baseline(best)}, {format_percent(gain)} less.")
+    for baseline in plan.certificate.baselines:
+        if not _read_seconds(baseline):
+            continue
+        gain = 1 - _read_seconds(baseline) / step
+        if baseline.offload and not plan.offload:
+            asked = f'offload="{"+".join(baseline.offload)}"'
+            yield Improvement(gain, f"With {asked}: {_describe_baseline(baseline)}, {format_percent(gain)} less.")
+        elif baseline.name.startswith(WITHOUT):
+            yield Improvement(gain, f"{_describe_baseline(baseline)}, {format_percent(gain)} less.")
+        elif baseline.global_batch and plan.global_batch:
+            gain = 1 - _read_seconds(baseline) / step * plan.global_batch / baseline.global_batch
+            taken = per_sample_text(plan, baseline.global_batch, _read_seconds(baseline))
+            yield Improvement(gain, f"With a global batch of {baseline.global_batch:,}: a step takes {taken}.")
+
+
+def _read_seconds(baseline: Baseline) -> float:
+    """Return the step time in seconds of ``baseline``, a layout that is compared with the plan; 0 if it has none."""
+    return (baseline.candidate.step_time or 0.0) if baseline.candidate is not None else 0.0
+
+
+def _describe_baseline(baseline: Baseline) -> str:
+    """Return the name, layout and step time of ``baseline``, a layout that is compared with the plan, as text, such as
+    ``ZeRO-3 (dp 16, zero 3) takes 42.6 s``.
+    """
+    layout = f" ({candidate_text(baseline.candidate)})" if baseline.candidate is not None else ""
+    return f"{baseline.name}{layout} takes {seconds_text(_read_seconds(baseline))}"
+
+
+def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
+    """Yield the parts of the step of ``plan`` that could be shorter, each with what shortens it. The gain is the whole
+    part.
+    """
+    total = sum(plan.estimate.breakdown.values())
+    if not total:
+        return
+    shares = {kind: seconds / total for kind, seconds in plan.estimate.breakdown.items()}
+    axes = [axis for axis in ("tp", "cp", "ep") if plan.mesh.get(axis, 1) > 1]
+    layers = f"fewer ranks of {' or '.join(axes)}" if axes else "a lower ZeRO stage"
+    parts = {
+        "tp_communication": f"Less communication inside layers, by {layers} or faster links",
+        "reduction": "Less exposed gradient reduction, by a larger global batch or faster links",
+        "recompute": "No recomputation, by more memory for each rank: more devices, or optimizer states elsewhere",
+        "bubble": "Fewer waits for other pipeline stages, by a larger global batch",
+        "offload": "Fewer transfers to host memory, by more devices",
+        "optimizer": "A shorter optimizer update, by states that are sharded over more ranks",
+    }
+    for kind, words in parts.items():
+        share = shares.get(kind, 0.0)
+        yield Improvement(share, f"{words}: at most {format_percent(share)} less.")
+    yield from _compare_precisions(plan, shares.get("compute", 0.0))
+    gap = plan.certificate.gap
+    yield Improvement(gap, f"Another layout or placement: at most {format_percent(gap)} less, the gap of the bound.")
+
+
+def _compare_precisions(plan: Plan, computed: float) -> Iterator[Improvement]:
+    """Yield the next faster precision, if all devices of ``plan`` have a higher peak in it. ``computed``: the fraction
+    of the step that is computation; the gain is what is saved if all of it were matrix products at the devices' peak.
+    """
+    precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
+    faster = _LESS_PRECISE.get(precision or "")
+    if faster is None or plan.written is None:  # a framework that is predicted has its own precisions
+        return
+    types = [plan.topology.types[kind] for kind in {plan.topology.devices[device].kind for device in plan.devices}]
+    if any(faster not in kind.peak for kind in types):
+        return
+    gain = computed * (1 - max(kind.peak_of(str(precision)) / kind.peak[faster] for kind in types))
+    yield Improvement(
+        gain,
+        f'With precision="{faster}": at most {format_percent(gain)} less, if all computation were matrix products. '
+        "It changes rounding.",
+    )
+
+
+__all__ = ["Improvement", "list_improvements"]

@@ -181,9 +181,9 @@ class FusedQuantizer(NamedTuple):
 
     ``observer_on``, ``fake_quant_on``: 1 if the observer, or the quantisation, is on. ``running_min``, ``running_max``:
     the observed range. ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``ch_axis``: the dim
-    that has a scale for each index if ``per_row_fake_quant``. ``scale``, ``zero_point``: a number is divided by ``scale`` and increased by ``zero_point`` to get its level.
-    ``averaging_const``: the weight of new data in the observed range. ``symmetric_quant``: whether the range is
-    symmetric.
+    that has a scale for each index if ``per_row_fake_quant``. ``scale``, ``zero_point``: the level of ``x`` is
+    ``round(x / scale) + zero_point``. ``averaging_const``: the weight of new data in the observed range.
+    ``symmetric_quant``: whether the range is symmetric.
     """
 
     observer_on: Tensor

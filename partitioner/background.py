@@ -59,8 +59,8 @@ class Finding:
 
 
 class FindingSlot:
-    """Shared memory for the latest solution of an assignment problem that one process found. ``num_nodes``: number of
-    nodes of the problem. A process and the forks that it starts later can write and read it without locks."""
+    """Shared memory for the latest solution of an assignment problem that one process found. A process and the forks
+    that it starts later can write and read it without locks. ``num_nodes``: number of nodes of the problem."""
 
     def __init__(self, num_nodes: int) -> None:
         self._numbers = allocate_shared_array(4, np.float64)  # counter, cost, overflow, bound
@@ -253,8 +253,8 @@ class BackgroundWorker(Generic[K, R]):
 
     def _find_next_free(self, among: Container[Any] | None = None) -> int | None:
         """Return the index, in the list of all keys, of the next key whose computation has begun neither in this
-        process nor in the forked one; ``None`` if there is none. ``among``: only these keys are considered; ``None``:
-        all. Keys whose results were announced to be needed come first.
+        process nor in the forked one; ``None`` if there is none. Keys whose results were announced to be needed come
+        first. ``among``: only these keys are considered; ``None``: all.
         """
         free = np.flatnonzero(self._marks == _FREE)
         ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
@@ -287,8 +287,9 @@ class Future(Generic[R]):
         self._aside = BackgroundWorker([None], lambda _: work(), help_s) if worth_it and can_help() else None
 
     def result(self) -> R:
-        """Return the result of the function ``work`` with which this object was created: wait for the forked process
-        that computes it, or compute it here if there is none or if it fails. Raise the exceptions of ``work``.
+        """Return the result of the function ``work`` with which this object was created. If a forked process computes
+        it, wait for that process. If there is none, or if it fails, compute the result here. Raise the exceptions of
+        ``work``.
         """
         found = None if self._aside is None else self._aside.take(None)
         return self._work() if found is None else found

@@ -16,10 +16,10 @@ Split = Literal["", "rows", "within"]  # how tp divides the experts' work: as is
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
-    """Return how the matrix products of experts are divided over the ranks of the mesh axis ``tp``: ``"rows"`` (each
-    rank has all weights of its experts and processes other tokens than the other ranks) or ``"within"`` (each expert is
-    sharded over the ranks). Return ``""`` if one of the axes has a single rank, or if the runtime cannot execute this
-    number ``etp``.
+    """Return how the matrix products of experts are divided over the ranks of the mesh axis ``tp``: ``"rows"`` means
+    that each rank has all weights of its experts and processes other tokens than the other ranks; ``"within"`` means
+    that each expert is sharded over the ranks. Return ``""`` if one of the axes has a single rank, or if the runtime
+    cannot execute this number ``etp``.
 
     ``tp``, ``ep``: numbers of ranks of tensor and expert parallelism. ``etp``: ranks over which one expert is sharded;
     0 means ``tp``.

@@ -157,7 +157,8 @@ def size_cluster(
     of all numbers that were tried.
 
     Args:
-        model, inputs: as for :func:`partitioner.partition`.
+        model: a module that ``torch.export`` accepts, or an exported program. ``inputs``: one global batch, as a tuple
+            or dict of arguments.
         machine: name of a preset, or a function from the number of nodes to a topology.
         step_time: greatest number of seconds of a step; ``None``: no limit.
         minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
@@ -199,8 +200,8 @@ def size_cluster(
 
 def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, more: dict[str, Any]) -> Size:
     """Return the plan of ``model`` on ``topology`` with its money and energy per step; if there is no plan, return the
-    reason instead. ``nodes``: number of nodes of ``topology``. ``more``: further keyword arguments of ``partition``.
-    Errors in the inputs are raised."""
+    reason instead. Errors in the inputs are raised. ``nodes``: number of nodes of ``topology``. ``more``: further
+    keyword arguments of ``partition``."""
     try:
         plan = partition(model, topology, **more)
     except InputsError:  # wrong inputs, which no number of nodes makes right
@@ -318,16 +319,16 @@ def largest_that_fits(
     plan; bisection then finds the largest size in between. The plans are estimates without programs.
 
     Args:
-        model, topology: as for :func:`partitioner.partition`.
-        inputs: a sample of the batch, as for :func:`partitioner.partition`. Dim 0 is the batch. The second of two or
-            three dims is the sequence; its content is repeated to make it longer.
+        model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
+        inputs: a sample of the batch, as a tuple or dict of arguments. Dim 0 is the batch. The second of two or three
+            dims is the sequence; its content is repeated to make it longer.
         of: what is enlarged: ``sequence`` (tokens of a sample) or ``microbatch`` (samples that a rank processes at a
             time; the global batch is then one microbatch per device).
         most: largest size to try.
         multiple: only multiples of this number are tried; ``None``: 1 for microbatches; for sequences 1,024 tokens, or
             the length of the inputs if that is less.
         tolerance: the search ends when a size that has no plan is larger than the found one by at most this fraction.
-        constraints: as for :func:`partitioner.partition`.
+        constraints: choices that the user fixes, such as ``Constraints(tp=8)``.
         more: further arguments of :func:`partitioner.partition`.
 
     Raises the errors of :func:`partitioner.partition` if the first size has no plan, and :class:`ConstraintError` or
@@ -397,9 +398,9 @@ class _SizedModels:
         return prepared, batch
 
     def _derive(self, size: int) -> FoldedModel | None:
-        """Return the graphs of the model for inputs of ``size`` (tokens of a sample, or samples of a microbatch),
-        derived from those for the next smaller and the next larger size for which it was captured; ``None`` if that is
-        not possible. The model is captured for the largest size once."""
+        """Return the graphs of the model for inputs of ``size`` (tokens of a sample, or samples of a microbatch). They
+        are derived from the graphs for two other sizes: the next smaller and the next larger one for which the model
+        was captured. ``None`` if that is not possible. The model is captured for the largest size once."""
         smaller = max((known for known in self._captured if known < size), default=None)
         if smaller is None:
             return None
@@ -574,12 +575,12 @@ def check_fit(
     and the longest sequence that do, and what a training run takes.
 
     Args:
-        model, topology: as for :func:`partitioner.partition`.
-        inputs: one global batch, as for :func:`partitioner.partition`.
+        model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
+        inputs: one global batch, as a tuple or dict of arguments.
         tokens: tokens of the training run; ``None``: no run.
         price: US dollars for one device and hour; ``None``: that of the hardware file.
         longest: the longest sequence that the model takes, which is tried first; ``None``: 1,048,576 tokens.
-        constraints: as for :func:`partitioner.partition`.
+        constraints: choices that the user fixes, such as ``Constraints(tp=8)``.
         more: further arguments of :func:`partitioner.partition`.
 
     Raises the errors of :func:`partitioner.partition` besides :class:`CapacityError`, and those of

@@ -318,7 +318,7 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the constraints that the user fixed (name of the field -> value). Fields that were set to ``None`` are
+        """Return the constraints that the user fixed: name of the field -> value. Fields that were set to ``None`` are
         left out.
         """
         return {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
@@ -335,8 +335,8 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
     @property
     def pinned(self) -> dict[str, int]:
-        """Return the fixed sizes of those mesh axes that together make up the number of ranks (name of the axis ->
-        size): all axes but ``ep``, whose ranks are taken from the others.
+        """Return the mesh sizes that the user fixed: name of the axis -> size. The axis ``ep`` is left out: its ranks
+        are taken from the other axes, so it is no factor of the number of ranks.
         """
         return {axis: value for axis in AXES if axis != "ep" and (value := getattr(self, axis)) is not None}
 
@@ -562,12 +562,11 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
 
 def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: int) -> dict[int, int]:
     """Return the pipeline stage of each block call (use of a piece of the model, such as a decoder layer) that
-    ``stage_of`` fixes: index of the call -> index of the stage.
+    ``stage_of`` fixes: index of the call -> index of the stage. The longest matching prefix decides.
 
     ``stage_of``: stage by module path prefix; negative stages count from the end. ``paths``: the module path of each
-    call, in order of execution. ``num_stages``: number of stages. The longest matching prefix decides. Raise
-    :class:`ConstraintError` for a prefix that names no module, a stage that does not exist, or stages that decrease in
-    the order of the calls.
+    call, in order of execution. ``num_stages``: number of stages. Raise :class:`ConstraintError` for a prefix that
+    names no module, a stage that does not exist, or stages that decrease in the order of the calls.
     """
     pinned: dict[int, int] = {}
     for prefix, stage in sorted(stage_of.items(), key=lambda item: len(item[0])):

@@ -135,7 +135,8 @@ class CapacityError(PlanError):
 
     ``shortage``: what is missing, as text. ``stage``: index of the pipeline stage that exceeds its memory most.
     ``missing_bytes``: bytes that each of its ranks lacks. ``at_least``: ``missing_bytes`` is only a lower bound, and
-    the stage is not known. ``advise``: as for :class:`InfeasibleError`.
+    the stage is not known. ``advise``: a function without arguments that searches for changes with which a plan exists;
+    ``None``: there is no such search.
     """
 
     _least_conflict = 1

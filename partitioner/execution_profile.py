@@ -245,8 +245,8 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Return the reason for the value of each field that a named profile sets (name of the field -> text). Fields
-        that were changed from the named profile are left out.
+        """Return why the named profile sets its fields as it does: name of the field -> reason, as text. Fields that
+        were changed from the named profile are left out.
         """
         facts = _FACTS.get(self.name.partition(",")[0], {})
         return {field: reason for field, (value, reason) in facts.items() if getattr(self, field) == value}

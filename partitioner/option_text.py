@@ -216,8 +216,8 @@ def _suggest_meant_value(got: Any, context: dict[str, Any]) -> str:
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Return the options in ``text``, such as ``tp=8,schedule=gpipe`` (name -> value; numbers and booleans are
-    converted).
+    """Return the options in ``text``, such as ``tp=8,schedule=gpipe``, as a dict: name -> value. Numbers and booleans
+    are converted.
 
     Several values are joined by ``+`` (``data_shares=3+2``). In ``stage_of`` a module path is followed by its pipeline
     stage (``stage_of=embed:0+head:-1``). Raise :class:`ConstraintError` for malformed text.

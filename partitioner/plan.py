@@ -608,8 +608,8 @@ class Plan(Data):
     def select_program(self, name: str | None) -> Plan:
         """Return a plan whose only program is the program ``name`` of this plan; this plan itself for ``None``. Besides
         its main program, a plan may have further programs on the same weights, for evaluation or for other batch
-        shapes. Step time and peak memory of the result are those of that program; the other figures of the estimate and
-        the certificate (how far the plan can be from the optimum) are those of this plan.
+        shapes. The result has the step time and the peak memory of that program. It keeps the other figures of this
+        plan's estimate, and this plan's certificate (how far the plan can be from the optimum).
 
         ``name``: a key of :attr:`further`, or the name that the main program has by the shape of its batches, such as
         ``step 8x4096``. Raise :class:`PlanError` for another name.

@@ -108,8 +108,8 @@ def text_console(file: IO[str], **options: Any) -> Console:
 
 
 def format_plain_text(parts: Iterable[RenderableType]) -> str:
-    """Return renderable objects of the library rich, such as tables, as text without colours. ``parts``: the objects,
-    from top to bottom. Lines have at most 110 columns and no spaces at their ends.
+    """Return renderable objects of the library rich, such as tables, as text without colours. Lines have at most 110
+    columns and no spaces at their ends. ``parts``: the objects, from top to bottom.
     """
     written = io.StringIO()
     console = text_console(written, width=WIDTH, color_system=None, legacy_windows=False)

@@ -70,9 +70,10 @@ def _describe_field(cls: type[BaseModel], name: str, field: FieldInfo) -> str:
 
 
 def _build_signature(fields: dict[str, FieldInfo]) -> inspect.Signature:
-    """Return a signature with one keyword argument for each field, with its default and without a type.
+    """Return a signature with one keyword argument for each field, with its default and without a type. An alias
+    replaces the name.
 
-    ``fields``: pydantic's description of each field, by the field's name. An alias replaces the name.
+    ``fields``: pydantic's description of each field, by the field's name.
     """
     empty = inspect.Parameter.empty
     return inspect.Signature(

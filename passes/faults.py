@@ -64,12 +64,12 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 @contextmanager
 def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
     """Return a context manager that converts unexpected exceptions into a :class:`PartitionError`. It also works as a
-    decorator.
+    decorator. Two kinds of exceptions are always raised unchanged: those from the user's progress callback, because
+    they are a way to stop the search, and Python's :class:`TypeError` for a call without a required argument, or with
+    an unknown one.
 
     ``entry``: the name of the public function, for the message. ``passing``: function of an exception that returns
-    whether to raise it unchanged. Two others are also raised unchanged: an exception from the user's progress callback,
-    because it is a way to stop the search, and Python's :class:`TypeError` for a call without a required argument, or
-    with an unknown one.
+    whether to raise it unchanged, too.
     """
     try:
         yield
@@ -91,9 +91,9 @@ def _is_signature_mismatch(error: Exception) -> bool:
 
 def build_typed_error(error: Exception, entry: str) -> PartitionError:
     """Return the :class:`PartitionError` that replaces ``error``, an unexpected exception that left a public function.
+    The class depends on the cause: user code, missing resources, a wrong argument, or a bug.
 
-    ``entry``: the name of the public function. The class depends on the cause: user code, missing resources, a wrong
-    argument, or a bug.
+    ``entry``: the name of the public function.
     """
     said = f"{type(error).__name__}: {_get_first_line(error)}"
     if isinstance(error, OSError):

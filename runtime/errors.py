@@ -102,7 +102,8 @@ class Failure:
         kind: class name of the error, or what else is known: ``"ProcessDied"`` (its process or host ended),
             ``"Stalled"`` (it made no progress), ``"ConnectionLost"`` (connections broke, but no process is known to
             have ended) or ``"LeftEarly"`` (its script ended before those of the others).
-        instruction: printed form of the instruction, such as ``0F3``; outside of the program, what the rank did.
+        instruction: the failed instruction of the program as text, such as ``0F3`` for stage 0, forward, microbatch 3.
+            If the rank did not run its program, what it did instead.
         index: position of the instruction in the rank's list, from 0; ``None`` outside of the program.
         call: module path of the part of the model that ran. ``node``: graph node. ``path``: module path of the node.
         source: source line, as ``file:line``. ``traceback``: formatted Python traceback, or empty.

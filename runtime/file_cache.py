@@ -76,11 +76,11 @@ class FileCache:
 
     @contextmanager
     def hold_lock(self, name: str, wait: bool = True) -> Iterator[bool]:
-        """Hold the lock under which the content of ``name`` is made, and yield whether this process holds it.
+        """Hold the lock under which the content of ``name`` is made, and yield whether this process holds it. The
+        system frees the lock when the process ends, however it ends.
 
-        ``wait``: wait until no other process holds the lock; otherwise ``False`` is yielded if one does. The system
-        frees the lock when the process ends, however it ends. If there can be no lock, because the cache has no folder
-        or the file system has no locks, ``True`` is yielded.
+        ``wait``: wait until no other process holds the lock; otherwise ``False`` is yielded if one does. If there can
+        be no lock, because the cache has no folder or the file system has no locks, ``True`` is yielded.
         """
         try:
             file = None if self.folder is None else (self.folder / f"{name}.lock").open("w")

@@ -59,9 +59,9 @@ _ZERO_IS_FREE = ("etp", "dp_shard")  # fields of a candidate in which 0 is the d
 @contextmanager
 def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
     """Context manager around the planning of a job (a model to be planned on a cluster). If the ``with`` block raises
-    :class:`InfeasibleError`, attach a function to the error that finds the conflicting constraints, and the changes
-    with which the job has a plan and which need the least effort of the user. The function is called when the user
-    first asks for its results. Its time limit is the time that the block took, or 30 s if that is more.
+    :class:`InfeasibleError`, attach a function to the error. It finds the conflicting constraints, and the changes with
+    the least effort for the user that make a plan possible. It is called when the user first asks for its results. Its
+    time limit is the time that the block took, or 30 s if that is more.
 
     ``asked``: the job as the user requested it.
     """
@@ -80,8 +80,8 @@ def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
 
 def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
     """Return why the job ``asked`` (a model to be planned on a cluster) has no plan: the constraints of the user that
-    conflict, and the changes with which it has a plan and which need the least effort of the user. Both are empty if
-    the request itself is invalid.
+    conflict, and the changes with the least effort for the user that make a plan possible. Both are empty if the
+    request itself is invalid.
 
     ``short_of_memory``: whether missing memory is the reason that there is no plan. ``seconds``: approximate time limit
     of the search.
@@ -204,10 +204,11 @@ class _RelaxationSearch:
 
     def _then_memory(self) -> tuple[Change, ...]:
         """Return a tuple with one change that does two things: it resolves a conflict of constraints, and it adds the
-        memory that is still missing then. Empty if none is found, or if the job has no plan only because of memory.
+        memory that is still missing then. The tuple is empty if no such change is found, or if missing memory is the
+        only reason that the job has no plan.
 
-        The search starts from those variants of the requested job (model, global batch, cluster and constraints) that
-        it has found to lack nothing but memory.
+        The search starts from those variants of the job (model, global batch, cluster and constraints) that turned out
+        to lack only memory.
         """
         for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:
@@ -271,12 +272,13 @@ class _RelaxationSearch:
         self, variant: Variant, pins: tuple[str, ...]
     ) -> list[tuple[float, float, MeshCandidate]]:
         """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of a changed job (model,
-        global batch, cluster and constraints) that differ from the user's value in each of ``pins``, as (distance from
-        the user's values, sort key, candidate), in ascending order. The distance is the sum, over ``pins``, of half the
-        absolute base-2 logarithm of the ratio of both values. Empty if the job is invalid.
+        global batch, cluster and constraints) that differ from the user's value in each of ``pins``. Each is a tuple
+        (distance from the user's values, sort key, candidate); the tuples are in ascending order. Empty if the job is
+        invalid.
 
-        ``variant``: the changed job. ``pins``: names of the fixed constraints to give up. The sort key is a lower
-        bound: the step time in seconds or, if memory is lacking, the bytes of a rank.
+        The distance is the sum, over ``pins``, of half the absolute base-2 logarithm of the ratio of both values. The
+        sort key is a lower bound: the step time in seconds or, if memory is lacking, the bytes of a rank. ``variant``:
+        the changed job. ``pins``: names of the fixed constraints to give up.
         """
         try:
             job = self._prepare_relaxed_job(variant, pins)
@@ -316,10 +318,11 @@ class _RelaxationSearch:
 
     def _list_plainest_candidates(self, job: Job, given_up: Sequence[str]) -> list[MeshCandidate]:
         """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of ``job``. If the user did
-        not fix the schedule, only those with 1F1B are returned, which needs the least memory of the searched schedules.
+        not fix the schedule, only candidates with 1F1B are returned, which needs the least memory of the searched
+        schedules.
 
-        ``given_up``: names of the fixed constraints that may change; with ``virtual_stages`` among them, candidates
-        with several virtual stages are included.
+        ``given_up``: names of the fixed constraints that may change. If ``virtual_stages`` is one of them, candidates
+        with several virtual stages are returned, too.
         """
         space = build_search_space(job)
         asked = self.asked.constraints
@@ -441,11 +444,11 @@ class _RelaxationSearch:
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
     """Return the mesh candidates (mesh sizes, microbatch size, schedule and ZeRO stage) of the search space ``space``,
-    and some with larger ``tp`` or with other ``cp`` that the search does not try by itself.
+    and some with larger ``tp`` or with other ``cp`` that the search does not try by itself. The search tries ``tp``
+    only up to a largest size by itself. Candidates with larger sizes are added only if the user's ``tp`` is larger.
 
-    ``given_up``: name -> the user's value, for the fixed constraints that may change. The search tries ``tp`` only up
-    to a largest size by itself. Candidates with larger sizes are added only if the user's ``tp`` is larger. If the
-    user's ``cp`` is above 1, candidates with other sizes of ``cp`` are added.
+    ``given_up``: name -> the user's value, for the fixed constraints that may change. If the user's ``cp`` is above 1,
+    candidates with other sizes of ``cp`` are added.
     """
     sizes = list_divisors(space.world_size)[1:]
     # each rank gets two pieces of the sequence
@@ -466,10 +469,10 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
 
 
 def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
-    """Return the change of a job (model, global batch, cluster and constraints) that needs the least effort among those
-    that ``search`` finds, as a tuple of one; empty if it finds none. ``search`` starts from a job that has been changed
-    once already. ``text``: the description of that first change; it is put in front of the description of the found
-    change, separated by a comma.
+    """Return the second change of a job (model, global batch, cluster and constraints) that needs the least effort
+    among the changes that ``search`` finds, as a tuple of one; empty if it finds none. ``search``: searches for changes
+    of a job that has been changed once already. ``text``: the description of that first change. It is put in front of
+    the description of the second change, separated by a comma.
     """
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.find_changes()[:1])
 

@@ -90,17 +90,18 @@ def relax_pins(constraints: Constraints, pins: Sequence[str]) -> Constraints:
 
 def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate) -> bool:
     """Return whether ``candidate`` (a choice of mesh sizes, microbatch size, schedule and ZeRO stage) differs from the
-    user's value of the constraint ``pin``. ``constraints``: the choices that the user fixed. The result is true for
-    constraints that a candidate does not have, such as recomputation and the stages of modules, since these are freed
-    instead of changed.
+    user's value of the constraint ``pin``. The result is true for constraints that a candidate does not have, such as
+    recomputation and the stages of modules, since these are freed instead of changed.
+
+    ``constraints``: the choices that the user fixed.
     """
     return not hasattr(candidate, pin) or getattr(candidate, pin) != getattr(constraints, pin)
 
 
 def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCandidate) -> float:
-    """Return how far ``candidate`` (a choice of mesh sizes, microbatch size, schedule and ZeRO stage) is from the
-    user's value of the constraint named ``pin``: half of the absolute base-2 logarithm of the ratio of both values; 0
-    if they are not whole numbers. ``constraints``: the choices that the user fixed.
+    """Return how far the value that ``candidate`` has for the constraint named ``pin`` is from the user's value: half
+    of the absolute base-2 logarithm of the ratio of both; 0 if they are not whole numbers. ``candidate``: mesh sizes,
+    microbatch size, schedule and ZeRO stage. ``constraints``: the choices that the user fixed.
     """
     old, new = getattr(constraints, pin, None), getattr(candidate, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
@@ -172,8 +173,8 @@ class Variant:
 
     ``cost``: the summed effort of the changes, by which changed jobs are ordered. ``kinds``: one text for each change
     that says what kind it is, such as ``offload``. ``texts``: a description of each change. ``topology``,
-    ``constraints``, ``global_batch``: the arguments of ``partition`` after the changes; a ``global_batch`` of ``None``
-    is that of the inputs.
+    ``constraints``, ``global_batch``: the arguments of ``partition`` after the changes; ``None`` for ``global_batch``
+    stands for the number of samples in the inputs.
     """
 
     cost: float
@@ -186,8 +187,8 @@ class Variant:
 
 def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
     """Return ``variant``, a variant of the requested job (model, global batch, cluster and constraints), with one more
-    change, which replaces the fields ``changed`` (name -> value). ``cost``: the effort of this change; it is added to
-    the effort of ``variant``. ``kind``: its kind as text, such as ``offload``. ``text``: its description.
+    change. ``changed``: field of the variant that is replaced -> new value. ``cost``: the effort of this change; it is
+    added to the effort of ``variant``. ``kind``: its kind as text, such as ``offload``. ``text``: its description.
     """
     return replace(
         variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
@@ -232,9 +233,9 @@ def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
 
 def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
     """Yield variants of a job (model, global batch, cluster and constraints) in which one entry of the constraint
-    ``stage_of`` (module path -> pipeline stage) is corrected: a path that does not exist becomes the most similar one,
-    and a stage that does not exist becomes the first or the last. ``base``: the job that is varied. ``asked``: the job
-    as the user requested it.
+    ``stage_of`` is corrected. This constraint is a dict: module path -> pipeline stage. A path that does not exist
+    becomes the most similar one, and a stage that does not exist becomes the first or the last. ``base``: the job that
+    is varied. ``asked``: the job as the user requested it.
     """
     given = base.constraints.stage_of
     stages = _num_stages(base.constraints)

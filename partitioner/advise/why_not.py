@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def format_asked_constraints(asked: Mapping[str, Any]) -> str:
-    """Return the constraints ``asked`` (name -> value) as text, such as ``tp=8, offload=optimizer+disk``."""
+    """Return the constraints ``asked`` as text, such as ``tp=8, offload=optimizer+disk``. ``asked``: name of a
+    constraint -> value.
+    """
     return ", ".join(
         f"{name}={'+'.join(value) or 'none' if name == 'offload' and isinstance(value, tuple) else value}"
         for name, value in asked.items()
@@ -58,9 +60,9 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
 
 
 def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Return whether the search that found ``plan`` considered layouts with the constraints ``asked`` (name -> value)
-    that are missing from the table in the plan's certificate. If there are many layouts, the table lists only the best
-    ones, and the certificate has the number of the others.
+    """Return whether the search that found ``plan`` considered layouts with the constraints ``asked`` that the table in
+    the plan's certificate does not show. If there are many layouts, the table lists only the best ones, and the
+    certificate has the number of the others. ``asked``: name of a constraint -> value.
     """
     pinned = {name: value for name, value in asked.items() if name in OF_POINT}
     if not plan.certificate.left or pinned != asked:
@@ -113,8 +115,8 @@ def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) 
 
 
 def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
-    """Return the reason why the search that found ``plan`` considered no layout with the constraints ``asked`` (name ->
-    value), as a clause without a full stop.
+    """Return the reason why the search that found ``plan`` considered no layout with the constraints ``asked``, as a
+    clause without a full stop. ``asked``: name of a constraint -> value.
     """
     fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
@@ -140,8 +142,9 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
-    """The search tries some values of constraints only if the user fixes them. If ``asked`` (name -> value) has such a
-    value, return the reason why the search that found ``plan`` did not try it, as a clause; otherwise ``None``.
+    """Return a clause that says why the search that found ``plan`` did not try the constraints ``asked``: one of their
+    values is tried only if the user fixes it. Return ``None`` if there is no such value. ``asked``: name of a
+    constraint -> value.
     """
     pinned, limits = plan.constraints, plan.certificate.limits
     widest = widest_searched(plan.topology, pinned)
@@ -206,14 +209,14 @@ def why_not(
     inputs: Any = None,
     loss: Callable[..., Any] | None = None,
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value).
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``.
 
     If the plan's certificate (the outcomes of its search) cannot answer, a plan with these constraints is searched for,
     with ``model``, ``inputs`` and ``loss`` as they were given to ``partition``. If ``model`` is ``None``, the answer
     says only what the plan shows.
 
-    Raise :class:`ConstraintError` for unknown constraints or none at all, and :class:`InputsError` if the model is not
-    the plan's.
+    ``asked``: name of a constraint -> value. Raise :class:`ConstraintError` for unknown constraints or none at all, and
+    :class:`InputsError` if the model is not the plan's.
     """
     if not asked:
         raise ConstraintError("no constraint is given; expected at least one, like tp=8 or pp=2, schedule='gpipe'")
@@ -229,9 +232,9 @@ def why_not(
 
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), as far as
-    it follows from the table of layouts in the plan's certificate (the outcomes of its search); ``None`` if the table
-    has no layout with these constraints.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, as far as it follows from
+    the table of layouts in the plan's certificate (the outcomes of its search); ``None`` if the table has no layout
+    with these constraints. ``asked``: name of a constraint -> value.
     """
     if not set(asked) <= set(OF_POINT):
         return None
@@ -281,9 +284,9 @@ def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
 
 
 def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
-    """Return whether the search that found ``plan`` tried layouts with the constraints ``asked`` (name -> value)
-    only where an estimate promised a faster step. That is so for schedules other than 1F1B and ZB-1P and for
-    virtual stages, if the user left the schedule free.
+    """Return whether the search that found ``plan`` tried layouts with the constraints ``asked`` only where an estimate
+    promised a faster step. That is so for schedules other than 1F1B and ZB-1P and for virtual stages, if the user left
+    the schedule free. ``asked``: name of a constraint -> value.
     """
     several = asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1
     return several and plan.constraints.leaves_schedule
@@ -292,9 +295,10 @@ def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
 def _explain_slower(
     plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), other: Plan | None = None
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value): a
-    comparison of the plan with ``best``, the best candidate that has them. ``marks``: further sentences for the answer.
-    ``other``: the plan of ``best``, if a plan was made with these constraints; otherwise ``None``.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` : a comparison of the plan
+    with ``best``, the best candidate that has them. ``asked``: name of a constraint -> value. ``marks``: further
+    sentences for the answer. ``other``: the plan of ``best``, if a plan was made with these constraints; otherwise
+    ``None``.
     """
     assert best.step_time is not None
     chosen = plan.estimate
@@ -326,8 +330,9 @@ def _explain_slower(
 def _explain_bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value). It is
-    used if the search has bounds for all layouts with these constraints, but not step times for all.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``. The function is used if
+    the search has bounds for all layouts with these constraints, but not step times for all. ``asked``: name of a
+    constraint -> value.
 
     ``rows``: all candidate layouts with these constraints. ``solved``: the candidate among them with the shortest
     computed step time, or ``None``. ``least``: the smallest lower bound of the candidates without a step time, in
@@ -359,8 +364,8 @@ def _explain_bounded(
 
 def _list_uncovered_schedules(plan: Plan, asked: Mapping[str, Any]) -> list[str]:
     """Return a list with the sentence of ``plan``'s certificate on schedules for which its lower bounds do not hold.
-    The list is empty if there is no such sentence, or if the constraints ``asked`` (name -> value) exclude these
-    schedules.
+    The list is empty if there is no such sentence, or if the constraints ``asked`` exclude these schedules. ``asked``:
+    name of a constraint -> value.
     """
     sentence = plan.certificate.beyond.get("schedule")
     fixed = asked.get("pp") == 1 or "schedule" in asked or asked.get("virtual_stages") == 1
@@ -372,9 +377,10 @@ def _count_layouts_text(count: int) -> str:
 
 
 def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if no
-    candidate that has them has a plan. ``rows``: all candidates with these constraints. The answer describes the one
-    that lacks the least memory or, if none lacks memory, gives their reasons.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, if the search found no
+    plan for any candidate that has them. The answer describes the candidate that lacks the least memory or, if none
+    lacks memory, gives the reasons of all. ``asked``: name of a constraint -> value. ``rows``: all candidates with
+    these constraints.
     """
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
@@ -402,8 +408,8 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
 
 
 def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
-    """Return the constraints of ``plan`` together with ``asked`` (name -> value). If both have a value for a
-    constraint, the value in ``asked`` counts.
+    """Return the constraints of ``plan`` together with ``asked``. If both have a value for a constraint, the value in
+    ``asked`` counts. ``asked``: name of a constraint -> value.
     """
     given = plan.constraints.given
     places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
@@ -413,9 +419,9 @@ def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraint
 def _answer_by_planning(
     plan: Plan, asked: Mapping[str, Any], model: nn.Module, inputs: Any, loss: Callable[..., Any] | None
 ) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), after
-    planning the model again with them. ``model``, ``inputs``, ``loss``: as given to ``partition``. Raise
-    :class:`InputsError` if the model's parameters are not the plan's.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, after planning the model
+    again with them. ``asked``: name of a constraint -> value. ``model``, ``inputs``, ``loss``: the arguments that
+    ``partition`` got. Raise :class:`InputsError` if the model's parameters are not the plan's.
     """
     from partitioner.api import partition
 
@@ -467,9 +473,9 @@ def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
 
 
 def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if all
-    layouts with these constraints are among the worst of the search. The plan's certificate has only the number of
-    these worst layouts.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, if all layouts with these
+    constraints are among the worst of the search. The plan's certificate has only the number of these worst layouts.
+    ``asked``: name of a constraint -> value.
     """
     left = plan.certificate.left
     count = f"{sum(left.values()):,}"
@@ -481,9 +487,9 @@ def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
 
 
 def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
-    """Return the answer to the question why ``plan`` does not have the constraints ``asked`` (name -> value), if no
-    candidate in the plan's certificate has them. It says what follows without the model: that the constraints are
-    impossible, or why the search did not try them.
+    """Return the answer to the question why ``plan`` does not have the constraints ``asked``, if no candidate in the
+    plan's certificate has them. It says what follows without the model: that the constraints are impossible, or why the
+    search did not try them. ``asked``: name of a constraint -> value.
     """
     merged = _merge_asked_constraints(plan, asked)
     try:

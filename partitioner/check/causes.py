@@ -141,8 +141,9 @@ class CauseFinder:
         return Cause("not-held", text, f"Of {name}, these are {share}{where}.")
 
     def _find_missing(self, name: str) -> Cause | None:
-        """Return the cause if the gradient of the parameter ``name`` is missing on some rank or zero on all ranks,
-        although the right gradient of the elements there is not zero; ``None`` otherwise."""
+        """Return the cause (its name and a sentence for the user) if the gradient of the parameter ``name`` is missing
+        on some rank or zero on all ranks, although the right gradient of the elements there is not zero; ``None``
+        otherwise."""
         holders = self.placed.holders[name]
         expected = self.expected(name)
         without = [h for h in holders if h.gradient is None and bool(expected[h.index].any())]
@@ -185,8 +186,8 @@ class CauseFinder:
         )
 
     def _find_local_clipping(self, name: str) -> Cause | None:
-        """Return the cause if the gradient of the parameter ``name`` was clipped on each rank by the norm of that
-        rank's own gradients instead of the norm over all ranks; ``None`` otherwise."""
+        """Return the cause (its name and a sentence for the user) if the gradient of the parameter ``name`` was clipped
+        on each rank by the norm of that rank's own gradients instead of the norm over all ranks; ``None`` otherwise."""
         most = self.plain.clip_norm
         if most is None:
             return None
@@ -241,9 +242,9 @@ class CauseFinder:
         return name_factor(values[-1], self.world_size)
 
     def _find_unsummed(self, name: str) -> Cause | None:
-        """Return the cause if a reduction of the gradient of the parameter ``name`` is missing, and ``None`` otherwise.
-        It is missing if the sum of the gradients over ranks that hold the same elements, their mean, or a multiple of
-        their sum equals the right gradient.
+        """Return the cause (its name and a sentence for the user) if a reduction of the gradient of the parameter
+        ``name`` is missing, and ``None`` otherwise. It is missing if the sum of the gradients over ranks that hold the
+        same elements, their mean, or a multiple of their sum equals the right gradient.
         """
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
         expected = self.expected(name)
@@ -299,9 +300,9 @@ class CauseFinder:
         return f"At {name}, each rank has only its own samples ({told})."
 
     def _find_swapped(self, name: str) -> Cause | None:
-        """Return the cause if the gradient of the parameter ``name`` is right but for the order of its elements, and
-        ``None`` otherwise. Two causes are distinguished: each rank with a wrong gradient has the right gradient of
-        another rank's elements; or equal blocks along one dim are in a wrong order.
+        """Return the cause (its name and a sentence for the user) if the gradient of the parameter ``name`` is right
+        but for the order of its elements, and ``None`` otherwise. Two causes are distinguished: each rank with a wrong
+        gradient has the right gradient of another rank's elements; or equal blocks along one dim are in a wrong order.
         """
         expected = self.expected(name)
         scale = float(expected.abs().max())
@@ -327,8 +328,9 @@ class CauseFinder:
         return Cause("swapped", f"shards are in a wrong order of ranks: of the gradient, {'; '.join(moved)}")
 
     def _find_permuted(self, name: str) -> Cause | None:
-        """Return the cause if the gradient of the parameter ``name`` has equal blocks along one dim in a wrong order
-        and is right otherwise; ``None`` if it is wrong in another way. All numbers of blocks from 2 to 64 are tried.
+        """Return the cause (its name and a sentence for the user) if the gradient of the parameter ``name`` has equal
+        blocks along one dim in a wrong order and is right otherwise; ``None`` if it is wrong in another way. All
+        numbers of blocks from 2 to 64 are tried.
         """
         holders = [h for h in self.placed.holders[name] if h.gradient is not None]
         shape = self.plain.weights[name].shape
@@ -369,8 +371,9 @@ class CauseFinder:
         return order
 
     def _find_rounded(self, name: str) -> Cause | None:
-        """Return the cause if all elements of the gradient of the parameter ``name`` are numbers of a type shorter than
-        float64, times or divided by the number of ranks, and differ from the right ones by its rounding."""
+        """Return the cause (its name and a sentence for the user) if all elements of the gradient of the parameter
+        ``name`` are numbers of a type shorter than float64, times or divided by the number of ranks, and differ from
+        the right ones by its rounding."""
         expected = self.expected(name)
         least = max(float(expected.abs().max()), 1e-6 * self.largest)
         given = {h.rank: (h.gradient, expected[h.index]) for h in self.placed.holders[name] if h.gradient is not None}
@@ -454,9 +457,9 @@ def _is_rounded(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def name_factor(factor: float, world_size: int, what: str = "gradient") -> Cause | None:
-    """Return the cause why a result is ``factor`` times the right result, for example because ranks were summed instead
-    of averaged; ``None`` if the factor is 1. ``world_size``: number of ranks. ``what``: name of the result in the text,
-    such as ``output``.
+    """Return the cause (its name and a sentence for the user) why a result is ``factor`` times the right result, for
+    example because ranks were summed instead of averaged; ``None`` if the factor is 1. ``world_size``: number of ranks.
+    ``what``: name of the result in the text, such as ``output``.
     """
     if abs(factor - 1.0) < CLOSE:
         return None
@@ -474,9 +477,9 @@ def _is_same_fit(one: Mapping[tuple[int, int], float], other: Mapping[tuple[int,
 
 
 def _name_weights(weights: Mapping[tuple[int, int], float], labels: Sequence[tuple[int, int]]) -> Cause | None:
-    """Return the cause why pieces of the batch contribute to gradients with wrong ``weights``; ``None`` if all are 1.
-    ``weights``: (sample, part of the sequence) -> weight, 1 if right. ``labels``: (sample, part of the sequence) of all
-    pieces, also of those without a target, which have no weight."""
+    """Return the cause (its name and a sentence for the user) why pieces of the batch contribute to gradients with
+    wrong ``weights``; ``None`` if all are 1. ``weights``: (sample, part of the sequence) -> weight, 1 if right.
+    ``labels``: (sample, part of the sequence) of all pieces, also of those without a target, which have no weight."""
     samples = sorted({sample for sample, _ in weights})
     by_sample = {s: [w for (sample, _), w in weights.items() if sample == s] for s in samples}
     if all(max(w) - min(w) < 1e-6 for w in by_sample.values()):

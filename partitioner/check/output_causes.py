@@ -19,8 +19,8 @@ _MOST_ROWS = 4096  # rows of a rank's output that are compared with all rows of 
 
 
 def name_output_cause(expected: Tensor, given: Sequence[Tensor], world_size: int) -> Cause:
-    """Return the likely cause why an output or the loss of a distributed model is wrong; it has the kind ``unknown`` if
-    no test explains the difference.
+    """Return the likely cause (its name and a sentence for the user) why an output or the loss of a distributed model
+    is wrong; it has the kind ``unknown`` if no test explains the difference.
 
     ``expected``: the right tensor, from the plain model (the user's model on one process). ``given``: the tensor on
     each rank that has it. ``world_size``: number of ranks.
@@ -56,11 +56,11 @@ def _match_blocks(given: Tensor, expected: Tensor, dim: int, count: int) -> list
 
 def find_first_wrong_module(plain: PlainResults, outcomes: Sequence[RankOutcome]) -> Cause | None:
     """Return a cause that names the first module of a distributed model with a wrong output, in the order in which
-    modules return, and says what is wrong with it. ``None`` if no output is found to be wrong.
+    modules return, and says what is wrong with it. ``None`` if no output is found to be wrong. An output is right if
+    each rank has a part of the plain model's output, or if a sum over a group of ranks is such a part.
 
     ``plain``: the results of the plain model (the user's model on one process), with the output of each module.
-    ``outcomes``: the results of the distributed model on each rank, with the outputs of its modules. An output is right
-    if each rank has a part of the plain model's output, or if a sum over a group of ranks is such a part.
+    ``outcomes``: the results of the distributed model on each rank, with the outputs of its modules.
     """
     by_rank = [{_match_name(plain, n): calls for n, calls in o.modules.items()} for o in outcomes]
     last = ""  # the last module whose output is right
@@ -119,9 +119,9 @@ def find_first_wrong_backward(plain: PlainResults, outcomes: Sequence[RankOutcom
 
 
 def find_reduced_precision(outcomes: Sequence[RankOutcome]) -> Cause | None:
-    """Return the cause that a module computed its output in another type than float64, such as under mixed precision;
-    ``None`` if none did. ``outcomes``: for each rank, what the distributed model computed, with the outputs of its
-    modules."""
+    """Return a cause (its name and a sentence for the user) that says that a module computed its output in another type
+    than float64, such as under mixed precision; ``None`` if none did. ``outcomes``: for each rank, what the distributed
+    model computed, with the outputs of its modules."""
     for outcome in outcomes:
         for name, calls in outcome.modules.items():
             narrow = next((call.dtype for call in calls if call.dtype != torch.float64), None)
@@ -179,9 +179,9 @@ def _is_part(whole: Tensor, part: Tensor) -> bool:
 
 
 def _is_same_part(expected: Sequence[Tensor], given: dict[int, list[Tensor]]) -> bool:
-    """Return whether all ranks have the same part of a module's output and no rank has the rest, although their parts
-    together are as large as the whole. ``expected``: the module's outputs in the plain model (the user's model on one
-    process), one for each call. ``given``: rank -> the module's outputs on it.
+    """Return whether all ranks have the same part of a module's output, so that no rank has the rest. Their parts
+    together are as large as the whole output. ``expected``: the module's outputs in the plain model (the user's model
+    on one process), one for each call. ``given``: rank -> the module's outputs on it.
     """
     if len(given) < 2 or len(expected) != 1 or any(len(calls) != 1 for calls in given.values()):
         return False
@@ -196,9 +196,10 @@ def _is_same_part(expected: Sequence[Tensor], given: dict[int, list[Tensor]]) ->
 
 
 def _name_bias(plain: PlainResults, name: str, given: dict[int, list[Tensor]]) -> Cause | None:
-    """Return the cause that the module ``name`` has added its bias more than once, or not at all; ``None`` if neither
-    explains its outputs. ``plain``: the results of the plain model (the user's model on one process), with the outputs
-    and biases of modules. ``given``: rank -> the module's outputs on it, one for each call."""
+    """Return a cause (its name and a sentence for the user) that says that the module ``name`` has added its bias more
+    than once, or not at all; ``None`` if neither explains its outputs. ``plain``: the results of the plain model (the
+    user's model on one process), with the outputs and biases of modules. ``given``: rank -> the module's outputs on it,
+    one for each call."""
     bias, expected = plain.biases.get(name), plain.modules[name]
     calls = [call for found in given.values() for call in found]
     if bias is None or len(expected) != 1 or any(call.shape != expected[0].shape for call in calls):

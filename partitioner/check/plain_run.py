@@ -189,11 +189,11 @@ def run_plain(target: str) -> PlainResults:
 
 def split_gradients(target: str, num_ranks: int) -> GradientParts:
     """Split the gradients of the plain model (the user's model on one process), without dropout, into terms: the
-    gradient through each piece of the batch, and through each use of a tied parameter.
-
-    ``target``: the function that returns the model, as ``FILE.py:FUNCTION``. A piece is one sample, or one of
+    gradient through each piece of the batch, and through each use of a tied parameter. A piece is one sample, or one of
     ``num_ranks`` equal parts of dim 1 of a sample. There are no pieces if the output has no batch dim, or if there
     would be more than 64.
+
+    ``target``: the function that returns the model, as ``FILE.py:FUNCTION``.
     """
     setup, _ = load_setup(target)
     with WithoutDropout():

@@ -70,10 +70,9 @@ class Setup:
 def load_setup(target: str) -> tuple[Setup, str]:
     """Call the function ``target``, and return two values: the setup that it makes, converted to float64 and with a
     distinct value for each element of the weights; and a digest of weights and inputs before the values were made
-    distinct.
+    distinct. The random generators are seeded, and float64 is made the default type of this process.
 
-    ``target``: ``FILE.py:FUNCTION`` or ``package.module:function``. The random generators are seeded, and float64 is
-    made the default type of this process.
+    ``target``: ``FILE.py:FUNCTION`` or ``package.module:function``.
 
     Raise :class:`TargetError` if there is no such function or if it fails, and :class:`CheckSetupError` if it returns
     something other than a :class:`Setup` with weights.

@@ -248,8 +248,8 @@ class SampleOptions:
 
 
 def _find_planned_length(plan: Plan, load: Callable[[int | None], PretrainedModel]) -> int | None:
-    """Return the length of a sample (tokens, frames or samples of a waveform) for which the inputs of a configuration
-    have the shapes of those of ``plan``; ``None`` for the default length.
+    """Return the length of a sample (tokens, frames or samples of a waveform) with which a configuration's inputs have
+    the same shapes as the inputs of ``plan``; ``None`` for the default length.
 
     The lengths that are tried are the dims of the plan's inputs, those of sequences of tokens first, then the default.
     If none gives these shapes, return the first one. ``load``: builds the model with inputs of a length.

@@ -128,7 +128,7 @@ class Wire:
 @dataclass(frozen=True)
 class PanelBox:
     """Describes the position of a panel in a picture whose panels stand in rows. ``row``: index of the row, from the
-    top. ``left``, ``width``, ``height``: in pixels. The upper edge of a panel is that of its row.
+    top. ``left``, ``width``, ``height``: in pixels. The upper edge of a panel is the upper edge of its row.
     """
 
     row: int
@@ -252,9 +252,9 @@ class WireLanes:
         return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
 
     def middle(self, run: _WireRun) -> float:
-        """Return the x coordinate in pixels of the centre of a wire's label. ``run``: the horizontal segment of the
-        wire (a line between two panels) at which the label is. The centre is the middle of the segment, moved if the
-        label would otherwise leave the picture.
+        """Return the x coordinate in pixels of the centre of a wire's label. The centre is the middle of the segment,
+        moved if the label would otherwise leave the picture. ``run``: the horizontal segment of the wire (a line
+        between two panels) at which the label is.
         """
         half = self._compute_label_half(run)
         return max(half, min((run.start + run.end) / 2, self.right - half))

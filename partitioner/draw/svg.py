@@ -112,9 +112,9 @@ PALETTE |= {
 
 
 def name_chunk_colour(colour: str, chunk: int) -> str:
-    """Return the name of the colour for a box of a timeline. ``colour``: name of the colour of its operation, such as
-    ``forward``. ``chunk``: which of its rank's virtual pipeline stages the box belongs to, from 0. Computations on
-    virtual stage 0, and other operations, have ``colour`` itself; computations on later ones a paler variant.
+    """Return the name of the colour for a box of a timeline. Computations on virtual stage 0, and other operations,
+    have ``colour`` itself; computations on later ones a paler variant. ``colour``: name of the colour of its operation,
+    such as ``forward``. ``chunk``: which of its rank's virtual pipeline stages the box belongs to, from 0.
     """
     return f"{colour}_{min(chunk, max(_LATER))}" if chunk and colour in _COMPUTED else colour
 
@@ -304,8 +304,8 @@ _NARROW, _WIDE = frozenset("iljtfrI.,:;'|!()[] -·"), frozenset("mwMWQ%@→×")
 
 
 def text_width(content: str, size: float, bold: bool = False) -> float:
-    """Return an estimate of the width of ``content`` in pixels. ``size``: of the letters, in pixels. The exact width
-    depends on the fonts of the viewer, so the estimate is rather too wide. ``bold``: the letters are bold.
+    """Return an estimate of the width of ``content`` in pixels. The exact width depends on the fonts of the viewer, so
+    the estimate is rather too wide. ``size``: of the letters, in pixels. ``bold``: the letters are bold.
     """
     width = 0.0
     for char in content:
@@ -350,9 +350,9 @@ def _wrap_words(content: str, size: float, width: float) -> list[str]:
 
 
 def draw_header(parent: ET.Element, header: Header, width: float) -> float:
-    """Draw ``header`` at the top of the picture ``parent``, with line breaks where needed. ``width``: of the picture,
-    in pixels. Return the y coordinate at which the header ends. The group that contains the header has this number as
-    its attribute ``data-bottom``.
+    """Draw ``header`` at the top of the picture ``parent``, with line breaks where needed. Return the y coordinate at
+    which the header ends. The group that contains the header has this number as its attribute ``data-bottom``.
+    ``width``: of the picture, in pixels.
     """
     parent = draw_group(parent, name=HEADER_CLASS)
     draw_text(parent, _MARGIN, 32, header.title, size=17, bold=True)

@@ -270,9 +270,9 @@ class _TimelineChart:
         return sum(_LANE_HEIGHTS[lane] for lane in self.lanes) + _LANE_GAP * (len(self.lanes) - 1)
 
     def draw_chart(self) -> ET.Element:
-        """Return the whole picture as an SVG element: header, time axis, one row per pipeline stage. Of a period that
-        repeats, such as one forward and one backward in steady state, the picture shows one; marks on the axis show
-        where the others are left out.
+        """Return the whole picture as an SVG element: header, time axis, one row per pipeline stage. If a period
+        repeats, such as one forward and one backward in steady state, the picture shows it once; marks on the axis show
+        where the repetitions are left out.
         """
         right = 84.0
         width = self.left + self.width + right

@@ -167,13 +167,12 @@ def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[
 def _equal_periods(
     ordered: Sequence[Drawn], anchors: Sequence[Drawn], stride: int, folds: Sequence[Fold]
 ) -> Iterator[Fold]:
-    """Yield each part of a timeline in which at least four consecutive periods are equal.
+    """Yield each part of a timeline in which at least four consecutive periods are equal. Periods that overlap hidden
+    ones are skipped. Two periods are equal if their bars look the same: equal instructions and durations on each stage.
 
     ``ordered``: the bars (instructions) of all stages, by start. ``anchors``: bars at which a period may begin, in
     order of time. ``stride``: a period runs from one anchor to the anchor this many positions later. ``folds``: the
-    repeated parts that were found before, of which the picture shows one period and hides the others. Periods that
-    overlap hidden ones are skipped. Two periods are equal if their bars look the same: equal instructions and durations
-    on each stage.
+    repeated parts that were found before, of which the picture shows one period and hides the others.
     """
     begins = anchors[::stride]
     spans = [(a.start, b.start) for a, b in pairwise(begins)]
@@ -221,8 +220,8 @@ def _build_period_picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture
     duration in seconds), one for each of ``bars``, the instructions of the period.
 
     A key has the stage, the kind of instruction, and the indices of the microbatch, the layer and the gradient bucket.
-    ``anchor``: the instruction at which the period begins; microbatch and layer are relative to it. The bucket is
-    relative to the lowest bucket of the period.
+    The bucket is relative to the lowest bucket of the period. ``anchor``: the instruction at which the period begins;
+    microbatch and layer are relative to it.
     """
     microbatch, (call, _) = anchor.microbatch or 0, anchor.calls or (0, 0)
     bucket = min((b.instruction.bucket for b in bars if b.instruction.bucket is not None), default=0)

@@ -83,9 +83,9 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """Return where the reduction of this bucket (gradients that are reduced together) starts in one action, a
-        forward or backward of one microbatch. The result is the position in the stage of the block call (such as a
-        layer) after whose backward it starts; ``None`` if it does not start in this action.
+        """Return the position in the stage of the block call (such as a layer) after whose backward the reduction of
+        this bucket starts. A bucket is gradients that are reduced together. The result is ``None`` if the reduction
+        does not start in the given action, a forward or backward of one microbatch.
 
         ``index``: index of the action in the rank's order. ``chunk``: index on the rank of the virtual stage that it
         runs.
@@ -104,12 +104,12 @@ def plan_buckets(
     zero: int = 0,
 ) -> list[PlannedBucket]:
     """Group the gradients of one pipeline rank, ``gradients``, into buckets. The gradients of a bucket are reduced
-    together. Return the buckets in the order in which they are reduced.
+    together. Return the buckets in the order in which they are reduced. Under ZeRO-3 all sharded parameters that the
+    same calls read are one bucket, whatever its size.
 
     ``stage``: the block calls (such as layers) of the rank. ``order``: its forwards and backwards in order. ``adds``:
     for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``limit``: returns
-    the bytes that fill a bucket, given all mesh axes over which it is reduced. ``zero``: the ZeRO stage, 0 to 3. Under
-    ZeRO-3 all sharded parameters that the same calls read are one bucket, whatever its size.
+    the bytes that fill a bucket, given all mesh axes over which it is reduced. ``zero``: the ZeRO stage, 0 to 3.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
@@ -124,9 +124,9 @@ def plan_buckets(
     filling: dict[object, list[Gradient]] = {}
 
     def close(key: object) -> None:
-        """Turn the gradients that were collected under ``key`` into one bucket. ``filling`` (key -> gradients) and
-        ``buckets`` (the list of finished buckets) belong to the enclosing function: the bucket is appended to
-        ``buckets``, and the key is removed from ``filling``."""
+        """Turn the gradients that were collected under ``key`` into one bucket. The bucket is appended to ``buckets``,
+        the list of finished buckets of the enclosing function. The key is removed from its dict ``filling``: key ->
+        gradients."""
         content = filling.pop(key)
         action, position = done(content[-1])
         sharded = bool(content[0].sharded)
@@ -170,12 +170,13 @@ def follow_buckets(
 ) -> list[PlannedBucket]:
     """Return buckets (gradients that are reduced together) for a further program on the same weights as a plan's main
     program, such as evaluation beside training. Each bucket has the parameters of one bucket of the main program. Its
-    reduction starts at the place that suits the schedule of the further program.
+    reduction starts at the place that suits the schedule of the further program. A bucket whose parameters have no
+    gradient in the further program only gathers parameters.
 
     ``buckets``: for each bucket of the main program, the names of its parameters. ``stage``: the block calls (such as
     layers) of the pipeline rank. ``order``: its forwards and backwards in order. ``gradients``: its gradients.
     ``adds``: for each parameter, the positions in the stage of the calls whose backward adds to its gradient. ``zero``:
-    the ZeRO stage, 0 to 3. A bucket whose parameters have no gradient in the further program only gathers parameters.
+    the ZeRO stage, 0 to 3.
     """
     here = {g.state: g for g in gradients}
     planned = []
@@ -194,12 +195,12 @@ def follow_buckets(
 
 
 def _last(ready: tuple[int, int]) -> tuple[int, int]:
-    """Return a sort key for ``ready``, the time at which the gradients of a bucket (which one collective reduces) are
-    complete in a rank's schedule, so that later times have greater keys.
+    """Return a sort key for the time at which the gradients of a bucket are complete in a rank's schedule: later times
+    have greater keys. A bucket is gradients that one collective reduces.
 
-    ``ready``: (index of a backward in the rank's order of forwards and backwards, position in the stage of the block
-    call, such as a layer, that completes the gradients in this backward). A backward runs the calls from the last
-    position to the first, so a lower position is later.
+    ``ready``: this time, as a pair: index of a backward in the rank's order of forwards and backwards; position, in the
+    stage, of the block call (such as a layer) that completes the gradients in this backward. A backward runs the calls
+    from the last position to the first, so a lower position is later.
     """
     return ready[0], -ready[1]
 

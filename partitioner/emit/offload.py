@@ -177,8 +177,8 @@ def with_gradients(
 
 
 def _is_call_covered(instruction: Instruction, position: int, call: CallData) -> bool:
-    """Return whether ``instruction`` runs the block call ``call``, such as a layer. ``position``: index of the call in
-    the stage. An instruction without a range of calls runs the prologue, the calls before the pipeline starts.
+    """Return whether ``instruction`` runs the block call ``call``, such as a layer. An instruction without a range of
+    calls runs the prologue, the calls before the pipeline starts. ``position``: index of the call in the stage.
     """
     if instruction.calls is None:
         return call.prologue

@@ -161,8 +161,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     with_gradient = {s for added in flow.states for s in added}
 
     def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded. ``name``: name of the
-        parameter. ``axes``: the mesh axes over which its gradient is summed. Scalars are never sharded."""
+        """Return the mesh axes over which ZeRO shards a parameter; empty if it is not sharded. Scalars are never
+        sharded. ``name``: name of the parameter. ``axes``: the mesh axes over which its gradient is summed."""
         state, base = model.states[name], spec.layout_of
         if base is not None:
             return base.states[name].zero_axes if name in base.states and state.kind == "parameter" else ()
@@ -358,9 +358,9 @@ def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState 
 
 
 def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
-    """Raise ``EmitError`` for a mesh or an objective that cannot be emitted: if ``mesh`` (axis name -> number of ranks)
-    has an unknown axis or a size below 1; if ``dp_shard`` (number of ``dp`` ranks that shard a parameter; 0: all) does
-    not divide the size of ``dp``; or if ``objective`` is ``train`` and ``model`` has no loss.
+    """Raise ``EmitError`` for a mesh or an objective that cannot be emitted: ``mesh`` has an unknown axis or a size
+    below 1; ``dp_shard`` does not divide the size of ``dp``; or ``objective`` is ``train`` and ``model`` has no loss.
+    ``mesh``: axis name -> number of ranks. ``dp_shard``: number of ``dp`` ranks that shard a parameter; 0: all.
     """
     unknown = set(mesh) - set(MESH_AXES)
     if unknown or any(size < 1 for size in mesh.values()):
@@ -443,12 +443,12 @@ def _build_state_data(
 
 
 def _with_layout_of(states: Mapping[str, StateData], read: Collection[str], base: Program) -> dict[str, StateData]:
-    """Return ``states``, the parameters and buffers of a program by name, adapted to the program ``base`` on the same
-    weights: parameters and buffers that only ``base`` has are added, and those that this program does not read are
-    placed as in ``base``.
+    """Return the parameters and buffers of a program, adapted to the program ``base`` on the same weights. Parameters
+    and buffers that only ``base`` has are added, and those that this program does not read get the placement that they
+    have in ``base``. ``states``: name -> parameter or buffer.
 
     ``read``: names of the parameters and buffers that this program's calls or updates use. These keep their layout, and
-    are also placed on stages where only ``base`` reads them. If their layout is not that of ``base``, a later check of
+    are also placed on stages where only ``base`` reads them. If ``base`` has another layout for them, a later check of
     the program raises an error.
     """
     found = dict(states)
@@ -527,9 +527,9 @@ def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> Sta
 
 
 def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
-    """Return the shape, dtype and layouts of each input of ``model`` and each output of its block calls (such as
-    layers), and whether a gradient flows to it (name of the value -> description). ``layouts``: layouts of the values
-    over the mesh. ``flow``: which values have gradients.
+    """Return a description of each input of ``model`` and each output of its block calls (such as layers): name of the
+    value -> shape, dtype, layouts, and whether a gradient flows to it. ``layouts``: layouts of the values over the
+    mesh. ``flow``: which values have gradients.
     """
     names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
     return {

@@ -160,8 +160,8 @@ def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> 
 
 def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: int) -> None:
     """Raise :class:`EmitError` unless ``stage_of_call`` has one entry for each block call (such as a layer) of
-    ``model``, each is a valid index of a virtual stage, and the entries never decrease. ``num_stages``: number of
-    virtual stages. The entries of calls that every stage may run are not checked."""
+    ``model``, each is a valid index of a virtual stage, and the entries never decrease. The entries of calls that every
+    stage may run are not checked. ``num_stages``: number of virtual stages."""
     if len(stage_of_call) != len(model.calls):
         raise EmitError(
             f"stage_of_call has {len(stage_of_call)} entries for {len(model.calls)} calls; give one for each"

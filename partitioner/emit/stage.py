@@ -87,9 +87,9 @@ class StageJob:
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
-        """Return whether a virtual stage receives anything from the one before it; false if there is no such virtual
-        stage. ``hops``: for each virtual stage, the names of the values that it receives. ``virtual``: index of the
-        virtual stage, counted over all ranks."""
+        """Return whether the virtual stage with the index ``virtual`` receives anything from the preceding one; false
+        if the model has no virtual stage with this index. ``hops``: for each virtual stage, the names of the values
+        that it receives. ``virtual``: index counted over all ranks."""
         return virtual < len(hops) and bool(hops[virtual])
 
 
@@ -212,9 +212,10 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
 
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Yield the ranges ``(start, end)`` into which a range of block calls (such as layers) is split, the last one
-    first. ``start``, ``end``: the range ``[start, end)`` of positions in the stage. ``cuts``: positions at which a new
-    range begins. ``runs``: for each call of the stage, whether it has a backward. A cut is ignored if none of the calls
-    before it in the range has a backward."""
+    first. A cut is ignored if none of the calls before it in the range has a backward.
+
+    ``start``, ``end``: the range ``[start, end)`` of positions in the stage. ``cuts``: positions at which a new range
+    begins. ``runs``: for each call of the stage, whether it has a backward."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
         yield cut, here
@@ -239,9 +240,9 @@ def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
 
 
 def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
-    """Return the first instruction of the reduction of a bucket (gradients that one collective reduces). ``job``: the
-    buckets of the pipeline rank. ``number``: index of the bucket among them. The instruction is SCATTER (reduce-scatter
-    to shards) if ZeRO shards the parameters, otherwise the first planned collective of the bucket."""
+    """Return the first instruction of the reduction of a bucket (gradients that one collective reduces). The
+    instruction is SCATTER (reduce-scatter to shards) if ZeRO shards the parameters, otherwise the first planned
+    collective of the bucket. ``job``: the buckets of the pipeline rank. ``number``: index of the bucket among them."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)

@@ -99,8 +99,8 @@ def _format_item(text: str) -> RenderableType:
 
 
 def _build_pair_table(names: tuple[str, str], rows: Sequence[tuple[str, str, str]]) -> RenderableType:
-    """Return a table of two plans. ``names``: their column titles. ``rows``: (name of a property such as ``mesh``, its
-    value in the first plan, its value in the second), all as text. Rows whose values differ are bold.
+    """Return a table of two plans. Rows whose values differ are bold. ``names``: their column titles. ``rows``: (name
+    of a property such as ``mesh``, its value in the first plan, its value in the second), all as text.
     """
     made = build_empty_table([("", False), (names[0], False), (names[1], False)])
     for name, one, two in rows:

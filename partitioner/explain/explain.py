@@ -386,9 +386,9 @@ def _format_costliest_kinds(plan: Plan) -> str:
 
 
 def _format_layer_communication(plan: Plan) -> str:
-    """Return the seconds of communication inside layers in one step by purpose as text, on the pipeline stage of
-    ``plan`` whose forward and backward take longest, for example ``tensor parallelism (tp) 2.8 s, experts (ep) 630
-    ms``; empty if the plan's estimate does not have them by purpose.
+    """Return a text with the seconds of communication inside layers in one step, by purpose: for example ``tensor
+    parallelism (tp) 2.8 s, experts (ep) 630 ms``. The seconds are for the pipeline stage of ``plan`` whose forward and
+    backward take longest. Empty if the plan's estimate does not have them by purpose.
     """
     found = sorted(((took, purpose) for purpose, took in plan.estimate.exchanges.items() if took), reverse=True)
     return ", ".join(f"{purpose} {seconds_text(took)}" for took, purpose in found)

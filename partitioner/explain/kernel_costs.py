@@ -72,8 +72,8 @@ def _sum_kinds_of_slowest(plan: Plan) -> Seconds:
 
 def sum_exchange_seconds(plan: Plan) -> Seconds:
     """Return the seconds of communication inside layers in one step, as a dict: purpose, such as ``tensor parallelism
-    (tp)`` -> seconds. They are those of the pipeline stage of ``plan`` whose forward and backward take longest. Time in
-    which communication and computation overlap is included.
+    (tp)`` -> seconds. They are counted on the pipeline stage of ``plan`` whose forward and backward take longest. Time
+    in which communication and computation overlap is included.
     """
     durations, program = PlanDurations(plan), plan.program
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]

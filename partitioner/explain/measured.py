@@ -170,8 +170,8 @@ def _require_same_plan(program: Program, spans: Sequence[TraceSpan]) -> None:
 
 def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
     """Return two entries for each pipeline stage, each with predicted and measured seconds: one for work, then one for
-    waiting. ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks. Measured seconds are
-    the median over the ranks of a stage.
+    waiting. Measured seconds are the median over the ranks of a stage. ``timeline``: the predicted step. ``spans``: the
+    measured instructions of all ranks.
     """
     rows = []
     for stage, lane in enumerate(timeline.stages):
@@ -185,8 +185,8 @@ def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageCompar
 
 def by_kind(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
     """Return an entry for each kind of work, such as forward: the predicted and measured seconds, summed over the
-    stages and without waiting. ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks.
-    Measured seconds of a stage are the median over its ranks.
+    stages and without waiting. Measured seconds of a stage are the median over its ranks. ``timeline``: the predicted
+    step. ``spans``: the measured instructions of all ranks.
     """
     predicted: dict[str, float] = {}
     for lane in timeline.stages:
@@ -207,8 +207,8 @@ def by_kind(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageCompari
 
 def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
     """Return an entry for each forward and backward instruction, by stage and in order of execution: its predicted and
-    measured seconds. ``timeline``: the predicted step. ``spans``: the measured instructions of all ranks. Measured
-    seconds are the median over the ranks of a stage.
+    measured seconds. Measured seconds are the median over the ranks of a stage. ``timeline``: the predicted step.
+    ``spans``: the measured instructions of all ranks.
     """
     rows = []
     for stage, lane in enumerate(timeline.stages):
@@ -232,8 +232,10 @@ def _group_spans_by_rank(spans: Sequence[TraceSpan], stage: int) -> list[list[Tr
 
 
 def _describe_differences(stages: Sequence[StageComparison], kinds: Sequence[StageComparison]) -> Iterator[str]:
-    """Yield a sentence on the largest difference between prediction and measurement, and one on the slowest stage if
-    stages differ much. ``stages``: work and waiting of each stage. ``kinds``: work by kind of instruction.
+    """Yield a sentence that names the kind of instruction, or the stage's waiting, whose measured time differs most
+    from the prediction. If the ratio of measured to predicted work differs much between stages, also yield a sentence
+    on the stage with the largest ratio. ``stages``: work and waiting of each stage. ``kinds``: work by kind of
+    instruction.
     """
     total = sum(r.measured for r in stages) or 1.0
     worst = max((*kinds, *(r for r in stages if r.what == "waiting")), key=lambda r: abs(r.measured - r.predicted))

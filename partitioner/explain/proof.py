@@ -29,9 +29,9 @@ def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
 
 
 def _is_schedule_covered(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether the proof of optimality in ``certificate`` holds for the schedule of ``candidate``, a layout
-    (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined: for the schedules 1F1B, ZB-1P and
-    GPipe, and for others if the search tried them on all meshes.
+    """Return whether the proof of optimality in ``certificate`` holds for the schedule of ``candidate``. It holds for
+    1F1B, ZB-1P and GPipe, and for other schedules if the search tried them on all meshes. ``candidate``: a layout
+    (mesh, microbatch size, schedule, ZeRO stage) that the search examined.
     """
     one_stage = candidate.virtual_stages == 1 and candidate.schedule in (*SEARCHED, "gpipe")
     return one_stage or "schedule" not in certificate.beyond

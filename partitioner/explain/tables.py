@@ -156,8 +156,8 @@ def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
 
 
 def _with_type_of_sums(state: StateData) -> StateData:
-    """Return a copy of the parameter ``state`` whose data type is that in which its gradients are summed, such as
-    float32 for a bfloat16 parameter. It describes the gradient of the parameter for the text on data types.
+    """Return a copy of the parameter ``state`` with another data type: the type in which its gradients are summed, such
+    as float32 for a bfloat16 parameter. The copy describes the gradient of the parameter in a text on data types.
     """
     return state.model_copy(update={"dtype": sum_type(state.dtype)})
 
@@ -224,9 +224,9 @@ def is_barred(candidate: Candidate) -> bool:
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Return whether ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan
-    examined, was not chosen although its computed step time is not above that of the chosen plan, except for rounding.
-    ``certificate``: the results of the search.
+    """Return whether ``candidate`` was not chosen although its computed step time equals the step time of the chosen
+    plan, except for rounding, or is below it. ``candidate``: a layout (mesh, microbatch size, schedule, ZeRO stage)
+    that the search examined. ``certificate``: the results of the search.
     """
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
@@ -243,10 +243,10 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
 
 
 def _get_status(candidate: Candidate, certificate: Certificate) -> str:
-    """Return as one word what the search found for ``candidate``, a layout (mesh, microbatch size, schedule, ZeRO
-    stage) that the search for a plan examined: ``chosen``, ``solved`` (its step time was computed), ``bounded`` (a
-    lower bound on its step time rules it out), ``infeasible`` (there is no plan), or ``open`` (only a lower bound is
-    known, so that it may be faster than the chosen plan). ``certificate``: the results of the search.
+    """Return the result of the search for ``candidate`` as one word: ``chosen``, ``solved`` (its step time was
+    computed), ``bounded`` (a lower bound on its step time rules it out), ``infeasible`` (there is no plan), or ``open``
+    (only a lower bound is known, so that it may be faster than the chosen plan). ``candidate``: a layout (mesh,
+    microbatch size, schedule, ZeRO stage) that the search examined. ``certificate``: the results of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
 
@@ -408,8 +408,8 @@ def constraint_cost_text(plan: Plan) -> str:
 
 
 def fewer_text(plan: Plan) -> str:
-    """Return a text that gives the number of devices and the step time of the fastest plan found that leaves some
-    devices idle, compared with ``plan``; empty if no such plan was found.
+    """Return a text on the fastest plan found that leaves some devices idle: its number of devices and its step time,
+    compared with ``plan``. Empty if no such plan was found.
     """
     step = plan.certificate.objective
     found = [
@@ -427,8 +427,8 @@ def fewer_text(plan: Plan) -> str:
 
 
 def offload_alternative_text(plan: Plan) -> str:
-    """Return a text that gives the step time of the plan with optimizer states in host memory that the search found,
-    compared with ``plan``, which has no offload; empty if none was found.
+    """Return a text on the plan with optimizer states in host memory that the search found: its step time, compared
+    with ``plan``, which has no offload. Empty if none was found.
     """
     found = next((b for b in plan.certificate.baselines if b.offload and not plan.offload), None)
     if found is None or found.candidate is None or not found.candidate.step_time:
@@ -454,8 +454,8 @@ def other_batch_text(plan: Plan) -> str:
 
 
 def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
-    """Return the step time with another batch size as text, and how its time per sample compares with that of ``plan``,
-    such as ``7 s, 5% less per sample``. ``global_batch``: samples of the other batch. ``seconds``: its step time.
+    """Return a text such as ``7 s, 5% less per sample``: the step time with another batch size, and how the time per
+    sample differs from ``plan``. ``global_batch``: samples of the other batch. ``seconds``: its step time.
     """
     ratio = seconds / global_batch / (plan.certificate.objective / plan.global_batch)
     return f"{seconds_text(seconds)}, {format_percent(abs(1 - ratio))} {'less' if ratio < 1 else 'more'} per sample"

@@ -52,8 +52,8 @@ def without_residue(breakdown: Mapping[str, float]) -> dict[str, float]:
 
 
 def list_time_changes(old: Mapping[str, float], new: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return pairs (kind of time, change in seconds from ``old`` to ``new``), the largest change first. ``old``,
-    ``new``: the seconds of two steps by kind. Changes of at most a thousandth of the step of ``old`` are left out.
+    """Return pairs (kind of time, change in seconds from ``old`` to ``new``), the largest change first. Changes of at
+    most a thousandth of the step of ``old`` are left out. ``old``, ``new``: the seconds of two steps by kind.
     """
     least_s = _SAME * sum(old.values())
     old, new = without_residue(old), without_residue(new)

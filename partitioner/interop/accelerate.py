@@ -103,9 +103,9 @@ def _read_precision(options: Options) -> str:
 
 
 def _read_fsdp(options: Options, of_node: int | None) -> dict[str, Any]:
-    """Return the fields of a training layout (name -> value) that the FSDP section decides: ZeRO stage, sharding ranks,
-    offload and recomputation. ``of_node``: number of processes on a node; ``None`` if unknown. ``options``: the options
-    of an accelerate configuration."""
+    """Return the fields of a training layout that the FSDP section decides (ZeRO stage, sharding ranks, offload and
+    recomputation), as a dict: name -> value. ``of_node``: number of processes on a node; ``None`` if unknown.
+    ``options``: the options of an accelerate configuration."""
     name = "fsdp_config.fsdp_"
     version = options.take_number(f"{name}version", 1)
     if version > 2:
@@ -135,9 +135,9 @@ def _read_fsdp(options: Options, of_node: int | None) -> dict[str, Any]:
 
 
 def _read_axes(options: Options, zero: int) -> dict[str, Any]:
-    """Return the fields of a training layout (name -> value) that the section ``parallelism_config`` decides: the sizes
-    of the mesh axes, the attention algorithm and the sequence length. ``zero``: the ZeRO stage. ``options``: the
-    options of an accelerate configuration."""
+    """Return the fields of a training layout that the section ``parallelism_config`` decides (the sizes of the mesh
+    axes, the attention algorithm and the sequence length), as a dict: name -> value. ``zero``: the ZeRO stage.
+    ``options``: the options of an accelerate configuration."""
     name = f"{_PREFIX}parallelism_config_"
     sizes = {axis: options.take_number(f"{name}{axis}_size", 1) for axis in _AXES}
     options.take_choice(f"{name}cp_backend", {"torch": "torch"})
@@ -210,8 +210,8 @@ def _translate_deepspeed(options: Options) -> dict[str, Any]:
 
 def _read_megatron_section(options: Options, layout: dict[str, Any]) -> TrainingLayout:
     """Return the training layout of a configuration that uses Megatron-LM. ``options``: the options of an accelerate
-    configuration. ``layout``: the fields of the layout (name -> value) that its other sections decide, such as the
-    precision; this function adds to them."""
+    configuration. ``layout``: the fields that the other sections of the configuration decide, such as the precision:
+    name -> value. This function adds to them."""
     name = "megatron_lm_config.megatron_lm_"
     tp, pp = options.take_number(f"{name}tp_degree", 1), options.take_number(f"{name}pp_degree", 1)
     layout |= {"tp": tp, "pp": pp, "schedule": "1f1b" if pp > 1 else None}

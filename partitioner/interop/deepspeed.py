@@ -121,8 +121,9 @@ def build_deepspeed_layout(nested: Mapping[str, Any], where: str, ignore: Collec
 
 
 def _read_axes(options: Options) -> dict[str, Any]:
-    """Return the fields of a training layout (name -> value) that say how ranks are divided: sizes of the mesh axes,
-    sequence parallelism, attention algorithm. ``options``: the options of a DeepSpeed configuration."""
+    """Return the fields of a training layout that say how ranks are divided (sizes of the mesh axes, sequence
+    parallelism, attention algorithm), as a dict: name -> value. ``options``: the options of a DeepSpeed configuration.
+    """
     tp = options.take_number("tensor_parallel.autotp_size", 0, least=0)
     inner = options.take_number("tensor_parallel.tp.tp_size", 1)
     if inner > 1 and inner != tp:
@@ -162,8 +163,8 @@ def _read_axes(options: Options) -> dict[str, Any]:
 
 
 def _read_batch(options: Options) -> dict[str, Any]:
-    """Return microbatch size, number of microbatches and global batch, as fields of a training layout (name -> value).
-    Raise :class:`ContradictionError` if the global batch is no multiple of the product of the other numbers.
+    """Return microbatch size, number of microbatches and global batch, as a dict of fields of a training layout: name
+    -> value. Raise :class:`ContradictionError` if the global batch is no multiple of the product of the other numbers.
     ``options``: the options of a DeepSpeed configuration."""
     micro, steps = options.take_number(_MICRO), options.take_number(_STEPS)
     total = options.take_number(_TOTAL)
@@ -192,8 +193,8 @@ def _read_batch(options: Options) -> dict[str, Any]:
 
 
 def _read_states(options: Options) -> dict[str, Any]:
-    """Return fields of a training layout (name -> value): the ZeRO stage, the kinds of data in host memory, and the
-    number of ranks over which ZeRO shards. ``options``: the options of a DeepSpeed configuration."""
+    """Return the ZeRO stage, the kinds of data in host memory, and the number of ranks over which ZeRO shards, as a
+    dict of fields of a training layout: name -> value. ``options``: the options of a DeepSpeed configuration."""
     stage = options.take_number("zero_optimization.stage", 0, least=0)
     if stage > 3:
         raise options.wrong_value("zero_optimization.stage", "0, 1, 2 or 3")
@@ -344,9 +345,9 @@ def write_deepspeed(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, ..
 
 
 def _add_offload(layout: TrainingLayout, zero: dict[str, Any], leave_out: Any) -> None:
-    """Add the options for data of ``layout`` in host memory to ``zero``, the section ``zero_optimization`` of a
-    DeepSpeed configuration (option -> value). ``leave_out``: function of (name of a field, reason) that records that
-    DeepSpeed cannot express the field."""
+    """Add the options for the data that ``layout`` keeps in host memory to ``zero``, the section ``zero_optimization``
+    of a DeepSpeed configuration: option -> value. ``leave_out``: a function ``leave_out(field, reason)`` that records a
+    field of the layout that DeepSpeed cannot express."""
     wanted = {*layout.offload}
     if "activations" in wanted or (wanted and not layout.zero) or ("parameters" in wanted and layout.zero != 3):
         leave_out("offload", "optimizer states are moved under ZeRO, parameters under ZeRO-3, activations never")

@@ -152,8 +152,8 @@ def find_format(name: str, others: Iterable[str] = ()) -> Format:
 
 
 def _check_ending(format_name: str, path: Path) -> None:
-    """Raise :class:`LayoutError` if the ending of ``path`` belongs to another syntax than that of the format
-    ``format_name``, such as ``.json`` for a format in YAML. Unknown endings are accepted, and so is a path without one.
+    """Raise :class:`LayoutError` if the ending of ``path`` does not belong to the syntax of the format ``format_name``,
+    such as ``.json`` for a format in YAML. Unknown endings are accepted, and so is a path without one.
     """
     own = _ENDINGS[format_name]
     if path.suffix.lower() in _SYNTAXES - {*own}:
@@ -208,8 +208,8 @@ def _detect_yaml_format(nested: Mapping[str, Any], where: str) -> str:
     """Return the name of the format of a configuration in YAML, such as ``accelerate``: the format that knows most of
     its fields. ``nested``: its content. ``where``: the name of its file.
 
-    Raise :class:`LayoutError` if each format knows less than half of the fields; a file with a single field is of
-    Megatron-Bridge.
+    A file with a single field counts as a file of Megatron-Bridge. Raise :class:`LayoutError` if each format knows less
+    than half of the fields.
     """
     if "distributed_type" in nested or "compute_environment" in nested:
         return "accelerate"

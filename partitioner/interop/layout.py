@@ -330,7 +330,9 @@ class TrainingLayout(BaseModel, metaclass=DocumentedModel):
         return {"global_batch": batch, "microbatches": count or (batch // (size * dp) if batch and size else None)}
 
     def replace(self, **changes: Any) -> TrainingLayout:
-        """Return a copy of this training layout with the fields ``changes`` (name -> value) replaced."""
+        """Return a copy of this training layout in which some fields have new values. ``changes``: name of a field ->
+        new value.
+        """
         kept = {name: getattr(self, name) for name in type(self).model_fields}
         return TrainingLayout(**(kept | changes))
 

@@ -182,8 +182,9 @@ def _check_field(section: str, field: str, place: str) -> None:
 
 
 def _read_recipe(name: str) -> dict[str, Any]:
-    """Return the configuration fields (name -> value) that ``name``, a named recipe of mixed precision such as
-    ``bf16_with_fp8_current_scaling_mixed``, stands for. Raise :class:`OptionValueError` for an unknown recipe.
+    """Return the configuration fields of the recipe of mixed precision called ``name``, such as
+    ``bf16_with_fp8_current_scaling_mixed``, as a dict: field -> value. Raise :class:`OptionValueError` for an unknown
+    recipe.
     """
     found = re.fullmatch(r"\w*?(bf16|fp16)(?:_with_(\w+?))?_mixed", name.replace("-", "_"))
     if found is None:
@@ -274,7 +275,7 @@ def _check_model_sizes(options: Options, tp: int, ep: int) -> None:
 
 def _read_precision(options: Options) -> str:
     """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. FP4 counts as ``fp8``.
-    ``options``: options of Megatron-LM (name -> value)."""
+    ``options``: name of a Megatron-LM option -> value."""
     bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
     if bf16 and fp16:
         raise ContradictionError(f"{options.name('bf16')} and {options.name('fp16')} together; expected one of them")
@@ -318,7 +319,7 @@ def _read_zero(options: Options) -> int:
 
 def _read_context(options: Options) -> str:
     """Return this project's name of the attention algorithm over context-parallel ranks, such as ``ring``. ``options``:
-    options of Megatron-LM (name -> value)."""
+    name of a Megatron-LM option -> value."""
     given = options.take("cp-comm-type")
     kinds = [given] if isinstance(given, str) else given if isinstance(given, list) else ["p2p"]
     for kind in kinds:
@@ -398,8 +399,8 @@ def _read_offload(options: Options) -> tuple[str, ...]:
 
 
 def _read_optimizer(options: Options) -> str:
-    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one. ``options``: options of
-    Megatron-LM (name -> value)."""
+    """Return this project's name for the configured optimizer; ``adamw`` for an unknown one. ``options``: name of a
+    Megatron-LM option -> value."""
     name = str(options.take_text("optimizer", "adam")).lower()
     momentum = options.take_share("sgd-momentum", 0.9)
     if name not in _OPTIMIZERS:
@@ -411,9 +412,9 @@ def _read_optimizer(options: Options) -> str:
 
 
 def _read_stages(options: Options, pp: int) -> dict[str, Any]:
-    """Return the pipeline schedule, the number of virtual stages and the layers of each stage, as fields of a training
-    layout (name -> value). ``pp``: number of pipeline ranks; with one, there are no such fields. ``options``: options
-    of Megatron-LM (name -> value)."""
+    """Return the pipeline schedule, the number of virtual stages and the layers of each stage, as a dict of fields of a
+    training layout: name -> value. ``pp``: number of pipeline ranks; with one, there are no such fields. ``options``:
+    name of a Megatron-LM option -> value."""
     chunks = options.take_number("num-virtual-stages-per-pipeline-rank")
     per_chunk = options.take_number("num-layers-per-virtual-pipeline-stage")
     text = options.take("pipeline-model-parallel-layout")
@@ -464,10 +465,12 @@ def _read_stages(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _divide_rest(options: Options, stages: tuple[int, int], first: int | None, last: int | None) -> tuple[int, ...]:
-    """Return the number of layers in each virtual stage, in the order of the layers. ``stages``: the number of pipeline
-    ranks, and of virtual stages on each. ``first``, ``last``: the configured number of layers of the first and of the
-    last pipeline rank, over all its virtual stages; ``None``: not configured. All other ranks share the remaining
-    layers equally. ``options``: options of Megatron-LM (name -> value)."""
+    """Return the number of layers in each virtual stage, in the order of the layers. The first and the last pipeline
+    rank may have a configured number of layers; all other ranks share the remaining layers equally.
+
+    ``options``: name of a Megatron-LM option -> value. ``stages``: the number of pipeline ranks, and of virtual stages
+    on each. ``first``, ``last``: the configured number of layers of the first and of the last pipeline rank, over all
+    its virtual stages; ``None``: not configured."""
     ranks, chunks = stages
     layers = options.take_number("num-layers")
     if layers is None:
@@ -495,8 +498,8 @@ def _divide_rest(options: Options, stages: tuple[int, int], first: int | None, l
 
 def _parse_stage_layout(options: Options, given: Any) -> tuple[int, ...]:
     """Return the number of layers in each pipeline stage. ``given``: text like ``Ett|ttL``, where ``t`` is a layer and
-    ``|`` separates stages, or for each stage a list of names such as ``decoder``. ``options``: options of Megatron-LM
-    (name -> value)."""
+    ``|`` separates stages, or for each stage a list of names such as ``decoder``. ``options``: name of a Megatron-LM
+    option -> value."""
     option = "pipeline-model-parallel-layout"
     expected = "stages like Ett|ttL, with E, t, m and L for embedding, layer, prediction ahead and loss"
     if isinstance(given, list):
@@ -549,8 +552,8 @@ def _read_profile(options: Options, precision: str, sharded: bool) -> dict[str, 
 
 
 def _read_expert_profile(options: Options) -> dict[str, Any]:
-    """Return the fields of the execution profile (how the framework runs a plan) that concern experts, name -> value.
-    ``options``: options of Megatron-LM (name -> value)."""
+    """Return the fields of the execution profile (how the framework runs a plan) that concern experts: name -> value.
+    ``options``: name of a Megatron-LM option -> value."""
     facts: dict[str, Any] = {}
     kind = options.take_choice(
         "moe-token-dispatcher-type", {k: k for k in ("allgather", "alltoall", "alltoall_seq", "flex")}
@@ -587,7 +590,7 @@ def _read_expert_profile(options: Options) -> dict[str, Any]:
 
 def _read_graphs(options: Options) -> str:
     """Return which part of a training step is recorded and replayed as CUDA graphs: ``none``, ``part`` (only some
-    modules of a layer) or ``all``. ``options``: options of Megatron-LM (name -> value)."""
+    modules of a layer) or ``all``. ``options``: name of a Megatron-LM option -> value."""
     kind = options.take_choice("cuda-graph-impl", _GRAPHS, "none")
     on = options.take_any_flag("enable-cuda-graph", "external-cuda-graph")
     scope = options.take("cuda-graph-scope")
@@ -646,8 +649,8 @@ def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOpti
 
 
 def _list_options(layout: TrainingLayout) -> tuple[dict[str, Any], tuple[UnusedOption, ...]]:
-    """Return the Megatron-LM options (name -> value) for ``layout``, and the fields of the layout that they cannot
-    express.
+    """Return two values: the Megatron-LM options for ``layout``, as a dict name -> value; and the fields of the layout
+    that they cannot express, each with the reason.
     """
     missing: list[UnusedOption] = []
 
@@ -688,8 +691,8 @@ def _list_options(layout: TrainingLayout) -> tuple[dict[str, Any], tuple[UnusedO
 
 
 def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
-    """Add the pipeline options of ``layout`` to ``given`` (option name -> value). ``leave_out``: function of (name of a
-    field, reason) that records that Megatron-LM cannot express the field."""
+    """Add the pipeline options of ``layout`` to ``given``, a dict: option name -> value. ``leave_out``: a function
+    ``leave_out(field, reason)`` that records a field of the layout that Megatron-LM cannot express."""
     if layout.pp == 1:
         return
     chunks = layout.virtual_stages or 1
@@ -717,9 +720,9 @@ def _add_stages(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
 
 
 def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -> None:
-    """Add the options of ``layout`` for ZeRO, recomputation, offload, precision and the optimizer to ``given`` (option
-    name -> value). ``leave_out``: function of (name of a field, reason) that records that Megatron-LM cannot express
-    the field."""
+    """Add the options of ``layout`` for ZeRO, recomputation, offload, precision and the optimizer to ``given``, a dict:
+    option name -> value. ``leave_out``: a function ``leave_out(field, reason)`` that records a field of the layout that
+    Megatron-LM cannot express."""
     if layout.zero is None:
         leave_out("zero", "states are not sharded unless it is asked for")
     if layout.zero:

@@ -125,8 +125,9 @@ def _find_arguments(words: list[str]) -> int | None:
 
 
 def depends_on_environment(text: str) -> bool:
-    """Return whether the number of devices that the launcher in ``text``, a shell script, starts depends on a variable
-    that the environment may set, such as ``${SLURM_NNODES:-1}``, and no option of the training script depends on it.
+    """Return whether the environment can change the number of devices that the shell script ``text`` starts, while the
+    options of the training script stay the same. That is so if the number of devices depends on a variable such as
+    ``${SLURM_NNODES:-1}``, and no option depends on it.
     """
     words = read_words(_DEFAULT.sub(r"${\1}", text)).words
     start = _find_arguments(words) or 0
@@ -137,7 +138,7 @@ def depends_on_environment(text: str) -> bool:
 
 
 def _list_overrides(words: list[str]) -> list[str]:
-    """Return those of ``words`` that change a recipe of Megatron-Bridge, such as ``train.train_iters=10``."""
+    """Return the arguments in ``words`` that change a recipe of Megatron-Bridge, such as ``train.train_iters=10``."""
     sections = load_known_options()["megatron-bridge"]
     return [word for word in words if (found := _OVERRIDE.fullmatch(word)) and found[1] in sections]
 

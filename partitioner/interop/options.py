@@ -50,9 +50,9 @@ def list_known_names(format_name: str) -> frozenset[str]:
 
 @cache
 def _load_kinds() -> dict[str, frozenset[str]]:
-    """Return the table by which options that no reader uses are classified: kind -> words that occur in names of
-    options of this kind. The kinds are ``certain`` and ``harmless`` (no effect on time or memory; ``certain`` is tested
-    first), ``performance``, and ``model`` (describes the model)."""
+    """Return the table that classifies options of other frameworks that this project does not read: kind of option ->
+    words that occur in names of such options. The kinds are ``certain`` and ``harmless`` (no effect on time or memory;
+    ``certain`` is tested first), ``performance``, and ``model`` (describes the model)."""
     text = resources.files("partitioner.interop").joinpath("data/option_kinds.yaml").read_text()
     found: dict[str, list[str]] = yaml.safe_load(text)
     return {kind: frozenset(words) for kind, words in found.items()}
@@ -256,8 +256,9 @@ class Options:
         return any(list(map(self.take_flag, names)))
 
     def take_choice(self, option: str, choices: Mapping[str, Any], default: Any = None) -> Any:
-        """Return the entry of ``choices`` (allowed value -> result) for the value of ``option``, in upper or lower
-        case; ``default`` if the option is not given. Raise :class:`OptionValueError` for a value that is not allowed.
+        """Return the result that ``choices`` has for the value of ``option``, in upper or lower case; ``default`` if
+        the option is not given. ``choices``: allowed value -> result. Raise :class:`OptionValueError` for a value that
+        is not allowed.
         """
         value = self.take(option)
         if value is None:

@@ -47,12 +47,12 @@ _MODEL_FIELDS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Prediction:
     """The predicted cost of another framework's configuration on a cluster, compared with this project's plan for the
-    same model, batch and cluster.
+    same model, batch and cluster. A layout that does not fit is priced as if devices had enough memory.
 
     ``layout``: how the configuration divides the training on the cluster's devices. ``plan``: that layout as a plan
     without a program, with the step time and the memory of each rank. ``missing_bytes``: bytes that the fullest rank
-    lacks; 0 if the layout fits. A layout that does not fit is priced as if devices had enough memory. ``ours``: this
-    project's own plan; ``None`` if it was not requested or does not exist. ``notes``: assumptions, one sentence each.
+    lacks; 0 if the layout fits. ``ours``: this project's own plan; ``None`` if it was not requested or does not exist.
+    ``notes``: assumptions, one sentence each.
     """
 
     layout: TrainingLayout
@@ -97,10 +97,10 @@ def predict_layout(
     Args:
         layout: the layout of another framework's configuration, from :func:`partitioner.read_layout`. The search
             chooses the fields that are ``None``; ``layout.replace(recompute="full")`` sets one.
-        model, topology: as for :func:`partitioner.partition`.
+        model: a module that ``torch.export`` accepts, or an exported program. ``topology``: the cluster.
         inputs: one global batch, or a sample of it if the layout says how large the batch is; ``None``: an
             exported program's own, or dummy inputs (:func:`partitioner.partition`).
-        loss: as for :func:`partitioner.partition`.
+        loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.
         compare: also make this project's own plan for the same model, batch and cluster.
         time_limit_s: seconds after which each search ends with its best plan so far; ``None``: no limit.
 
@@ -280,8 +280,9 @@ def prediction_parts(found: Prediction) -> list[RenderableType]:
 
 
 def group_unused(unused: tuple[UnusedOption, ...]) -> list[str]:
-    """Return one line for each reason in ``unused``, options that do not change a prediction: first the reasons that
-    concern single options, then options that may matter, that describe the model, and those without effect.
+    """Return one line for each reason why options do not change a prediction: first the reasons that concern single
+    options, then options that may matter, options that describe the model, and options without effect. ``unused``: the
+    options, each with its reason.
     """
     by_reason: dict[str, list[UnusedOption]] = {}
     for option in unused:

@@ -222,9 +222,9 @@ class ShellScript:
                 self._note(doubt)
 
     def _skip_statement(self, text: str, doubt: str) -> None:
-        """Interpret ``text``, a statement that does not run, because it is in a branch that is not taken: each variable
-        that it would set and that has no value yet becomes empty. ``doubt``: the text of an enclosing condition whose
-        value is unknown; empty if there is none."""
+        """Interpret ``text``, a statement that does not run, because it is in a branch that is not taken. Each variable
+        that the statement would set becomes empty, unless it has a value already. ``doubt``: the text of an enclosing
+        condition whose value is unknown; empty if there is none."""
         words = _split_words(text) or [":"]
         names = [found[1] for word in words if (found := _ASSIGNED.fullmatch(word))]
         if words[0] in _DECLARATION or len(names) == len(words):
@@ -259,9 +259,9 @@ class ShellScript:
         self._arguments = before
 
     def _assign(self, found: re.Match[str], *, counted: bool) -> None:
-        """Store the value that an assignment gives a variable. ``found``: a match with the groups name, ``+`` if the
-        value is appended, and value. ``counted``: whether the value is an arithmetic expression. The words of an array
-        are stored with their quotes."""
+        """Store the value that an assignment gives a variable. The words of an array are stored with their quotes.
+        ``found``: a match with the groups name, ``+`` if the value is appended, and value. ``counted``: whether the
+        value is an arithmetic expression."""
         text = found[3].strip()
         if counted:
             value = self._compute(text) or text
@@ -274,8 +274,8 @@ class ShellScript:
 
     def split(self, text: str, *, whole: bool = False) -> list[str]:
         """Return the words of the shell command ``text``, with variables replaced by their values and without quotes. A
-        word that contains several options (such as the value of a variable, ``--tp 2 --pp 4``) is split into these,
-        unless ``whole`` is true. Raise :class:`LayoutError` for an unbalanced quote."""
+        word that contains several options, such as a variable with the value ``--tp 2 --pp 4``, is split into these
+        options, unless ``whole`` is true. Raise :class:`LayoutError` for an unbalanced quote."""
         text = self._fill_in(text)
         text, outputs = _hide_outputs(text)
         try:
@@ -292,10 +292,11 @@ class ShellScript:
             raise LayoutError(f"the command is malformed ({error}): {text[:80]!r}; expected balanced quotes") from None
 
     def _fill_in(self, text: str, *, empty: bool = False) -> str:
-        """Return ``text`` with variables and arithmetic expressions replaced by their values. ``empty``: whether a
-        variable without a value is replaced by an empty text; otherwise it stays as written. Once the inserted values
-        have more than 200,000 characters in total, all further variables stay as written. Raise :class:`LayoutError` if
-        the texts that were filled in for the whole script become too long."""
+        """Return ``text`` with variables and arithmetic expressions replaced by their values. Once the inserted values
+        have more than 200,000 characters in total, all further variables stay as written.
+
+        ``empty``: whether a variable without a value is replaced by an empty text; otherwise it stays as written. Raise
+        :class:`LayoutError` if the texts that were filled in for the whole script become too long."""
         room = _LONGEST
 
         def replace(match: re.Match[str]) -> str:

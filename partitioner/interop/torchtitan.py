@@ -194,9 +194,9 @@ def _is_offloaded(options: Options) -> bool:
 
 
 def _read_data_axes(options: Options, pp: int) -> dict[str, Any]:
-    """Return the fields of a training layout (name -> value) that say how many ranks hold copies of the model and how
-    they shard its parameters, gradients and optimizer states: sizes of data parallelism and the ZeRO stage. ``pp``:
-    number of pipeline ranks. ``options``: the options of a torchtitan configuration."""
+    """Return the sizes of data parallelism and the ZeRO stage, as a dict of fields of a training layout: name -> value.
+    They say how many ranks hold copies of the model, and how these ranks shard parameters, gradients and optimizer
+    states. ``pp``: number of pipeline ranks. ``options``: the options of a torchtitan configuration."""
     replicate, shard = _read_older_data_degree(options) or _read_data_degrees(options)
     keep = options.take_choice(
         "parallelism.fsdp_reshard_after_forward",
@@ -294,9 +294,9 @@ def _list_own_fields(nested: Mapping[str, Any], flat: Mapping[str, Any], known: 
 
 
 def _read_batch(options: Options, pp: int) -> dict[str, Any]:
-    """Return tokens of a sample, microbatch size and either the number of microbatches or the global batch, as fields
-    of a training layout (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of a torchtitan
-    configuration."""
+    """Return tokens of a sample, microbatch size and either the number of microbatches or the global batch, as a dict
+    of fields of a training layout: name -> value. ``pp``: number of pipeline ranks. ``options``: the options of a
+    torchtitan configuration."""
     counted = [name for name in (_TOKENS, _STEP_TOKENS, _CONTEXT, _ROUNDS) if name in options.given]
     if counted:
         return _read_token_batch(options, pp, counted[0])
@@ -304,9 +304,9 @@ def _read_batch(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _read_token_batch(options: Options, pp: int, counted: str) -> dict[str, Any]:
-    """Return fields of a training layout (name -> value) for a torchtitan configuration of a version after 0.3, which
-    gives batch sizes in tokens: tokens of a sample, samples of a microbatch, and either the number of microbatches or
-    the global batch. ``pp``: number of pipeline ranks. ``options``: the options of the configuration.
+    """Return tokens of a sample, samples of a microbatch, and either the number of microbatches or the global batch, as
+    a dict of fields of a training layout: name -> value. The torchtitan configuration is of a version after 0.3, which
+    gives batch sizes in tokens. ``pp``: number of pipeline ranks. ``options``: the options of the configuration.
 
     ``counted``: the first option in the configuration that counts tokens, for the error message. Raise
     :class:`ContradictionError` if options of earlier versions, which count samples, are given beside it.
@@ -340,8 +340,9 @@ def _read_token_batch(options: Options, pp: int, counted: str) -> dict[str, Any]
 
 
 def _read_sample_batch(options: Options, pp: int) -> dict[str, Any]:
-    """Return microbatch size and either the number of microbatches or the global batch, as fields of a training layout
-    (name -> value). ``pp``: number of pipeline ranks. ``options``: the options of a torchtitan configuration."""
+    """Return microbatch size and either the number of microbatches or the global batch, as a dict of fields of a
+    training layout: name -> value. ``pp``: number of pipeline ranks. ``options``: the options of a torchtitan
+    configuration."""
     local = _take_renamed(options, "training.local_batch_size", "training.batch_size", 8)
     batch = options.take_number("training.global_batch_size", -1, least=-1)
     size = options.take_number("parallelism.pipeline_parallel_microbatch_size", 1)
@@ -369,8 +370,8 @@ def _read_sample_batch(options: Options, pp: int) -> dict[str, Any]:
 
 
 def _read_stages(options: Options, pp: int) -> dict[str, Any]:
-    """Return the pipeline schedule and how layers are divided into stages, as fields of a training layout (name ->
-    value). ``pp``: number of pipeline ranks; with one, there are no such fields. ``options``: the options of a
+    """Return the pipeline schedule and how layers are divided into stages, as a dict of fields of a training layout:
+    name -> value. ``pp``: number of pipeline ranks; with one, there are no such fields. ``options``: the options of a
     torchtitan configuration."""
     name = "parallelism.pipeline_parallel_schedule"
     if not options.has(name) and options.has("experimental.pipeline_parallel_schedule"):
@@ -564,8 +565,8 @@ def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[
 
 
 def _add_axes(layout: TrainingLayout, parallelism: dict[str, Any], new: bool, leave_out: Any) -> None:
-    """Add the sizes of the mesh axes and the state sharding of ``layout`` to ``parallelism``, the options of the
-    section ``parallelism`` (option -> value). ``new``: whether the options are for version 0.3. ``leave_out``: a
+    """Add the sizes of the mesh axes and the state sharding of ``layout`` to ``parallelism``, the section of that name
+    in a torchtitan configuration: option -> value. ``new``: whether the options are for version 0.3. ``leave_out``: a
     function ``leave_out(field, reason)`` that is called for each field of the layout that torchtitan cannot express."""
     replicate, shard = layout.dp_replicate or 1, layout.dp_shard or -1
     zero = layout.zero
@@ -609,9 +610,9 @@ def _add_axes(layout: TrainingLayout, parallelism: dict[str, Any], new: bool, le
 
 
 def _add_batch(layout: TrainingLayout, training: dict[str, Any], parallelism: dict[str, Any], leave_out: Any) -> None:
-    """Add the batch sizes of ``layout`` to ``training`` and ``parallelism``, the options of these two sections (option
-    -> value). ``leave_out``: a function ``leave_out(field, reason)`` that is called for each field of the layout that
-    torchtitan cannot express."""
+    """Add the batch sizes of ``layout`` to ``training`` and ``parallelism``, two sections of a torchtitan
+    configuration, each a dict: option -> value. ``leave_out``: a function ``leave_out(field, reason)`` that is called
+    for each field of the layout that torchtitan cannot express."""
     size, batch = layout.microbatch_size, layout.global_batch
     if size is None:
         leave_out("microbatch_size", "its default is 1 with a pipeline, else 8")
@@ -630,9 +631,9 @@ def _add_batch(layout: TrainingLayout, training: dict[str, Any], parallelism: di
 
 
 def _add_stages(layout: TrainingLayout, parallelism: dict[str, Any], leave_out: Any) -> None:
-    """Add the pipeline schedule of ``layout`` and its division into stages to ``parallelism``, the options of the
-    section ``parallelism`` (option -> value). ``leave_out``: a function ``leave_out(field, reason)`` that is called for
-    each field of the layout that torchtitan cannot express."""
+    """Add the pipeline schedule of ``layout`` and its division into stages to ``parallelism``, the section of that name
+    in a torchtitan configuration: option -> value. ``leave_out``: a function ``leave_out(field, reason)`` that is
+    called for each field of the layout that torchtitan cannot express."""
     names = {ours: theirs for theirs, ours in _SCHEDULES.items() if ours}
     schedule, chunks = layout.schedule, layout.virtual_stages or 1
     if schedule is not None and schedule.endswith(".csv"):

@@ -104,9 +104,9 @@ class _Reader:
         return None
 
     def _assign(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
-        """Store ``value`` under ``target``, the left side of an assignment: a variable in ``names`` (variable ->
-        value), or a field of a configuration that is the value of such a variable, as in ``config.training.steps =
-        10``. Other targets are ignored.
+        """Store ``value`` under ``target``, the left side of an assignment. It is either a variable, or a field of a
+        configuration object that a variable holds, such as ``config.training.steps``. Other targets are ignored.
+        ``names``: variable -> value; it is changed in place.
         """
         if isinstance(target, ast.Name):
             names[target.id] = value

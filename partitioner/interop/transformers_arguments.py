@@ -196,8 +196,8 @@ def _add_deepspeed(options: Options, layout: dict[str, Any], given: Any, folder:
     """Return the training layout of ``TrainingArguments`` that use DeepSpeed: the layout of the DeepSpeed
     configuration, completed by other options. Raise an error if a field has different values in both.
 
-    ``options``: the fields of ``TrainingArguments``. ``layout``: the fields (name -> value) of the layout that follow
-    from options other than DeepSpeed's. ``given``: the DeepSpeed configuration, or the path of its file. ``folder``:
+    ``options``: the fields of ``TrainingArguments``. ``layout``: the fields of the layout that follow from options
+    other than DeepSpeed's: name -> value. ``given``: the DeepSpeed configuration, or the path of its file. ``folder``:
     the folder to which this path is relative; ``None``: the current folder.
     """
     where = "deepspeed"

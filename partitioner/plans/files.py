@@ -93,9 +93,9 @@ def plan_schema() -> dict[str, Any]:
 
 
 def _rank_content(program: Program, rank: int) -> dict[str, Any]:
-    """Return the content of the file of ``rank``: its coordinates in the mesh, its groups (mesh axis -> ranks), and the
-    part of ``program`` that the rank uses: graphs of blocks (such as layers), parameters and buffers, values, and
-    instructions.
+    """Return the content of the file of ``rank``: its coordinates in the mesh; its groups, as a dict mesh axis ->
+    ranks; and the part of ``program`` that the rank uses: graphs of blocks (such as layers), parameters and buffers,
+    values, and instructions.
     """
     mine = program.rank(rank)
     index = mine.stage_index

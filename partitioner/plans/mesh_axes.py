@@ -40,7 +40,7 @@ class AxisCell:
 def axis_text(plan: Plan) -> str:
     """Return a text on the links over which the ranks of each mesh axis of ``plan`` communicate, such as ``tp inside a
     node (nvlink4), dp over ib-ndr (4 nodes)``, with the number of nodes of one group. If groups of an axis differ, the
-    slowest is described. Empty for a single rank.
+    slowest group is described. Empty for a single rank.
     """
     of_nodes, devices = plan.topology.node_of, np.array(plan.devices)
     said = []
@@ -60,9 +60,9 @@ def axis_text(plan: Plan) -> str:
 
 
 def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
-    """Return one row of four texts for each kind of link of ``topology``, links inside a node first and links described
-    for a single pair of devices last: its name; what it connects, such as the devices of a node; the bandwidth of a
-    device while all devices communicate; and the latency.
+    """Return one row of four texts for each kind of link of ``topology``: its name; what it connects, such as the
+    devices of a node; the bandwidth of a device while all devices communicate; and the latency. Links inside a node
+    come first, links between a single pair of devices last.
     """
     levels = [
         (level.name, _describe_level_joins(level), level_rates(topology, level)[1], seconds_text(level.latency))

@@ -457,8 +457,8 @@ class _Outliner:
 
     def sum_collective_traffic(self, stage: int, calls: range) -> tuple[CollectiveTotal, ...]:
         """Return the totals of the collectives in some block calls (such as layers), one entry for each combination of
-        collective, mesh axis and direction, for one rank and one microbatch. ``stage``: index of the stage. ``calls``:
-        positions of the calls in it. Collectives of recomputed forwards count as backward, too.
+        collective, mesh axis and direction, for one rank and one microbatch. Collectives of recomputed forwards count
+        as backward, too. ``stage``: index of the stage. ``calls``: positions of the calls in it.
         """
         sizes: dict[tuple[str, str, Direction], list[int]] = {}
         for i in calls:

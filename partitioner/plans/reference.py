@@ -306,8 +306,9 @@ class _ByPlace(TorchFunctionMode):
         **options: Any,
     ) -> Tensor:
         """Return the result of ``scaled_dot_product_attention`` of ``query``, ``key`` and ``value``, where dropout
-        draws from a random stream of its own. ``attn_mask``, ``dropout_p``, ``is_causal``: as for that function.
-        ``options``: its keyword arguments ``scale`` and ``enable_gqa``.
+        draws from a random stream of its own. ``attn_mask``: boolean (true where a query sees a key) or numbers to add
+        to the scores; ``None`` for none. ``dropout_p``: probability of zeroing a weight. ``is_causal``: a query sees
+        only keys up to its own position. ``options``: the keyword arguments ``scale`` and ``enable_gqa``.
         """
         scale: float | None = options.get("scale")
         if options.get("enable_gqa", False):
@@ -508,8 +509,8 @@ def _nothing_recomputed() -> Iterator[None]:
 
 
 def _nothing_compiled() -> AbstractContextManager[Any]:
-    """Return a context in which functions that ``torch.compile`` wraps run without a compiler, which would refuse torch
-    modes such as those of a reference."""
+    """Return a context in which functions that ``torch.compile`` wraps run without a compiler. A compiler would refuse
+    the torch modes that a run of the reference uses."""
     wrapped = "torch._dynamo" in sys.modules  # not imported here: that takes seconds
     return torch.compiler.set_stance("force_eager") if wrapped else nullcontext()
 

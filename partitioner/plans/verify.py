@@ -203,11 +203,12 @@ def compare(run: Run, reference: Reference, program: Program) -> dict[str, float
     """Return the relative errors of everything that the model computes, by name: ``loss``, ``output <path>``, ``grad
     <name>``, ``buffer <name>`` or ``parameter <name>``.
 
+    The difference of a gradient is divided by its largest element, or by 1/1000 of the largest element of all gradients
+    if that is greater. Gradients that are zero except for rounding then count as equal. The differences of buffers and
+    parameters are divided in this way, too.
+
     ``run``: results of one of the plan's programs, such as a training step. ``reference``: results of the model.
-    ``program``: the program that ran, which says what each output and buffer is. The difference of a gradient is
-    divided by its largest element, or by 1/1000 of the largest element of all gradients if that is greater, so that
-    gradients that are zero except for rounding count as equal. The differences of buffers and parameters are divided in
-    this way, too.
+    ``program``: the program that ran, which says what each output and buffer is.
     """
     errors: dict[str, float] = {}
     if program.loss is not None and reference.loss is not None:

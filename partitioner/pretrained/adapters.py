@@ -189,10 +189,10 @@ def add_adapters(model: nn.Module, lora: Lora, seed: int = 0, without: Collectio
 
 def list_bypassed_adapters(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """Return the paths of the adapted layers of ``model`` whose weight the model reads without calling the layer, so
-    that their adapters have no effect.
+    that their adapters have no effect. Layers that the run does not reach, because the model needs the values of
+    tensors, are not in the list.
 
-    ``inputs``: a batch by argument name, on the meta device like the model, which is run once. Layers that the run does
-    not reach, because the model needs the values of tensors, are not in the list.
+    ``inputs``: a batch by argument name, on the meta device like the model, which is run once.
     """
     adapted = {path: module for path, module in model.named_modules() if isinstance(module, AdaptedLinear)}
     called: set[int] = set()
@@ -255,9 +255,9 @@ def _find_linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _computes_linear(module: nn.Module) -> bool:
-    """Return whether the forward of ``module`` is that of a plain linear layer, ``x W^T + b``. This is tested on a
-    small copy with random weights. Subclasses of ``nn.Linear`` that use their weight in another way, such as routers,
-    fail the test."""
+    """Return whether the forward of ``module`` computes what a plain linear layer computes, ``x W^T + b``. This is
+    tested on a small copy with random weights. Subclasses of ``nn.Linear`` that use their weight in another way, such
+    as routers, fail the test."""
     if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
         return False  # the latter's weight is read by nn.MultiheadAttention, which never calls it
     small = copy.copy(module)

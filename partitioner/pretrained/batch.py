@@ -139,16 +139,18 @@ def _wants_numbers(error: Exception) -> bool:
 
 
 def find_dtype(model: nn.Module) -> torch.dtype:
-    """Return the type of the floating-point parameters of ``model``, which is that of its inputs, too."""
+    """Return the dtype of the floating-point parameters of ``model``. Its inputs have this dtype, too, unless they are
+    integers.
+    """
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def make_batch(
     specs: Mapping[str, InputSpec], device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Return a batch by argument name: for each entry of ``specs`` (argument name -> shape and content of the input), a
-    tensor on ``device`` or a fixed value. On the device ``meta`` tensors have no values; otherwise their values are
-    random, from ``seed``. ``dtype``: the type of tensors that are not of whole numbers.
+    """Return a batch, as a dict: argument name -> a tensor on ``device`` or a fixed value. ``specs``: argument name ->
+    shape and content of the input. On the device ``meta`` tensors have no values; otherwise their values are random,
+    from ``seed``. ``dtype``: the type of tensors that are not of whole numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     made = {name: spec.make(device, generator) for name, spec in specs.items()}

@@ -171,11 +171,11 @@ def build_inputs(
     model: nn.Module, shapes: CacheShapes, batch: int, prompt: int, length: int, *, prefill: bool
 ) -> dict[str, Any]:
     """Return the inputs of the forward of ``model`` that :func:`generating` traces, as meta tensors by argument name:
-    ``batch`` samples, and key/value caches for ``length`` tokens.
+    ``batch`` samples, and key/value caches for ``length`` tokens. With ``prefill``, the inputs are for the program that
+    reads the whole prompt at once; otherwise for the program that reads one token. In a model with an encoder, the
+    encoder reads the prompt, and the decoder reads one token in both programs.
 
-    ``shapes``: shapes of the cached keys and values. ``prompt``: number of tokens of each sample. With ``prefill``, the
-    inputs are for the program that reads the whole prompt at once; otherwise for the program that reads one token. In a
-    model with an encoder, the encoder reads the prompt, and the decoder reads one token in both programs.
+    ``shapes``: shapes of the cached keys and values. ``prompt``: number of tokens of each sample.
     """
 
     def integers(*shape: int) -> Tensor:
@@ -201,9 +201,9 @@ def prepare_forward(model: nn.Module, inputs: Any, precision: str | None, groupe
     """Return ``model`` prepared to be planned for ``inputs``, the inputs of a step of generation. It must be called
     inside the context of :func:`generating`, where the forward of ``model`` reads and writes key/value caches.
 
-    ``precision``: as for ``partition``; ``None``: the model's own type. ``grouped``: if several heads of queries read
-    one head of keys, attention reads the caches as they are, instead of a copy with a head for each head of queries.
-    The CPU's kernels can do so.
+    ``precision``: the number format to compute in, such as ``bf16``; ``None``: the model's own type. ``grouped``: if
+    several heads of queries read one head of keys, attention reads the caches as they are, instead of a copy with a
+    head for each head of queries. The CPU's kernels can do so.
     """
     prepared = prepare(model, inputs, objective="infer", precision=precision)
     if grouped:
@@ -337,8 +337,8 @@ def _make_cache(
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             """Write the keys and values of new tokens to the cache of this layer, and return the keys and values of all
-            positions. Without caches, return the new ones unchanged. ``key_states``, ``value_states``: the new keys and
-            values, ``[batch, heads, new tokens, d]``. The other arguments are not used."""
+            positions. Without caches, return the new ones unchanged. The other arguments are not used. ``key_states``,
+            ``value_states``: the new keys and values, ``[batch, heads, new tokens, d]``."""
             found[self.index] = key_states, value_states
             if caches is None:
                 return key_states, value_states
@@ -363,8 +363,8 @@ def _make_cache(
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
             """Write the keys and values of new tokens to the cache of one layer, and return the keys and values of all
-            positions. ``key_states``, ``value_states``: the new keys and values, ``[batch, heads, new tokens, d]``.
-            ``layer_idx``: index of the layer. The other arguments are not used."""
+            positions. The other arguments are not used. ``key_states``, ``value_states``: the new keys and values,
+            ``[batch, heads, new tokens, d]``. ``layer_idx``: index of the layer."""
             layers: list[Any] = self.layers
             while len(layers) <= layer_idx:
                 layers.append(ProgramCacheLayer(len(layers)))

@@ -222,12 +222,12 @@ def partition_pretrained(
 
     Args:
         source: a folder with a ``config.json``, the path of a ``config.json``, or a name on the Hugging Face hub.
-        constraints: as for :func:`partitioner.partition`.
+        constraints: choices that the user fixes, such as ``Constraints(tp=8)``.
         seq: tokens of a sample; for audio, samples of a waveform or frames of a spectrogram. ``None``: 2,048, or as
             many as the model has positions.
         batch: samples of a step; ``None``: eight for each device.
-        task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio``, ``contrastive`` or ``text``; ``None``: as for
-            :func:`load_pretrained`.
+        task: ``causal``, ``seq2seq``, ``masked``, ``image``, ``audio``, ``contrastive`` or ``text``; ``None``: the
+            task of the class that the configuration names, or the usual task of its model type.
         lora: train low-rank adapters only, as ``"r=16,alpha=32,targets=q_proj+v_proj"``; ``None``: train all weights.
         more: further arguments of :func:`partitioner.partition`.
 
@@ -269,9 +269,9 @@ class ModelChoice:
 
 def _choose_class(found: Configuration, asked: str | None, objective: str = "train") -> ModelChoice:
     """Return the class of the model for the transformers configuration ``found``. ``asked``: the task that the user
-    chose; ``None``: the task of the class that the configuration names, or else of the class that follows from the type
-    of the model. ``objective``: ``infer`` for a model without a loss, which may have any class that the configuration
-    names.
+    chose, such as ``causal``. ``None``: the class is the one that the configuration names; if it names none, the class
+    follows from the type of the model. ``objective``: ``infer`` for a model without a loss; such a model may have any
+    class that the configuration names.
 
     Raise :class:`PretrainedError` if there is no class for the task, or if no task was chosen and several are possible.
     """
@@ -457,8 +457,8 @@ def _build_model(found: Configuration, name: str, device: str = "meta") -> nn.Mo
 
 def _part_for(cls: Any, config: Any) -> Any:
     """Return the ``PreTrainedConfig`` to pass to the model class ``cls`` of transformers. If ``config`` has another
-    type than ``cls`` expects, and a configuration inside it (such as that of its text model) has this type, the inner
-    one is returned; otherwise ``config`` itself."""
+    type than ``cls`` expects, it may contain a configuration of the expected type, such as that of its text model. This
+    inner configuration is then returned, otherwise ``config`` itself."""
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config

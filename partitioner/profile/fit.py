@@ -116,13 +116,13 @@ def fit_memory(
     samples: Iterable[KernelSample], launch: float, dispatch: float = 0.0
 ) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
     """Return three values fitted to the measured kernels ``samples``, which move memory and have no FLOPs: the memory
-    bandwidth in bytes/s; a dict from each kind of kernel to the fraction of the bandwidth that it reaches; and a table
-    of (bytes, largest fraction that any kernel of that size reaches).
+    bandwidth in bytes/s; a dict, kind of kernel -> fraction of the bandwidth that it reaches; and a table of pairs
+    (bytes, largest fraction that any kernel of that size reaches).
 
     Pointwise kernels do little but move memory. Their rates are the memory's rates at their size, and the largest ones
     give the bandwidth. The fraction of a kind is the one with which the predicted times have the least sum of relative
-    errors. ``launch``: seconds to launch a kernel. ``dispatch``: seconds in which the host issues a kernel. Samples
-    that take less than ``dispatch`` are ignored, because their times are not those of the device.
+    errors. Samples that take less than ``dispatch`` are ignored, because the host determines their times. ``launch``:
+    seconds to launch a kernel. ``dispatch``: seconds in which the host issues a kernel.
     """
     rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
     seen: dict[str, list[tuple[float, float]]] = {}  # samples that take longer than the host needs to issue them
@@ -261,10 +261,10 @@ def fit_overlap(overlaps: Sequence[Overlap]) -> float:
 
 
 def fit_concurrent(measured: Measurements, cores: int) -> float | None:
-    """Return the number of ranks that can compute at full speed at the same time: the number of CPU ``cores``, divided
-    by (time of a piece of work while all ranks compute) / (its time while only one rank per core computes).
-    ``measured``: the measured times. ``None``: this was not measured; the cost model then assumes that all ranks can
-    compute at full speed.
+    """Return the number of ranks that can compute at full speed at the same time: ``cores``, the number of CPU cores,
+    divided by the slowdown while all ranks compute. The slowdown is the time of a piece of work while all ranks
+    compute, divided by its time while only one rank per core computes. ``None`` if this was not measured; the cost
+    model then assumes that all ranks can compute at full speed. ``measured``: the measured times.
     """
     if not measured.all_s:
         return None
@@ -274,11 +274,11 @@ def fit_concurrent(measured: Measurements, cores: int) -> float | None:
 
 def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
     """Return the links between the measured ranks as one level of links called ``name``: bandwidth, latency, and for
-    each collective a table of rows (ranks, start-up seconds, bytes/s through each rank). ``samples``: measured messages
-    and collectives.
+    each collective a table of rows (ranks, start-up seconds, bytes/s through each rank).
 
-    If the times of a kind of transfer do not grow with its size, they do not determine a bandwidth. Its bandwidth is
-    then at most the largest one of the other kinds. Raise :class:`TopologyError` if there are no times of messages.
+    If the times of a message or collective do not grow with its size, they do not determine a bandwidth. The largest
+    bandwidth that was found for the others is then its upper limit. ``samples``: measured messages and collectives.
+    Raise :class:`TopologyError` if there are no times of messages.
     """
     lines = {("send", 2): _BandwidthSamples.of(s for s in samples if s.op == "send")}
     if not lines["send", 2].seconds:

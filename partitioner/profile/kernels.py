@@ -77,8 +77,8 @@ def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
 
 
 class _OperandPool:
-    """A pool of random numbers on one device, from which tensors take consecutive parts. A part has left the caches
-    when it is used again, although the numbers are generated only once."""
+    """A pool of random numbers on one device, from which tensors take consecutive parts. The pool is so large that a
+    part has left the caches before it is used again. The numbers are generated only once."""
 
     def __init__(self, device: torch.device) -> None:
         """Generate the random numbers on ``device`` from which tensors are taken."""
@@ -170,7 +170,7 @@ def _on_rows(
 
 
 def _build_launch(case: KernelCase, device: torch.device) -> BuiltCase:
-    """Return a kernel on ``device`` with almost no work, ready to be timed, whose time is that of a launch. The shape
+    """Return a kernel on ``device`` with almost no work, ready to be timed, to measure the time of a launch. The shape
     of ``case`` is its number of elements.
     """
     one = torch.ones(case.shape, device=device)

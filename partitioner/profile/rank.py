@@ -46,9 +46,11 @@ def describe_gpu(kind: str) -> dict[str, int | str]:
 
 def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: float) -> list[KernelSample]:
     """Return the measured times on this rank of the kernels ``cases``, which are timed one after the other, each on
-    several ranks at the same time. ``kind``: ``cuda`` or ``cpu``. ``active``: the ranks 0 to ``active - 1`` measure;
-    other ranks return an empty list. ``budget_s``: seconds to spend on each kernel. Kernels that the device cannot run,
-    such as those of a missing precision, are left out.
+    several ranks at the same time. Kernels that the device cannot run, such as those of a missing precision, are left
+    out.
+
+    ``kind``: ``cuda`` or ``cpu``. ``active``: the ranks 0 to ``active - 1`` measure; other ranks return an empty list.
+    ``budget_s``: seconds to spend on each kernel.
     """
     device = open_device(kind)
     samples = []
@@ -106,9 +108,9 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
 
 
 def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
-    """Return ``repeats`` measurements of the seconds of matrix products alone, of an all-reduce alone, and of both
-    started together. The all-reduce is over the first ``num_ranks`` ranks; other ranks return an empty list. ``kind``:
-    ``cuda`` or ``cpu``. A time is that of the slowest rank."""
+    """Return ``repeats`` measurements, each with three times in seconds: of matrix products alone, of an all-reduce
+    alone, and of both started together. Each time is the longest of all ranks. The all-reduce is over the first
+    ``num_ranks`` ranks; other ranks return an empty list. ``kind``: ``cuda`` or ``cpu``."""
     device = open_device(kind)
     communicator = TorchCommunicator(dist.get_world_size(), device)
     ranks = tuple(range(num_ranks))

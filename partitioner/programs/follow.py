@@ -95,11 +95,11 @@ def plan_all_programs(
     """Return the training program of a plan, and its further programs (such as evaluations) by name. All of them use
     the same mesh and the same sharding of parameters, called the layout.
 
-    ``first``: the training program in its fastest layout. Further programs may be training steps with other batch
-    shapes. The returned program has another layout if a further program has no plan in the fastest one, or if the
-    expected time of a step over all batch shapes is lower in another one. ``constraints``: the user's constraints.
-    ``find``: a function that returns the best plan of a planning problem. ``programs``: the requested further programs
-    by name. ``time_limit_s``: seconds after which no further search is started; ``None``: no limit.
+    Further programs may be training steps with other batch shapes. The training program gets another layout than its
+    fastest one if a further program has no plan in that, or if the expected time of a step over all batch shapes is
+    lower in another one. ``first``: the training program in its fastest layout. ``constraints``: the user's
+    constraints. ``find``: a function that returns the best plan of a planning problem. ``programs``: the requested
+    further programs by name. ``time_limit_s``: seconds after which no further search is started; ``None``: no limit.
 
     Raise the error of the further program that has no plan in the fastest layout if no layout suits all programs;
     :class:`ConstraintError` if the plan cannot have further programs at all.

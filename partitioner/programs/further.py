@@ -334,9 +334,9 @@ def solve_microbatchings(
     solutions, fastest first, and the errors of the sizes that have no solution.
 
     The sizes that come into question divide the global batch, are at most ``candidate.microbatch_size``, and give all
-    ranks of ``dp`` equally many microbatches. The sizes are tried from the largest on until three have a solution, or
-    one without a pipeline. ``evaluator``: finds the best plan of a candidate. ``devices``: the device index of each
-    rank; ``None``: the solver places the ranks.
+    ranks of ``dp`` equally many microbatches. The sizes are tried from the largest on until three have a solution;
+    without a pipeline, one solution is enough. ``evaluator``: finds the best plan of a candidate. ``devices``: the
+    device index of each rank; ``None``: the solver places the ranks.
     """
     job, solved, errors = evaluator.job, list[SolvedCandidate](), list[PartitionError]()
     sizes = [s for s in list_divisors(job.global_batch) if s <= candidate.microbatch_size]
@@ -480,8 +480,7 @@ def _plan_shapes(first: FirstProgram, shapes: Sequence[Shape]) -> dict[str, Furt
     """Return the training steps for batches of ``shapes`` (samples, positions) by name, in the order of ``shapes``. If
     this machine has a second processor, a forked process plans a part of them at the same time.
 
-    Raise :class:`PlanError` if one of them has no plan in the layout of ``first``; if several have none, the error is
-    that of the first one.
+    Raise :class:`PlanError` for the first of them that has no plan in the layout of ``first``.
     """
     family = first.family
     if family is None or not shapes:

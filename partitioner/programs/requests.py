@@ -158,7 +158,7 @@ class Shapes(BaseModel, metaclass=DocumentedModel):
         The sum of the padded lengths is minimised exactly, by dynamic programming over the sorted lengths. ``lengths``:
         the positions of each batch in a typical series of batches, or a mapping from numbers of positions to how often
         batches have them. If a sampler puts texts of similar lengths into a batch, the lengths of the texts can be
-        given instead. ``batch``: numbers of samples, as for :class:`Shapes`. ``multiple``: each returned number of
+        given instead. ``batch``: the numbers of samples that batches may have. ``multiple``: each returned number of
         positions is a multiple of this number.
 
         Raise :class:`ShapeError` if there are no lengths, or if a number is not a positive whole number.

@@ -183,9 +183,9 @@ class ShapeFamily:
         """Return the model as calls of blocks (such as layers) for ``shape`` (samples, positions), without capturing it
         for this shape. A shape whose number of positions (or else of samples) lies between the largest and the smallest
         is derived from the models for these two numbers. If that is impossible, it is derived from the models for the
-        second largest and the smallest: the largest batch may read a whole table, such as one of positions, of which
-        all others read a part. For other shapes the model that a forked process has captured is returned. ``None`` if
-        neither is possible; the caller then captures the model."""
+        second largest and the smallest number. The reason can be a table, such as one of positions, which the largest
+        batch reads whole and all others in part. For other shapes the model that a forked process has captured is
+        returned. ``None`` if neither is possible; the caller then captures the model."""
         ends = self._list_surrounding_shapes(shape)
         if not ends:
             return self._read_folded(shape)
@@ -243,9 +243,10 @@ class ShapeFamily:
         return sorted(corners - {self.shapes[0]}, reverse=True)
 
     def capture_ends(self) -> None:
-        """Capture the model for the shapes from which the models for all other shapes are derived: those with the
-        smallest or largest numbers of samples and positions and, if some models cannot be derived from these, those
-        with the second largest. Processes that are forked from this one afterwards need not capture them again.
+        """Capture the model for a few batch shapes, from which the models for all other shapes are derived: the shapes
+        with the smallest and the largest numbers of samples and positions. If some models cannot be derived from these,
+        also capture the shapes with the second largest numbers. Processes that are forked from this one afterwards need
+        not capture them again.
         """
         ends = self._list_ends()
         others = [s for s in self.shapes[1:] if s not in ends and len(self._list_surrounding_shapes(s)) == 1]
@@ -272,13 +273,13 @@ class ShapeFamily:
         return model
 
     def _list_surrounding_shapes(self, shape: Shape) -> list[tuple[Shape, Shape, tuple[int, int, int]]]:
-        """Return the pairs of shapes (samples, positions) from whose graphs the graph for ``shape`` may be derived, in
-        the order in which to try them, as tuples (larger, smaller, sizes). The two shapes differ in the number of
-        positions, and that of ``shape`` lies between theirs; if it is the largest or smallest one, they differ in the
-        number of samples instead. The first pair has the largest and the smallest number, the second pair the second
-        largest and the smallest.
+        """Return the pairs of batch shapes (samples, positions) between which ``shape`` lies, so that its graph may be
+        derived from theirs. Each is a tuple (larger, smaller, sizes), in the order in which to try them.
 
-        ``sizes``: this number in the larger shape, in the smaller one and in ``shape``. The list is empty if both
+        The two shapes differ in the number of positions, and the number of ``shape`` lies in between. If ``shape`` has
+        the largest or the smallest number of positions, they differ in the number of samples instead. The first pair
+        has the largest and the smallest number, the second pair the second largest and the smallest. ``sizes`` has the
+        number in which they differ: of the larger shape, of the smaller one and of ``shape``. The list is empty if both
         numbers of ``shape`` are the largest or smallest ones.
         """
         for axis in (1, 0):
@@ -376,9 +377,9 @@ class ShapeFamily:
 
     def _find_own_size(self, size: int, length: int) -> int:
         """Return a number of positions near ``size`` and below ``length``, for a batch from which padding is derived.
-        It differs from all sizes of dims of the inputs that no batch shape changes (neither samples nor positions),
-        because a graph in which two sizes are equal by chance has fewer operators: equal tables are computed once.
-        ``size``: the preferred number. ``length``: the largest number of positions of the plan's batch shapes."""
+        It differs from the sizes of all dims of the inputs that are neither samples nor positions. If two sizes were
+        equal by chance, the graph would have fewer operators, because equal tables are computed once. ``size``: the
+        preferred number. ``length``: the largest number of positions of the plan's batch shapes."""
         leaves = _list_leaves(self.sample.model, self.sample.inputs)
         fixed = {
             int(number)
@@ -407,8 +408,8 @@ def _list_leaves(model: nn.Module | ExportedProgram, inputs: Any) -> Iterator[tu
 def _find_target_dims(
     leaves: Mapping[str, Tensor], batch_dims: Mapping[str, int], length_dims: Mapping[str, int]
 ) -> tuple[dict[str, int], int]:
-    """Return the dim of positions of targets of each input that has one (input path -> dim index), and the number of
-    these positions. ``({}, 0)`` if there are no targets of another length than that of the samples.
+    """Return two values: a dict, input path -> index of its dim of target positions, for the inputs that have such a
+    dim; and the number of target positions. ``({}, 0)`` if no targets have another length than the samples.
 
     The first two-dimensional integer input ``[samples, positions]`` whose number of positions is not that of the
     samples decides the number. ``leaves``: input path -> tensor. ``batch_dims``, ``length_dims``: input path -> dim of
@@ -434,8 +435,8 @@ def _find_target_dims(
 
 
 def _find_length_dims(leaves: Mapping[str, Tensor], batch_dims: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return the dim of positions of each input that has one (input path -> dim index), and the number of positions.
-    ``({}, 0)`` if no input holds tokens.
+    """Return two values: a dict, input path -> index of its dim of positions, for the inputs that have such a dim; and
+    the number of positions. ``({}, 0)`` if no input holds tokens.
 
     The first two-dimensional integer input ``[samples, positions]`` decides the number of positions. In every other
     input, the dim of positions is the one with this size. ``leaves``: input path -> tensor. ``batch_dims``: input path

@@ -58,7 +58,7 @@ def list_operator_costs(plan: Plan) -> list[OperatorCost]:
     ``plan``, the longest time first. Operators of equal name in one module of a block are added up. A block that
     several stages call has one entry per operator, with all its calls.
 
-    Times are those of kernels alone, without communication, recomputation and the time in which a device waits for the
+    Only the time of kernels counts, without communication, recomputation and the time in which a device waits for the
     host.
     """
     durations = PlanDurations(plan)

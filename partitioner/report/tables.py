@@ -58,9 +58,9 @@ def build_candidate_table(plan: Plan) -> ET.Element:
 
 
 def _list_candidate_cells(candidate: Candidate, plan: Plan) -> list[Cell]:
-    """Return the cells of one row of the table of layouts that the search examined. ``candidate``: the layout of the
-    row. ``plan``: the plan that was found. The cells are: mesh, microbatch size, schedule, step time, its difference
-    from the step time of ``plan``, lower bound of the step time, peak memory, and what the search found.
+    """Return the cells of one row of the table of layouts that the search examined. The cells are: mesh, microbatch
+    size, schedule, step time, its difference from the step time of ``plan``, lower bound of the step time, peak memory,
+    and what the search found. ``candidate``: the layout of the row. ``plan``: the plan that was found.
     """
     memory = candidate.memory
     if candidate.status == "chosen":
@@ -93,8 +93,8 @@ def _format_change(ratio: float) -> str:
 def count_left_candidates(plan: Plan) -> int:
     """Return the number of layouts (mesh, schedule, ZeRO stage) that the search of ``plan`` examined and that have no
     row in the report's table of candidates, because the table and the list in the plan are limited. Layouts outside of
-    the plan's list that may be faster than the plan, because only their lower bound is known and it is below the plan's
-    step time, are not counted.
+    the plan's list that may be faster than the plan are not counted: only their lower bound is known, and it is below
+    the plan's step time.
     """
     rows = len(plan.certificate.candidates)
     return max(0, rows - MOST_CANDIDATES) + sum(n for kind, n in plan.certificate.left.items() if kind != "open")
@@ -102,8 +102,8 @@ def count_left_candidates(plan: Plan) -> int:
 
 def list_questions(plan: Plan) -> list[dict[str, Any]]:
     """Return the constraints that the table "why not" asks about, each as a dict with one entry: name of the constraint
-    -> value, such as ``{"tp": 4}``. The values are those of other layouts of the search, at most six per name, the
-    nearest to the value of ``plan`` first. There are at most 48 in all.
+    -> value, such as ``{"tp": 4}``. The values come from other layouts of the search, at most six per name, the nearest
+    to the value of ``plan`` first. There are at most 48 in all.
     """
     asked = []
     for name in _ASKED:
@@ -133,9 +133,9 @@ def _measure_distance(own: Any, value: Any) -> tuple[float, str]:
 
 
 def build_why_not_table(plan: Plan) -> ET.Element:
-    """Return a sortable HTML table that answers, for each of several constraints that the plan does not fulfil (such as
-    ``tp=4``), what a plan with it would be: slower, faster or impossible, its step time or a lower bound on it, and the
-    reasons. The answers come from the results of the search that ``plan`` contains."""
+    """Return a sortable HTML table with a row for each of several constraints that the plan does not fulfil, such as
+    ``tp=4``. A row says what a plan with the constraint would be: slower, faster or impossible; its step time, or a
+    lower bound on it; and the reasons. The answers come from the results of the search that ``plan`` contains."""
     columns = [("instead", False), ("answer", False), ("step time or bound", True), ("in words", False)]
     return build_table(
         "What other values of one constraint would give",

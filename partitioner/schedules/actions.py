@@ -199,8 +199,8 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
 
 def in_flight(order: Order) -> list[Counter[int]]:
     """Return, for each action of a rank (a forward or backward of one microbatch), the number of microbatches in flight
-    after it: their forward has run and their backward is not complete. An entry maps the index of a virtual stage on
-    the rank to the number of microbatches in flight in this stage. ``order``: the actions of the rank in the order of
+    after it: their forward has run and their backward is not complete. An entry is a dict: index of a virtual stage on
+    the rank -> number of microbatches in flight in this stage. ``order``: the actions of the rank in the order of
     execution."""
     chunks = 1 + max((action.chunk for action in order), default=0)
     return [Counter(dict(enumerate(map(sum, counts)))) for counts in halves_in_flight(order, chunks)]

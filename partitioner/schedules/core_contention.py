@@ -36,9 +36,9 @@ class VirtualStageTime:
 class NodeCores:
     """The pipeline ranks and the processor cores of each node.
 
-    ``ranks[s]``: number of ranks of pipeline stage ``s`` on each node (index of the node -> count). ``room``: number of
-    ranks that can compute at full speed at the same time (index of the node -> count, possibly fractional). A node that
-    is not in ``room`` has cores for all its ranks.
+    ``ranks[s]``: the ranks of pipeline stage ``s``, as a dict: index of a node -> number of them on the node. ``room``:
+    index of a node -> number of ranks that can compute there at full speed at the same time, possibly fractional; a
+    node that is not in ``room`` has cores for all its ranks.
     """
 
     ranks: tuple[Mapping[int, int], ...]
@@ -65,12 +65,12 @@ def seconds_in_turns(
     cores: NodeCores,
     train: bool = True,
 ) -> float:
-    """Return the seconds that the pipeline takes for one step if the ranks of a node share its processor cores.
+    """Return the seconds that the pipeline takes for one step if the ranks of a node share its processor cores. Long
+    steps are extrapolated from two shorter ones.
 
     ``schedule``: name or table of the pipeline schedule. ``m``: number of microbatches. ``v``: number of virtual stages
     (parts of the model) of each rank; ``None``: the default of the schedule. ``works``: the times of each virtual
-    stage. ``cores``: the ranks and cores of each node. ``train``: whether there are backwards. Long steps are
-    extrapolated from two shorter ones.
+    stage. ``cores``: the ranks and cores of each node. ``train``: whether there are backwards.
     """
     p = len(cores.ranks)
     if p == 1:
@@ -118,9 +118,9 @@ class _ContentionSimulation:
         ]
 
     def _sum_phase_parts(self, phases: Phases, kind: str) -> float:
-        """Return the seconds of one action (a forward or backward of one microbatch). ``phases``: seconds of the
-        forward and of both halves of the backward. ``kind``: ``F`` forward, ``B`` backward, ``I`` or ``W`` its half for
-        input or weight gradients. Backwards take 0 seconds without training."""
+        """Return the seconds of one action (a forward or backward of one microbatch). Backwards take 0 seconds without
+        training. ``phases``: seconds of the forward and of both halves of the backward. ``kind``: ``F`` forward, ``B``
+        backward, ``I`` or ``W`` its half for input or weight gradients."""
         of_parts = phases.forward, phases.inputs, phases.weights
         return sum(of_parts[part] for part in PARTS[kind]) if self.train or kind == "F" else 0.0
 

@@ -212,8 +212,8 @@ class _ScheduleTableReader:
         return Timetable(tuple(orders), ranks)
 
     def find_first_actions(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
-        """Return, for each virtual stage, the first cell that has an action (forward or backward of one microbatch) of
-        this stage (index of the virtual stage -> cell). The row of this cell tells which pipeline rank runs the stage.
+        """Return the first cell of each virtual stage that has an action (forward or backward of one microbatch), as a
+        dict: index of the virtual stage -> cell. The row of this cell tells which pipeline rank runs the stage.
         ``cells``: all cells of the table, row by row. Raise :class:`ScheduleError` if the actions of a virtual stage
         are in several rows, a row is empty, or an index between 0 and the largest one has no actions."""
         first: dict[int, _ScheduleCell] = {}
@@ -254,8 +254,8 @@ class _ScheduleTableReader:
 
     def check_completeness(self, cells: Sequence[_ScheduleCell], first: dict[int, _ScheduleCell]) -> None:
         """Raise :class:`ScheduleError` unless every virtual stage runs every microbatch forward and backward. The
-        microbatches are 0 to the largest number in the table. ``cells``: all cells of the table. ``first``: the first
-        cell of each virtual stage (index of the virtual stage -> cell)."""
+        microbatches are 0 to the largest number in the table. ``cells``: all cells of the table. ``first``: index of a
+        virtual stage -> its first cell."""
         there = {(c.kind, c.stage, c.microbatch) for c in cells}
         last = max(cells, key=lambda c: c.microbatch)
         for k, home in sorted(first.items()):

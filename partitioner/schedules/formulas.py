@@ -25,10 +25,10 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """Return the numbers of microbatches that a stage has in flight under a zero-bubble schedule at the two moments
-    that can need the most memory, as pairs (number whose backward has not begun, number whose backward has run for
-    inputs and not for weights). The first pair is for the moment when the first number is largest, the second for the
-    moment when the second is; there is only one pair if the two pairs are equal.
+    """Return the numbers of microbatches that a stage has in flight under a zero-bubble schedule at the two times that
+    can need the most memory. Each entry is a pair: number of microbatches whose backward has not begun, number of those
+    whose backward has run for inputs and not for weights. The first pair is for the time when its first number is
+    largest, the second for the time when its second number is largest. Equal pairs are returned once.
 
     ``s``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of microbatches. ``ahead``: 1 or 2; a stage
     runs ``ahead * (p - 1 - s) + 1`` forwards before its first backward.
@@ -102,9 +102,9 @@ def least_fill(
 
 
 def least_alone(schedule: str | ScheduleTable) -> float:
-    """Return a lower bound on the fraction of a microbatch's backward through one stage that must have run before the
-    preceding stage can begin its own backward of the microbatch: 1.0 if ``schedule`` (a name or a table) never splits
-    backwards, else 0.5, because the half for weight gradients may run later."""
+    """Return a lower bound on the fraction of a stage's backward after which the preceding stage can begin its own
+    backward of the same microbatch: 1.0 if ``schedule`` (a name or a table) never splits backwards, else 0.5, because
+    the half for weight gradients may run later."""
     return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
 
@@ -115,11 +115,11 @@ def is_split(schedule: str | ScheduleTable) -> bool:
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Return the largest numbers of microbatches that a pipeline stage has in flight, as one or two pairs (number whose
-    backward has not begun, number whose backward has run for inputs and not for weights): those at the moment when the
-    first number is largest, and those at the moment when the second is. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or
-    ``zb-2p``, with one stage per rank. ``stage``: index of the stage, from 0. ``p``, ``m``: numbers of stages and of
-    microbatches."""
+    """Return the largest numbers of microbatches that a pipeline stage has in flight, as one or two pairs: number of
+    microbatches whose backward has not begun, number of those whose backward has run for inputs and not for weights.
+    The first pair is for the time when its first number is largest, the second for the time when its second number is
+    largest. ``schedule``: ``gpipe``, ``1f1b``, ``zb-1p`` or ``zb-2p``, with one stage per rank. ``stage``: index of the
+    stage, from 0. ``p``, ``m``: numbers of stages and of microbatches."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
@@ -150,11 +150,11 @@ class InFlightMicrobatches:
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> InFlightMicrobatches:
     """Return the numbers of microbatches in flight on each rank and virtual stage, found from the order in which each
-    rank runs forwards and backwards.
+    rank runs forwards and backwards. To save time, a step of many microbatches is replaced by one of fewer with the
+    same steady state, which has the same result.
 
     ``schedule``: name or table of the pipeline schedule. ``p``, ``m``, ``v``: numbers of ranks, microbatches, and
-    virtual stages of each rank (``None``: the default of the schedule). To save time, a step of many microbatches is
-    replaced by one of fewer with the same steady state, which has the same result.
+    virtual stages of each rank (``None``: the default of the schedule).
     """
     # all orders but GPipe's reach their steady state within two rounds of p microbatches
     is_long = table_of(schedule) is None and schedule != "gpipe" and m % p == 0 and m > _FEW_ROUNDS * p
@@ -241,10 +241,11 @@ def shorten_timetable(
     about ``most`` actions (forwards and backwards of one microbatch), return instead two shorter timetables, from which
     a caller can extrapolate to ``m`` microbatches.
 
-    The first result is then the shorter one. The second is a tuple: the longer one, the number of microbatches that it
-    has more than the shorter one, and the number that the full step has more than the shorter one. The two timetables
-    differ only in the length of their steady state. ``schedule``: name or table; a table is never shortened. ``p``,
-    ``v``: numbers of ranks, and of virtual stages of each rank (``None``: the default of the schedule).
+    In this case, the first result is the shorter of the two timetables. The second result is a tuple (longer timetable,
+    extra, rest): the longer timetable has ``extra`` microbatches more than the shorter one, and the full step has
+    ``rest`` more than the shorter one. The two timetables differ only in the length of their steady state.
+    ``schedule``: name or table; a table is never shortened. ``p``, ``v``: numbers of ranks, and of virtual stages of
+    each rank (``None``: the default of the schedule).
     """
     per_microbatch = 3 * p * (v or 2)
     fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p

@@ -123,7 +123,7 @@ def longest_path(
     """Return two values: the seconds of the longest path through the actions of a step, and how often each phase is on
     this path, shape ``[virtual stages, 7]``: forward, backward for inputs, backward for weights, message of the
     forward's input, message of the backward's input, gathers, reductions. ``table``: the actions (forwards and
-    backwards of one microbatch) of each rank. ``phases``: the seconds of these phases for each virtual stage.
+    backwards of one microbatch) of each rank. ``phases``: for each virtual stage, the seconds of the seven phases.
 
     With ``overlap_steps``, the seconds are the step time in steady state, if a rank begins the next step as soon as its
     part of this one has ended. The counts are then for the longest path from the first to the last action of the
@@ -191,17 +191,21 @@ class Waits(NamedTuple):
 
 def waits_of(table: Timetable, train: bool = True, *, ends: bool = False) -> Waits:
     """Return, for all actions (forwards and backwards of one microbatch) of ``table`` in topological order, the actions
-    and messages that each of them waits for. Without ``train`` backwards do not wait for other virtual stages.
+    and messages that each of them waits for. Without ``train`` backwards do not wait for other virtual stages. The
+    result is cached by the identity of ``table``.
+
     ``ends``: include the collectives at the ends of the step (gathers of parameters at its start, reductions of
-    gradients at its end). The result is cached by the identity of ``table``."""
+    gradients at its end)."""
     return _compute_waits(SameObject(table), train, ends)
 
 
 @lru_cache(maxsize=32)
 def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Waits:
     """Return, for all actions (forwards and backwards of one microbatch) of a timetable in topological order, the
-    actions and messages that each of them waits for. ``same``: a wrapper of the timetable that compares by identity, so
-    that the result can be cached. Without ``train`` backwards do not wait for other virtual stages. ``ends``: include
+    actions and messages that each of them waits for. If ``train`` is false, backwards do not wait for other virtual
+    stages.
+
+    ``same``: a wrapper of the timetable that compares by identity, so that the result can be cached. ``ends``: include
     the collectives at the ends of the step (gathers of parameters at its start, reductions of gradients at its end)."""
     table, last = same.value, len(same.value.ranks) - 1
     starts = range((1 + ends) * len(table.orders))
@@ -269,8 +273,8 @@ def _add_reductions(table: Timetable, found: Waits) -> None:
 
 def _add_collective(table: Timetable, found: Waits, rank: int, what: int, needed: int) -> None:
     """Append a collective on the links of ``rank`` to ``found``, the lists of what each action of a step waits for. It
-    runs after the previous collective of the rank. ``what``: index of its seconds in the list of durations (see
-    :func:`seconds_of`). ``needed``: index of the entry of ``found`` that it also waits for. ``table``: the actions
+    runs after the previous collective of the rank. ``what``: index of its seconds in the flat list of durations of all
+    actions and collectives. ``needed``: index of the entry of ``found`` that it also waits for. ``table``: the actions
     (forwards and backwards of one microbatch) of each rank."""
     lane = len(table.orders) + rank
     found.before.append(found.last[lane])
@@ -296,8 +300,9 @@ def _add_pause(table: Timetable, found: Waits, rank: int, before: int, needed: i
 def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
     """Return the seconds of actions as a flat list: for each virtual stage six numbers, of the forward, both halves of
     the backward (for inputs, for weights), the whole backward, and the gathers and reductions at the ends of a step. A
-    final zero stands for an entry that takes no time. ``phases``: the times of each virtual stage. Without ``train``
-    backwards take 0 seconds."""
+    final zero stands for an entry that takes no time. Without ``train`` backwards take 0 seconds.
+
+    ``phases``: the times of each virtual stage."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
@@ -317,9 +322,10 @@ def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
     """Return the end time of each action of a step in seconds. ``waits``: what each action waits for; the result has
-    the same order. ``seconds``: durations as a flat list (see :func:`seconds_of`). ``sent``: durations of messages as a
-    flat list with two numbers for each virtual stage (of the message that brings the input of its forward, and of its
-    backward), followed by 0. ``begun``: the start time of each rank; ``None``: all start at 0.
+    the same order. ``seconds``: durations as a flat list with six numbers for each virtual stage (forward, backward for
+    inputs, backward for weights, whole backward, gathers, reductions), followed by 0. ``sent``: durations of messages
+    as a flat list with two numbers for each virtual stage (of the message that brings the input of its forward, and of
+    its backward), followed by 0. ``begun``: the start time of each rank; ``None``: all start at 0.
     """
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
@@ -335,8 +341,8 @@ class _Fronts(NamedTuple):
     another, so that NumPy can compute the end times of a whole front at once.
 
     ``starts``: index of the first entry of each front, followed by the number of all entries. The first front consists
-    of the entries that stand for the start of the step. The other fields are those of :class:`Waits` (what each entry
-    waits for), with entries in the new order and indices that refer to it.
+    of the entries that stand for the start of the step. The other fields say what each action waits for. They have the
+    meanings that they have in :class:`Waits`, but their entries and indices follow the new order.
     """
 
     starts: list[int]
@@ -396,8 +402,9 @@ def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[f
     """Return the seconds of one step on each rank after several steps that overlap: a rank begins the next step as soon
     as its part of the last one has ended. The largest of them is an upper bound on the step time in steady state.
     ``waits``: what each action (forward or backward of one microbatch) waits for. ``seconds``: durations as a flat list
-    (see :func:`seconds_of`). ``sent``: durations of messages as a flat list with two numbers for each virtual stage
-    (messages for its forward and for its backward), followed by 0.
+    with six numbers for each virtual stage (forward, backward for inputs, backward for weights, whole backward,
+    gathers, reductions), followed by 0. ``sent``: durations of messages as a flat list with two numbers for each
+    virtual stage (messages for its forward and for its backward), followed by 0.
     """
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):

@@ -60,8 +60,8 @@ def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: in
     the rank's virtual stages.
 
     The warm-up consists of ``v - 1`` times a first round of microbatches (about ``p``), plus ``ahead`` forwards.
-    ``behind``: number of backwards for inputs by which each backward for weights is delayed; ``None``: backwards are
-    not split. Callers choose ``ahead`` and ``behind`` by the index of the rank.
+    Callers choose ``ahead`` and ``behind`` by the index of the rank. ``behind``: number of backwards for inputs by
+    which each backward for weights is delayed; ``None``: backwards are not split.
     """
     sizes = split_into_rounds(p, m)
     forwards = _order_by_round(sizes, range(v))

@@ -126,9 +126,9 @@ def _find_schedule(name: str) -> Schedule:
 
 
 def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> int:
-    """Return the number of virtual stages on each rank: that of ``schedule`` if it is fixed, otherwise ``asked``, the
-    number that the user requests, or 1 if this is ``None``. Raise ``ScheduleError`` if ``asked`` is not possible.
-    ``name``: name of the schedule, for errors."""
+    """Return the number of virtual stages on each rank. If ``schedule`` fixes it, this is the result; otherwise it is
+    ``asked``, the number that the user requests, or 1 if that is ``None``. Raise ``ScheduleError`` if ``asked`` is not
+    possible. ``name``: name of the schedule, for errors."""
     if schedule.chunks is None:
         count = asked or 1
         if count < 1:

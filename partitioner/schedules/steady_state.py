@@ -174,9 +174,9 @@ def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instru
 
 
 def _piece_to_item(piece: Sequence[Instruction]) -> Item:
-    """Return ``piece``, a list of consecutive instructions, as a pair (key, microbatch), where ``microbatch`` is that
-    of the first instruction that has one, or ``None``. Two such lists have the same key if they differ only by a shift
-    of all microbatch indices.
+    """Return ``piece``, a list of consecutive instructions, as a pair (key, microbatch). ``microbatch`` is the
+    microbatch of the first instruction that has one; ``None`` if no instruction has one. Two such lists have the same
+    key if they differ only by a shift of all microbatch indices.
     """
     first = next((i.microbatch for i in piece if i.microbatch is not None), None)
     key = tuple(

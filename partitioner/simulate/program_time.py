@@ -125,10 +125,10 @@ def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -
 def _list_pipelines(
     plan: HasProgram, facts: ProgramFacts
 ) -> Iterator[tuple[PlanDurations, ProgramFacts, tuple[int, ...]]]:
-    """Yield, for each distinct pipeline of ``plan`` (the ranks of one index along the data-parallel axis), three
-    values: the durations of its instructions, figures derived from its program (such as bytes of values), and the
-    indices along that axis of all pipelines that are equal to it. ``facts``: these figures for the plan's program, with
-    the number of microbatches that the program has.
+    """Yield three values for each distinct pipeline of ``plan``: the durations of its instructions, figures derived
+    from its program (such as bytes of values), and the indices of all pipelines that are equal to it. A pipeline is the
+    ranks with one index along the data-parallel axis. ``facts``: these figures for the plan's program, with the number
+    of microbatches that the program has.
     """
     if not plan.program.data_shares:
         yield PlanDurations(plan, facts=facts), facts, tuple(range(plan.program.size("dp")))
@@ -150,8 +150,8 @@ def steps_overlap(plan: HasProgram) -> bool:
 
 
 def plan_timeline(plan: Plan) -> Timeline:
-    """Return the timeline of one simulated step of ``plan``: when each instruction of each stage runs. It is that of
-    the slowest data-parallel rank."""
+    """Return the timeline of one simulated step of ``plan`` on the slowest data-parallel rank: when each instruction of
+    each stage runs."""
     return simulate_plan(plan).timeline
 
 
@@ -166,10 +166,10 @@ class StageSeconds:
 
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
-    """Return, for each pipeline stage of ``plan`` in order, two numbers: the seconds in which it runs its blocks (such
-    as layers) forward, and those in which it runs them backward (with recomputation), over all microbatches of one
-    step. Waiting and communication between stages are not included. If pipelines (data-parallel ranks) differ, the
-    numbers are those of the slowest."""
+    """Return two numbers for each pipeline stage of ``plan``, in order: the seconds of the forwards and of the
+    backwards (with recomputation) of its blocks (such as layers), over all microbatches of one step. Waiting and
+    communication between stages are not included. If pipelines (data-parallel ranks) differ, the numbers are for the
+    slowest pipeline."""
     durations = simulate_plan(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []
@@ -206,9 +206,9 @@ class PlanDurations:
         )
 
     def call(self, stage: int, call: int, part: Part) -> float:
-        """Return the seconds of one call of a block, such as a layer. ``stage``: index of the pipeline stage. ``call``:
-        position of the call in the stage, from 0. ``part``: ``F`` (forward), ``B`` (backward), or one half of it: ``I``
-        (input gradients) or ``W`` (weight gradients). Full recomputation is not included."""
+        """Return the seconds of one call of a block, such as a layer. Full recomputation is not included. ``stage``:
+        index of the pipeline stage. ``call``: position of the call in the stage, from 0. ``part``: ``F`` (forward),
+        ``B`` (backward), or one half of it: ``I`` (input gradients) or ``W`` (weight gradients)."""
         here = self.plan.program.stages[stage]
         cost = self.costs[stage][here.calls[call].block]
         again = cost.selective_s if call in here.selective_calls else 0.0
@@ -314,9 +314,10 @@ class PlanDurations:
         return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
-        """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, on that one of ``stages``
-        where it takes longest. ``stages``: indices of pipeline stages; empty: all stages. If ``axes`` is empty, return
-        the seconds to all-reduce between ranks of ``stages``, one of each; 0 if there are fewer than two."""
+        """Return the seconds to all-reduce ``nbytes`` bytes over the mesh axes ``axes``, on the pipeline stage of
+        ``stages`` where it takes longest. If ``axes`` is empty, the all-reduce is between the stages instead, over one
+        rank of each; it takes 0 seconds if there are fewer than two stages. ``stages``: indices of pipeline stages;
+        empty: all stages."""
         if axes:
             groups = self._find_axis_groups(axes)
             return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))
@@ -326,15 +327,15 @@ class PlanDurations:
 
     @cached_property
     def costs(self) -> tuple[dict[str, CallCost], ...]:
-        """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
-        cost).
+        """Return the costs of calls of blocks (such as layers), one dict for each pipeline stage: name of the block ->
+        cost of one call, in seconds and bytes.
         """
         return self._price_calls({name: block.pieces for name, block in self.plan.program.blocks.items()})
 
     def choose_pieces(self) -> dict[str, PieceCounts]:
-        """Return which collectives of each block (such as a layer) are to run in pieces (name of the block -> numbers
-        of parts), by the constraints of the plan and the estimated times. If pipeline stages differ, a collective runs
-        in pieces if all of them gain, in the fewest parts.
+        """Return into how many parts the collectives of each block (such as a layer) are cut, so that they overlap with
+        matrix products: name of the block -> numbers of parts. The constraints of the plan and the estimated times
+        decide. If pipeline stages differ, a collective runs in pieces if all of them gain, in the fewest parts.
         """
         found: dict[str, PieceCounts] = {}
         for stage, costs in zip(self.plan.program.stages, self._price_calls(None), strict=True):
@@ -357,10 +358,10 @@ class PlanDurations:
     def _price_calls(
         self, pieces: Mapping[str, PieceCounts] | None, fp8: bool = False
     ) -> tuple[dict[str, CallCost], ...]:
-        """Return, for each pipeline stage, the cost of one call of each block such as a layer (name of the block ->
-        cost). ``pieces``: for each block, into how many pieces its collectives are cut to overlap with matrix products;
-        ``None``: chosen by the estimated times. ``fp8``: whether products with weights may be computed in fp8 although
-        the program computes them in a wider format."""
+        """Return the costs of calls of blocks (such as layers), one dict for each pipeline stage: name of the block ->
+        cost of one call, in seconds and bytes. ``pieces``: for each block, into how many pieces its collectives are cut
+        to overlap with matrix products; ``None``: chosen by the estimated times. ``fp8``: whether products with weights
+        may be computed in fp8 although the program computes them in a wider format."""
         program = self.plan.program
         train, again = program.objective == "train", partial(_find_recomputed_nodes, program)
         costs = CallCostCache(self.blocks, self.topology, train, again, pieces=pieces)
@@ -386,15 +387,15 @@ class PlanDurations:
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """Return the bytes of temporary memory that a call of each block (such as a layer) needs besides its outputs
-        (name of the block -> bytes).
+        """Return the bytes of temporary memory that a call needs besides its outputs, as a dict: name of the block
+        (such as a layer) -> bytes.
         """
         train = self.plan.program.objective == "train"
         return {name: kept_by(block, train).passing for name, block in self.blocks.items()}
 
     @cached_property
     def blocks(self) -> dict[str, Block]:
-        """Return the graphs of the program's blocks, such as layers (name of the block -> block). A placeholder is
+        """Return the program's blocks (such as layers) with their graphs, as a dict: name -> block. A placeholder is
         marked as needing a gradient if it needs one in any call of the block."""
         program = self.plan.program
         train = program.objective == "train"

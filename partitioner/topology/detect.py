@@ -282,8 +282,8 @@ def _has_nvlink_switches(wires: Wiring) -> bool:
 
 
 def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a pattern with the direct links ``matrix``, and a dict with the pattern's fields under this
-    name. If the built-in catalogue of hardware has such a pattern, return the catalogue's name, and an empty dict.
+    """Return two values for a pattern that has the direct links ``matrix``: its name, and a dict: name -> fields of the
+    pattern. If the built-in catalogue of hardware has such a pattern, they are the catalogue's name and an empty dict.
     ``matrix``: bytes/s of each pair of devices in a node, shape ``[devices, devices]``, 0 without a direct link."""
     for name, entry in catalogue("patterns").items():
         places = [k for link in entry["links"] if link["pairs"] != "all" for pair in link["pairs"] for k in pair]
@@ -301,8 +301,8 @@ def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any
 
 def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring | None:
     """Return the part of ``wires`` that belongs to the GPUs that this process sees (``CUDA_VISIBLE_DEVICES``), in their
-    order. ``seen``: the properties of these GPUs as PyTorch reports them. Return ``None`` if ``wires`` is ``None``, or
-    if it cannot be determined which of its GPUs are visible."""
+    order. Return ``None`` if ``wires`` is ``None``, or if it cannot be determined which of its GPUs are visible.
+    ``seen``: the properties of these GPUs as PyTorch reports them."""
     if wires is None:
         return None
     uuids = [str(getattr(each, "uuid", "")).removeprefix("GPU-") for each in seen]
@@ -318,8 +318,8 @@ def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring 
 
 
 def _get_host_fields(name: str | None) -> dict[str, Any]:
-    """Return the entry of the host ``name`` in the catalogue, as a dict (field of a host in a topology file -> value)
-    without the bandwidth of its disks; empty if ``name`` is ``None``."""
+    """Return the entry of the host ``name`` in the catalogue, without the bandwidth of its disks, as a dict: field of a
+    host in a topology file -> value. Empty if ``name`` is ``None``."""
     return {k: v for k, v in catalogue("hosts")[name].items() if k != "disk_bandwidth"} if name else {}
 
 

@@ -85,9 +85,9 @@ def largest_node(nodes: Sequence[NodeGroup], level: Level) -> int:
 
 
 def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[int, Level]:
-    """Return those of ``levels`` (levels of links) that connect devices of the nodes ``nodes``, given as groups of
-    equal nodes. The keys are their indices in ``levels``. The number of devices that a level connects inside a node is
-    limited to those of the node.
+    """Return the levels of links that connect devices of ``nodes``, as a dict: index in ``levels`` -> level. A level
+    connects at most as many devices inside a node as the node has; its number is reduced accordingly. ``levels``: all
+    levels of the cluster. ``nodes``: groups of equal nodes.
 
     A level is left out if none of its islands (named sets of nodes) is among ``nodes``, or if an inner level already
     connects the same devices.
@@ -238,8 +238,8 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
 
 
 def least_cut(matrix: Floats) -> float:
-    """Return the least bandwidth in bytes/s over all cuts of a graph of devices into two parts. ``matrix``: bytes/s of
-    the link of each pair of devices, shape ``[n, n]``, 0 without a link. The result is 0 if the graph is not connected.
+    """Return the least bandwidth in bytes/s over all cuts of a graph of devices into two parts. The result is 0 if the
+    graph is not connected. ``matrix``: bytes/s of the link of each pair of devices, shape ``[n, n]``, 0 without a link.
     """
     import networkx as nx  # imported late: most topologies do not need it
 
@@ -252,11 +252,12 @@ def least_cut(matrix: Floats) -> float:
 
 
 def least_share(parts: Ints, shares: Floats) -> Floats:
-    """Return, for each group of devices (row), the least bandwidth that one of its parts has, as a multiple of the
-    bandwidth of one link, shape ``[rows]``. The bandwidth of a part is the sum of the shares of its devices.
+    """Return, for each group of devices, the bandwidth of the part of the group (such as a node) that has the least, as
+    a multiple of the bandwidth of one link, shape ``[rows]``, one row for each group. The bandwidth of a part is the
+    sum of the shares of its devices.
 
-    ``parts``: for each device of a group, the number of the part (such as a node) to which it belongs. ``shares``: for
-    each device, the fraction of the bandwidth of a link that it gets. Both have the shape ``[rows, size]``.
+    ``parts``: for each device of a group, the number of the part to which it belongs. ``shares``: for each device, the
+    fraction of the bandwidth of a link that it gets. Both have the shape ``[rows, size]``.
     """
     rows, size = parts.shape
     order = np.lexsort((parts.ravel(), np.repeat(np.arange(rows), size)))
@@ -303,7 +304,7 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
     of ``topology`` communicate. ``a``, ``b``: device indices; the pairs are ``a[k]``, ``b[k]`` after NumPy
     broadcasting, which also gives the shape of the results.
 
-    For a pair of a device and itself, the bandwidth is that of its memory and the latency is 0.
+    For a pair of a device and itself, the bandwidth is the bandwidth of its memory, and the latency is 0.
     """
     a, b = _broadcast_indices(a, b)
     bandwidth, latency, beyond = _find_pair_links(topology, a, b)
@@ -331,9 +332,9 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
 
 
 def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Floats:
-    """Return the bandwidth that each message gets, as a multiple of that of one network card. ``devices``: the index in
-    ``topology`` of the sending (or the receiving) device of each message. ``moment``: messages with equal numbers are
-    under way at the same time and share cards."""
+    """Return the bandwidth that each message gets, as a multiple of the bandwidth of one network card. ``devices``: the
+    index in ``topology`` of the sending (or the receiving) device of each message. ``moment``: messages with equal
+    numbers are under way at the same time and share cards."""
     cards = topology.cards
     if not cards.are_shared:
         return cards.alone[devices]
@@ -369,7 +370,7 @@ def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floa
 
 def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
     """Write the bandwidth (bytes/s) and latency (s) of direct links inside nodes into the arrays ``bandwidth`` and
-    ``latency``, which have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). The links are those of the
+    ``latency``, which have one entry for each pair of devices ``a[k]``, ``b[k]`` (indices). The links come from the
     patterns of ``topology``; a pattern describes which devices of a node are linked. Return a mask of the pairs with
     such a link.
     """
@@ -417,9 +418,9 @@ def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency
 
 
 def find_routes(graph: nx.Graph[str], source: str) -> dict[str, tuple[float, float]]:
-    """Return (bandwidth in bytes/s, latency in seconds) of the route from the device named ``source`` to each device or
-    hub that it reaches, by name. ``graph``: devices and hubs, with ``bandwidth`` and ``latency`` on each edge. The
-    route is the path of least latency; its bandwidth is that of its slowest link."""
+    """Return the routes from the device named ``source`` to all devices and hubs that it reaches: name -> (bandwidth in
+    bytes/s, latency in seconds). A route is the path of least latency, and its bandwidth is the bandwidth of its
+    slowest link. ``graph``: devices and hubs, with ``bandwidth`` and ``latency`` on each edge."""
     import networkx as nx
 
     paths = nx.single_source_dijkstra_path(graph, source, weight="latency")

@@ -54,8 +54,8 @@ class _Decimal(yaml.SafeLoader):
 
     def resolve(self, kind: type[yaml.Node], value: str | None, implicit: tuple[bool, bool] | bool) -> str:
         """Return the YAML tag (type) of a node: text for numbers with a colon or a leading zero, and PyYAML's result
-        for all others. The arguments are those of PyYAML: the class of the node (``kind``), its text (``value``;
-        ``None`` if it has none), and which kinds of implicit tags it may have (``implicit``).
+        for all others. The arguments are the ones that PyYAML passes: the class of the node (``kind``), its text
+        (``value``; ``None`` if it has none), and which kinds of implicit tags it may have (``implicit``).
         """
         tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
         is_odd = tag in _NUMBERS and value is not None and _ODD_NUMBER.search(value)
@@ -64,9 +64,9 @@ class _Decimal(yaml.SafeLoader):
 
 @cache
 def catalogue(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of one data file of the catalogue, by name. ``kind``: ``devices``, ``links``, ``patterns``,
-    ``hosts`` or ``machines``. An entry that names another one with its key ``like`` is returned with the fields of
-    both."""
+    """Return the entries of one data file of the catalogue, by name. An entry that names another one with its key
+    ``like`` is returned with the fields of both. ``kind``: ``devices``, ``links``, ``patterns``, ``hosts`` or
+    ``machines``."""
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
     return {name: _resolve_like(entry, entries, kind, name) for name, entry in entries.items()}
@@ -119,9 +119,9 @@ def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[st
 
 
 def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int) -> list[Mapping[str, Any]]:
-    """Return those of ``levels`` (the ``levels`` of a topology file) that connect devices of a cluster: from the
-    innermost to the first that connects all nodes. ``nodes``: number of nodes. ``devices``: number of devices of each
-    node."""
+    """Return the levels of links that a cluster needs: from the innermost to the first that connects all nodes.
+    ``levels``: all levels of a topology file. ``nodes``: number of nodes. ``devices``: number of devices of each node.
+    """
     needed = []
     for level in levels:
         extent = min(level.get("nodes", nodes), nodes)
@@ -299,9 +299,9 @@ def _list_entries(value: Any) -> list[Any]:
 
 
 def _add_catalogue_entries(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, Any]:
-    """Return ``own``, the entries of a file by name, with the catalogue's entries added for those of ``names`` that it
-    lacks. ``kind``: which data file of the catalogue to use, such as ``devices``. Names that the catalogue lacks are
-    skipped."""
+    """Return ``own``, the entries of a file by name, completed by entries of the catalogue: one for each of ``names``
+    that ``own`` lacks. Names that the catalogue lacks, too, are skipped. ``kind``: which data file of the catalogue to
+    use, such as ``devices``."""
     known = catalogue(kind)
     return own | {n: known[n] for n in names if isinstance(n, str) and n in known and n not in own}
 
@@ -345,9 +345,9 @@ def _refuse_duplicates(node: Any, source: str, seen: set[int]) -> None:
 
 
 def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
-    """Return the line in the file, from 1, of the value at ``path``, or of the nearest value that encloses it.
-    ``path``: the keys and list indices that lead to it from ``node``, the parsed YAML. Return ``None`` if ``path`` is
-    empty or there is no YAML."""
+    """Return the line in the file, from 1, of the value at ``path``, or of the nearest value that encloses it. Return
+    ``None`` if ``path`` is empty or there is no YAML. ``path``: the keys and list indices that lead to it from
+    ``node``, the parsed YAML."""
     for key in path:
         inner = None
         if isinstance(node, yaml.MappingNode):

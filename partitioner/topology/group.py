@@ -76,9 +76,10 @@ class Group:
     def bus_bandwidth(self) -> float:
         """Return the bandwidth in bytes/s at which a ring moves data through each rank.
 
-        It comes from measurements if the group uses a single level of links that has any. Otherwise it is the least
-        bandwidth over the levels, as in NCCL's ring, ``min(intra g / (g - 1), nic g)``, with ``intra`` the bandwidth
-        inside a node and ``nic`` that of a network card: each of the ``g`` ranks of a part uses its own outward link.
+        If the group uses a single level of links, and collectives over it were measured, the result comes from the
+        measurements. Otherwise it is the least bandwidth over the levels, as in NCCL's ring, ``min(intra g / (g - 1),
+        nic g)``, with ``intra`` the bandwidth inside a node and ``nic`` that of a network card: each of the ``g`` ranks
+        of a part uses its own outward link.
         """
         if self.size == 1:
             return math.inf
@@ -116,8 +117,8 @@ class Group:
 
     def measured(self, op: str) -> tuple[float, float] | None:
         """Return (start-up seconds, bandwidth in bytes/s through each rank) of a collective over this group, from
-        measurements. ``op``: name of the collective, such as ``all_gather``. Return ``None`` if it was not measured, or
-        if the group spans several levels of links."""
+        measurements. Return ``None`` if it was not measured, or if the group spans several levels of links. ``op``:
+        name of the collective, such as ``all_gather``."""
         table = getattr(self.tiers[0].level, op, ()) if len(self.tiers) == 1 else ()
         if not table:
             return None
@@ -182,9 +183,9 @@ class Group:
 
     def _ring_steps(self, rounds: int) -> float:
         """Return the total seconds that a ring algorithm spends on the latency of its steps, without the time to move
-        data. ``rounds``: how often data goes around the ring (2 for an all-reduce, 1 for an all-gather). The model is
-        that of NCCL for two levels of links, ``(steps - outer steps) intra + outer steps net``, extended to any number
-        of levels. ``intra`` and ``net`` are the seconds of a step inside a node and between nodes."""
+        data. For two levels of links, NCCL's model is ``(steps - outer steps) intra + outer steps net``, where
+        ``intra`` and ``net`` are the seconds of a step inside a node and between nodes. Here it is extended to any
+        number of levels. ``rounds``: how often data goes around the ring (2 for an all-reduce, 1 for an all-gather)."""
         seconds, counted = 0.0, 0
         for k in range(len(self.tiers) - 1, 0, -1):
             parts = math.prod(t.ways for t in self.tiers[k:])
@@ -235,8 +236,8 @@ def measured_ring(level: Level, size: int) -> tuple[float, float]:
 
 def _interpolate_measured(table: Measured, size: int, step_s: float) -> tuple[float, float]:
     """Return (start-up seconds, bandwidth in bytes/s through each rank) of a collective over ``size`` ranks,
-    interpolated linearly between measurements. ``table``: rows of (ranks, start-up seconds, bandwidth in bytes/s).
-    Above the largest measured number of ranks, each further rank adds ``step_s`` seconds to the start-up."""
+    interpolated linearly between measurements. Above the largest measured number of ranks, each further rank adds
+    ``step_s`` seconds to the start-up. ``table``: rows of (ranks, start-up seconds, bandwidth in bytes/s)."""
     sizes = [n for n, _, _ in table]
     start = np.interp(size, sizes, [a for _, a, _ in table]) + max(0, size - sizes[-1]) * step_s
     return float(start), float(np.interp(size, sizes, [b for _, _, b in table]))
@@ -254,8 +255,8 @@ class PairLink:
 
     ``link``: bandwidth and latency. ``reached``: bytes/s of large collectives. ``step``: seconds of one step of a
     collective. ``more``: seconds by which a step is longer than over the replaced link. ``base``: seconds to start a
-    collective. ``as_level``: whether the fraction of the bandwidth that collectives reach is that of the replaced link,
-    because this link does not give one.
+    collective. ``as_level``: whether collectives reach the same fraction of the bandwidth as over the replaced link,
+    because the topology gives no fraction for this one.
     """
 
     link: Link
@@ -306,9 +307,9 @@ def _find_connecting_level(topology: Topology, i: int, j: int) -> Level | Patter
 
 def step_over(latency: float, plain: Level | Pattern | None) -> float:
     """Return the seconds of one step of a collective over a direct link of two devices, without the time to move data.
-    ``latency``: seconds of one message over it. ``plain``: the links that it replaces; ``None`` if there are none. A
-    greater latency than that of ``plain`` adds the difference to the step of ``plain``; a smaller one shortens the step
-    in proportion."""
+    If the direct link has a greater latency than the links ``plain`` that it replaces, the difference is added to their
+    step; a smaller latency shortens their step in proportion. ``latency``: seconds of one message over the direct link.
+    ``plain``: ``None`` if it replaces no links."""
     if plain is None:
         return latency
     faster = latency / plain.latency if latency < plain.latency else 1.0
@@ -347,8 +348,8 @@ def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, Pair
 
 
 def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
-    """Return a symmetric matrix of shape ``[size, size]`` with the entries ``values``: a mapping from (row, column) to
-    a value, once for each pair. Entries without a value are 0."""
+    """Return a symmetric matrix of shape ``[size, size]``. ``values``: (row, column) -> entry, once for each pair.
+    Entries without a value are 0."""
     matrix = np.zeros((size, size))
     for (i, j), value in values.items():
         matrix[i, j] = matrix[j, i] = value
@@ -356,9 +357,9 @@ def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
 
 
 def narrowest_needed(rates: Floats) -> float:
-    """Return the greatest bandwidth in bytes/s that a ring through all devices can have: the largest limit for which
-    the links with at least this bandwidth form a biconnected graph (no single device whose removal would disconnect
-    it).
+    """Return the greatest bandwidth in bytes/s that a ring through all devices can have. It is the largest number for
+    which the links with at least this bandwidth form a biconnected graph: a graph that stays connected if any single
+    device is removed.
 
     ``rates``: bytes/s of each pair of devices, shape ``[n, n]``; infinite for pairs without a limit.
     """

@@ -145,9 +145,10 @@ def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterato
 
 
 def _own_kinds(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number for each communication group, shape ``[num_groups]``. Groups have equal numbers if the direct
-    links that ``topology`` gives for single pairs of their devices make collectives equally fast; 0 if no such link
-    connects two devices of the group. ``rows``: device indices, one group per row."""
+    """Return a number for each communication group, shape ``[num_groups]``, that stands for its direct links: links
+    that ``topology`` gives for single pairs of devices. Groups have equal numbers if these links make collectives
+    equally fast. The number is 0 if no such link connects two devices of the group. ``rows``: device indices, one group
+    per row."""
     paired = np.array(sorted({i for pair in topology.own_links for i in pair}))
     pairs = np.array(list(topology.own_links))
     numbers: dict[Group, int] = {}
@@ -269,9 +270,9 @@ def replica_groups(
 
 
 def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-    """Find which kinds (such as device types, as numbers) occur in each row of ``kinds``, that is, along its last dim.
-    Return an array with one entry per row, the index of its set of kinds, and the list of the distinct sets, each in
-    ascending order. ``kinds``: numbers from 0 to ``count - 1``."""
+    """Find the set of kinds (such as device types, as numbers) that occur in each row of ``kinds``, that is, along its
+    last dim. Return two values: an array with one entry for each row, the index of its set; and the list of the
+    distinct sets, each in ascending order. ``kinds``: numbers from 0 to ``count - 1``."""
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
     if count == 1:
         return np.zeros(shape, dtype=np.int64), [[0]]
@@ -294,11 +295,11 @@ def reference_type(topology: Topology) -> str:
 def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
     """Return whether all communication groups over each mesh axis are known to have equal links, so that it is enough
     to look at one of them. Ranks are placed on devices in consecutive runs, one inside the other: for example, 8 ranks
-    inside a node and 32 inside a rail.
+    inside a node and 32 inside a rail. For each axis, take the product of its size and the sizes of the axes inside it.
+    The result is true if each product divides the next longer run and is a multiple of the next shorter one.
 
     ``sizes``: numbers of ranks of the mesh axes, the innermost first. ``steps``: lengths of the runs in ranks,
-    ascending. The result is true if, for each axis, the product of its size and those of the axes inside it divides the
-    next longer run and is a multiple of the next shorter one.
+    ascending.
     """
     for product in accumulate(sizes, mul):
         above = bisect_left(steps, product)

@@ -329,12 +329,13 @@ class NodeGroup(TopologyPart):
     """``count`` equal nodes of ``devices`` devices each, all of the device type ``type``. ``names``: a name for each
     device; default: ``node<n>/<k>`` for device ``k`` of node ``n``.
 
-    ``island``: the name by which levels of links refer to these nodes; default: the type. ``pattern``: name of the
-    pattern of direct links inside a node; ``None``: there are none. ``nics``: number of network cards of a node, each
-    with the bandwidth of the levels that connect nodes; each of its devices gets an equal part of their bandwidth;
-    ``None``: one for each device. ``concurrent``: number of devices of a node that can compute at full speed at the
-    same time; more devices share that capacity evenly, as ranks do that compete for CPU cores; ``None``: all. ``host``:
-    memory and disk of a node; ``None``: not known.
+    ``island``: a name for these nodes, which a level of links (links with equal bandwidth and latency) can give to say
+    that it connects them; default: the type. ``pattern``: name of the pattern of direct links inside a node; ``None``:
+    there are none. ``nics``: number of network cards of a node, each with the bandwidth of the levels that connect
+    nodes; each of its devices gets an equal part of their bandwidth; ``None``: one for each device. ``concurrent``:
+    number of devices of a node that can compute at full speed at the same time, for example because ranks compete for
+    CPU cores; more devices share that capacity evenly; ``None``: all. ``host``: memory and disk of a node; ``None``:
+    not known.
     """
 
     type: str
@@ -441,7 +442,7 @@ class Link(TopologyPart):
 
 class Hop(NamedTuple):
     """A step of a ring, in which every rank sends a message to the rank a fixed number of positions further, all at the
-    same time. ``latency`` (s) and ``bandwidth`` (bytes/s) are those of the slowest message."""
+    same time. ``latency`` (s), ``bandwidth`` (bytes/s): of the slowest message."""
 
     latency: float
     bandwidth: float
@@ -473,6 +474,6 @@ class Device:
 
 
 def margin_bytes(usable: int, margin: float) -> int:
-    """Return how many of the ``usable`` bytes of a device's memory a plan must not use. ``margin``: the fraction to
-    leave free. The result is rounded up."""
+    """Return how many of the ``usable`` bytes of a device's memory a plan must not use. The result is rounded up.
+    ``margin``: the fraction to leave free."""
     return math.ceil(margin * max(0, usable))

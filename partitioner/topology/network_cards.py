@@ -49,8 +49,8 @@ class NetworkCards:
 
     def among(self, devices: Ints, talking: Ints) -> Floats:
         """Return the bandwidth that each of ``devices`` (indices) gets while some devices use its port, as a multiple
-        of that of one network card. ``talking``: the number of devices that use the port, for each of ``devices``. The
-        shapes of the two are broadcast."""
+        of the bandwidth of one network card. ``talking``: the number of devices that use the port, for each of
+        ``devices``. The shapes of the two are broadcast."""
         alone = self.alone[devices]
         whole = np.maximum(alone, self.share[devices] * self.users[devices])
         return np.minimum(alone, whole / talking)
@@ -86,8 +86,8 @@ def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOver
 
 def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
     """Return the fraction of its network bandwidth that each device of a node retains if some cards fail, shape
-    ``[devices]``. ``devices``, ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed
-    cards, from 0. A device whose cards all failed uses those of the nearest device that has working ones.
+    ``[devices]``. A device whose cards all failed uses those of the nearest device that has working ones. ``devices``,
+    ``cards``: numbers of devices and cards of the node. ``dead``: indices of the failed cards, from 0.
 
     If there are fewer cards than devices, several devices use one card; otherwise a device may have several. They are
     assigned in order of their index in the node.

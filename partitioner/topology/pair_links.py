@@ -52,9 +52,9 @@ def group_of(topology: Topology, devices: Ints) -> Group:
 
 
 def _linked_group(topology: Topology, devices: Ints) -> Group:
-    """Return the communication group of the devices with the indices ``devices`` in ``topology``, with regard to the
-    direct links of single pairs among them. If these links alone connect all devices, and a ring over them is faster
-    than over the levels of links, the group uses only them."""
+    """Return the communication group of the devices with the indices ``devices`` in ``topology``. Direct links of
+    single pairs of these devices are taken into account. If these links alone connect all devices, and a ring over them
+    is faster than over the levels of links, the group uses only them."""
     size, plain = len(devices), _level_group(topology, devices)
     singles = singles_among(topology, devices.tolist())
     if not singles:
@@ -173,11 +173,11 @@ def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
 def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the latency (s) and the bandwidth (bytes/s) of messages around rings, when all ranks send at the same
     time. Both have the shape ``[groups, size // 2]``; column ``k`` is the slowest message to the rank ``k + 1``
-    positions further.
+    positions further. Messages to the rank as many positions back take equally long, so larger distances are not
+    needed.
 
     ``topology``: the devices and their links. ``rows``: the device indices of groups that communicate at the same time,
-    in ring order, shape ``[groups, size]``. Messages to the rank as many positions back take equally long, so larger
-    distances are not needed.
+    in ring order, shape ``[groups, size]``.
     """
     latencies, bandwidths = [], []
     for places in range(1, rows.shape[1] // 2 + 1):
@@ -188,8 +188,8 @@ def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.f
 
 
 def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> tuple[Hop, ...]:
-    """Return one ``Hop`` (latency, bandwidth) for each distance in a ring. ``latencies``: seconds. ``bandwidths``:
-    bytes/s. Entry ``k`` of each is for messages to the rank ``k + 1`` positions further around the ring."""
+    """Return one ``Hop`` (latency, bandwidth) for each distance in a ring. Entry ``k`` of each is for messages to the
+    rank ``k + 1`` positions further around the ring. ``latencies``: seconds. ``bandwidths``: bytes/s."""
     return tuple(map(Hop, latencies.tolist(), bandwidths.tolist()))
 
 

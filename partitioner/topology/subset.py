@@ -80,10 +80,10 @@ def _find_named_devices(topology: Topology, name: str) -> Ints:
 
 
 def _find_node_runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, tuple[str, ...]]]:
-    """Yield a tuple for each series of consecutive equal nodes of which the same devices remain: the group of equal
-    nodes to which they belong, the indices of the remaining devices in a node, and the names of all remaining devices
-    of the series. Nodes without remaining devices are left out. ``kept``: for each device of ``topology``, whether it
-    remains."""
+    """Yield a tuple for each series of consecutive equal nodes that keep the same devices: the group of equal nodes to
+    which they belong, the indices of the remaining devices in a node, and the names of all remaining devices of the
+    series. Nodes without remaining devices are left out. ``kept``: for each device of ``topology``, whether it remains.
+    """
     start = 0
     for group in topology.nodes:
         nodes = kept[start : start + group.count * group.devices].reshape(group.count, group.devices)

@@ -198,7 +198,7 @@ class Topology(TopologyPart):
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Return a mapping from the name of each device to its index in the list of devices, from 0."""
+        """Return the indices of devices in the list of devices: name of the device -> index, from 0."""
         return {name: i for i, name in enumerate(self.names)}
 
     @cached_property
@@ -370,14 +370,14 @@ class Topology(TopologyPart):
 
     @cached_property
     def singles(self) -> dict[tuple[int, int], PairLink]:
-        """Return a mapping from pairs of device indices (smaller, larger) to their direct link with its parameters for
-        collectives. Only pairs that the field ``links`` lists have an entry."""
+        """Return the direct links of single pairs of devices: (smaller device index, larger device index) -> link with
+        its parameters for collectives. Only pairs that the field ``links`` lists have an entry."""
         return single_links(self)
 
     @cached_property
     def own_links(self) -> dict[tuple[int, int], Link]:
-        """Return a mapping from pairs of device indices (smaller, larger) to the bandwidth and latency of their direct
-        link. Only pairs that the field ``links`` lists have an entry."""
+        """Return the direct links of single pairs of devices: (smaller device index, larger device index) -> link with
+        bandwidth and latency. Only pairs that the field ``links`` lists have an entry."""
         return {pair: single.link for pair, single in self.singles.items()}
 
     @cached_property

@@ -125,8 +125,8 @@ def _unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def _list_allowed_keys(model: Any, place: Sequence[int | str]) -> list[str]:
-    """Return the keys that are allowed in a mapping inside the pydantic class ``model``. ``place``: the keys and list
-    indices that lead to the mapping. The result is empty if there is no mapping with known keys."""
+    """Return the keys that are allowed in a mapping inside the pydantic class ``model``. The result is empty if there
+    is no mapping with known keys. ``place``: the keys and list indices that lead to the mapping."""
     for key in place:
         known = model.model_fields if _is_model(model) else {}
         if known and key not in known:

@@ -98,9 +98,9 @@ _OF_DATA_LOADERS = {"split_batches": False, "dispatch_batches": None, "gradient_
 
 
 def check_arguments(arguments: Any) -> None:
-    """Raise :class:`TrainerError` if a field of ``arguments``, an instance of transformers' ``TrainingArguments``, has
-    a value that cannot have its effect if a plan divides the model over ranks, such as ``fp16=True``. The message lists
-    all such fields, each with the allowed values and what to do instead.
+    """Raise :class:`TrainerError` if a field of ``arguments`` has a value that a plan, which divides the model over
+    ranks, cannot carry out, such as ``fp16=True``. The message lists all such fields, each with the allowed values and
+    what to do instead. ``arguments``: an instance of transformers' ``TrainingArguments``.
     """
     faults = []
     for field in dataclasses.fields(arguments):

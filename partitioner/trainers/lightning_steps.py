@@ -177,8 +177,8 @@ def _record_log(self: Any, name: str, value: Any, *given: Any, **options: Any) -
 
 
 def _record_log_dict(self: Any, dictionary: Mapping[str, Any], *given: Any, **options: Any) -> None:
-    """Record the arguments of a call of ``self.log_dict`` in a step that is traced, instead of logging them: each entry
-    of ``dictionary`` (name -> scalar), with the further arguments in ``given`` and ``options``."""
+    """Record the arguments of a call of ``self.log_dict`` in a step that is traced, instead of logging them.
+    ``dictionary``: name -> scalar to log. ``given``, ``options``: the further arguments of the call."""
     for name, value in dictionary.items():
         _record_log(self, name, value, *given, **options)
 

@@ -131,8 +131,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             ``None``: it makes all.
         shapes: the shapes of batches, if they differ; a batch is padded to the next larger shape. ``None``: all batches
             have the shape of the first.
-        precision: as for :func:`partitioner.partition`; ``None``: that of ``L.Trainer(precision=...)``, for which
-            ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters with float32 copies) are accepted.
+        precision: ``bf16``, ``fp16``, ``fp32``, ``fp64``, ``tf32`` or ``fp8``; ``None``: the precision of
+            ``L.Trainer(precision=...)``, for which ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters
+            with float32 copies) are accepted.
         compile: whether to compile the operators between collectives with Inductor, or the name of another backend of
             ``torch.compile``.
         options: arguments of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``,
@@ -245,7 +246,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
     def _search_plan(self, trainer: Any, module: Any, precision: str | None) -> Plan:
         """Return a plan of ``training_step`` and, if ``fit`` of ``trainer`` validates, of ``validation_step`` of
         ``module``, a LightningModule. The first batches of the data loaders are the example inputs. ``precision``: the
-        dtype to compute in, as for :func:`partitioner.partition`; ``None``: the types of the parameters.
+        number format to compute in, such as ``bf16``; ``None``: the types of the parameters.
         """
         self._records = StepRecords()
         world = self.world_size
@@ -405,9 +406,9 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         return found if step == TRAINING or returned else loss
 
     def _read_results(self, paths: list[str], loss: Tensor | None) -> dict[str, Any]:
-        """Return the outputs of the model at ``paths`` for the last global batch, as a dict from path to tensor or
-        number. The parts of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the batch,
-        which is used for outputs that are the loss; ``None`` if there is no loss.
+        """Return the outputs of the model at ``paths`` for the last global batch: path -> tensor or number. The parts
+        of all ranks are joined, so the result is equal on all ranks. ``loss``: the loss of the batch, which is used for
+        outputs that are the loss; ``None`` if there is no loss.
         """
         if not paths:
             return {}
@@ -633,8 +634,8 @@ class _Held:
 
 
 def _check_trainer(trainer: Any, module: Any) -> None:
-    """Raise :class:`TrainerError` if ``trainer``, a Lightning trainer, or ``module``, its LightningModule, uses an
-    option or method that cannot have its effect if a plan divides the model over ranks."""
+    """Raise :class:`TrainerError` if an option or method in use cannot have its effect with a plan, which divides the
+    model over ranks. ``trainer``: a Lightning trainer. ``module``: its LightningModule."""
     if not module.automatic_optimization:
         raise TrainerError(
             "the module has automatic_optimization=False, whose training_step runs backward itself: expected True"

@@ -47,8 +47,9 @@ class PartitionedLoop:
 
     Args:
         model: returns the model, with equal weights in every process.
-        dataset: returns the data, as for :class:`partitioner.Loader`. A sample is a dict of the model's inputs by name,
-            or any object if ``collate`` makes such a dict from a list of samples.
+        dataset: returns the data: a dataset with ``__len__`` and ``__getitem__``, or an ``IterableDataset``. A sample
+            is a dict of the model's inputs by name, or any object if ``collate`` makes such a dict from a list of
+            samples.
         optimizer: takes a list of parameters (this rank's parts of the model's parameters) and returns an optimizer of
             them.
         folder: where the plan, checkpoints and ``metrics.jsonl`` are written; all nodes must be able to read it.
@@ -58,7 +59,8 @@ class PartitionedLoop:
             present number of workers.
         topology: the cluster; ``None``: the workers of this launch, on this machine or on several equal nodes with
             GPUs.
-        constraints, precision: as for :func:`partitioner.partition`.
+        constraints: choices that the plan must have, such as ``Constraints(tp=2)``. ``precision``: ``bf16``, ``fp16``,
+            ``fp32``, ``fp64``, ``tf32`` or ``fp8``; ``None``: the type of the parameters.
         schedule: takes the optimizer and returns its learning-rate schedule; ``None``: the rate is constant.
         collate: takes a list of samples and returns a batch; torch's ``default_collate`` by default.
         accumulate: number of global batches in an optimizer step; their gradients are averaged.
@@ -182,9 +184,9 @@ def _report_end(metrics: dict[str, Any], folder: Path | None) -> None:
 
 
 def _check_places(plan: Plan, world_size: int, node: int) -> None:
-    """Raise :class:`TrainerError` on all workers if ``plan`` is for another number of workers, or if one of them runs
-    on another node than the one that has its device in ``plan``. ``node``: index of the node on which
-    this worker runs. ``world_size``: number of workers."""
+    """Raise :class:`TrainerError` on all workers if ``plan`` is for another number of workers, or if a worker does not
+    run on the node on which ``plan`` places it. ``node``: index of the node on which this worker runs. ``world_size``:
+    number of workers."""
     planned = plan.program.world_size
     if planned != world_size:
         raise TrainerError(

@@ -185,14 +185,13 @@ class PartitionedTrainer(Trainer):
         return [*self.eval_dataset.values()] if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
 
     def _sample_batch(self, datasets: list[Any], size: int) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """Return two values: an example batch (input name -> value) to plan with, and the lengths of batches to plan
-        for.
+        """Return two values: an example batch of ``size`` samples to plan with, as a dict input name -> value; and the
+        lengths of batches to plan for.
 
-        The batch has ``size`` samples. The samples come from that data set of ``datasets`` that has the longest sample,
-        and include this sample; samples of a smaller data set are repeated. The lengths are the length of the longest
-        sample and, if it is a multiple of 4, a quarter and a half of it, in ascending order. No lengths are returned if
-        all samples have equal lengths, or if lengths are not measured. Raise :class:`TrainerError` if a data set has no
-        samples.
+        The samples come from the data set in ``datasets`` that has the longest sample, and include this sample; they
+        are repeated if the data set is smaller. The lengths are the length of the longest sample and, if it is a
+        multiple of 4, a quarter and a half of it, in ascending order. No lengths are returned if all samples have equal
+        lengths, or if lengths are not measured. Raise :class:`TrainerError` if a data set has no samples.
         """
         found: list[tuple[int, dict[str, Any]]] = []
         lengths: set[int] = set()
@@ -348,8 +347,9 @@ class PartitionedTrainer(Trainer):
         raise TrainerError("hyperparameter_search is not supported: create a trainer for each trial")
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return an optimizer of this rank's parts of the parameters, in the same groups (with and without weight
-        decay) as that of ``Trainer``. Its states are kept on disk if the plan requires it. ``model``: not used.
+        """Return an optimizer of this rank's parts of the parameters. Its parameter groups (with and without weight
+        decay) are the ones that ``Trainer`` makes. Its states are kept on disk if the plan requires it. ``model``: not
+        used.
         """
         return self.engine.on_disk(super().create_optimizer(self.runner))
 
@@ -391,7 +391,8 @@ class PartitionedTrainer(Trainer):
 
     def _takes_items(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the model gets the input ``num_items_in_batch``, the number of targets by which it divides the
-        sum of its loss: its forward accepts this input, and ``batch`` (input name -> value) has labels.
+        sum of its loss. It does if its forward accepts this input and ``batch`` has labels. ``batch``: input name ->
+        value.
         """
         return self.model_accepts_loss_kwargs and "labels" in batch
 
@@ -469,8 +470,8 @@ class PartitionedTrainer(Trainer):
         return loss, _unwrap_single(logits), _unwrap_single(self._prepare_input(labels)) if labels else None
 
     def _gather_outputs(self) -> dict[str, Any]:
-        """Return the outputs of the batch that was evaluated last, as a dict from the path of an output to the whole
-        tensor on the CPU. The parts of all ranks are joined, so all ranks must call this.
+        """Return the outputs of the batch that was evaluated last: path of an output -> whole tensor on the CPU. The
+        parts of all ranks are joined, so all ranks must call this.
         """
         found = self.engine.latest_outputs
         mine = select_outputs(found.rank, found.shards)
@@ -497,8 +498,8 @@ class PartitionedTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _list_saved(self) -> tuple[Any, dict[str, Any]]:
-        """Return what the engine writes to a checkpoint besides the parameters: the torch optimizer, and a dict from a
-        name to each further object, which is the learning-rate scheduler under the name ``schedule``.
+        """Return what the engine writes to a checkpoint besides the parameters: the torch optimizer, and a dict of
+        further objects, name -> object. It has the learning-rate scheduler under the name ``schedule``.
         """
         return getattr(self.optimizer, "optimizer", self.optimizer), {"schedule": self.lr_scheduler}
 

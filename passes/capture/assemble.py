@@ -259,9 +259,8 @@ def _make_meta_value(node: fx.Node, value: Any) -> Any:
 
 
 def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, ModelState]:
-    """Return a dict from canonical name to each parameter, buffer and constant tensor of the exported program
-    ``program``. ``canonical``: maps every name of a state to the name that is used for it; tied weights have several
-    names."""
+    """Return the parameters, buffers and constant tensors of the exported program ``program``: canonical name -> state.
+    ``canonical``: name of a state -> the name that is used for it; tied weights have several names."""
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)
@@ -314,8 +313,8 @@ def _collect_model_outputs(
 ) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
     """Return four values that describe what the exported program ``program`` returns and changes: the leaves of the
     model's result; the name of the loss node (``None`` if there is no loss); the result's pytree as text (``None`` if
-    it cannot be written as text); and a dict from each buffer or parameter that forward changes to the name of the node
-    with its new value.
+    it cannot be written as text); and a dict: buffer or parameter that forward changes -> name of the node with its new
+    value.
 
     Args:
         env: maps nodes of the program to nodes of the new graph.

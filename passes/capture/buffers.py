@@ -75,9 +75,9 @@ def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
 
 def _replace_by_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
     """Replace ``node`` in ``graph``, an instance norm that updates running statistics, by a batch norm with reshapes
-    around it, in place; the results are those of the instance norm. The samples become channels of the batch norm, so
-    each sample is normalised by itself and updates its own copy of the running statistics. The mean of these copies is
-    written to the module's running statistics."""
+    around it, in place. The results do not change. The samples become channels of the batch norm, so each sample is
+    normalised by itself and updates its own copy of the running statistics. The mean of these copies is written to the
+    module's running statistics."""
     x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node), node
     samples, channels, *rest = x.meta["val"].shape
@@ -202,8 +202,8 @@ class StateAlias:
     name: str
 
     def update(self) -> None:
-        """Make the place that this alias describes, such as an entry of a list, hold the parameter or buffer that the
-        module's own table has now."""
+        """Store the parameter or buffer that the module's own table has now at the place that this alias describes,
+        such as an entry of a list."""
         self.holder[self.key] = self.states[self.name]
 
 
@@ -481,8 +481,8 @@ def _check_unshared(writes: Mapping[int, _TensorWrite], snapshot: _StateSnapshot
 
 
 def _find_graph_nodes(nodes: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
-    """Return all nodes of one graph: the graph that the nodes in ``nodes`` belong to. ``nodes``: nodes of one graph, or
-    ``None``. The result is empty if all of them are ``None``.
+    """Return all nodes of one graph: the graph that the nodes in ``nodes`` belong to. The result is empty if all of
+    them are ``None``. ``nodes``: nodes of one graph, or ``None``.
     """
     return next((node.graph.nodes for node in nodes if node is not None), ())
 
@@ -555,8 +555,8 @@ def _has_cumulative_average(module: _BatchNorm) -> bool:
 
 def _forward_with_cumulative_average(self: _BatchNorm, input: Tensor) -> Tensor:
     """Return the batch norm of ``input`` with a cumulative average, and update the module's running statistics and its
-    batch counter. This replaces ``forward`` of the batch norm: torch's own reads the counter as a Python number, which
-    cannot be traced; this one reads it as a tensor."""
+    batch counter. This function replaces ``forward`` of the batch norm. Torch's own ``forward`` reads the counter as a
+    Python number, which cannot be traced; this function reads it as a tensor."""
     self._check_input_dim(input)
     assert self.running_mean is not None
     assert self.running_var is not None
@@ -574,8 +574,8 @@ _PLACE = ("path", "source", "stack")
 
 def settle_updates(captured: Captured) -> dict[str, fx.Node]:
     """Append an operator to the graph of ``captured`` for each parameter or buffer that forward changes: it gives the
-    new value in the dtype of the tensor, without a gradient and in memory of its own. Return a dict from the name of
-    the parameter or buffer to this operator's node. A step stores its result in the tensor at the end.
+    new value in the dtype of the tensor, without a gradient and in memory of its own. Return a dict: name of the
+    parameter or buffer -> node of this operator. A step stores its result in the tensor at the end.
 
     The graph outputs these nodes after its other results. Raises :class:`UnsupportedError` if forward changes a
     parameter that is trained.
@@ -598,10 +598,10 @@ def settle_updates(captured: Captured) -> dict[str, fx.Node]:
 
 
 def mark_changed_as_buffers(states: Mapping[str, ModelState], changed: Collection[str]) -> dict[str, ModelState]:
-    """Return ``states`` (by name) with the kind ``buffer`` for those parameters whose names are in ``changed``.
+    """Return ``states`` (by name) with the kind ``buffer`` for those parameters whose names are in ``changed``. No
+    optimizer updates such a parameter, and each rank stores the value that forward computes, as for a buffer.
 
-    ``changed``: names of the parameters and buffers that forward changes. No optimizer updates such a parameter, and
-    each rank stores the value that forward computes, as for a buffer.
+    ``changed``: names of the parameters and buffers that forward changes.
     """
     return {n: replace(s, kind="buffer") if n in changed and s.kind == "parameter" else s for n, s in states.items()}
 

@@ -265,8 +265,8 @@ def _list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _map_canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return a dict from every name of a tensor to the first name of the same tensor, since tied weights have several.
-    ``named``: pairs of name and tensor."""
+    """Return a dict: name of a tensor -> first name of the same tensor. Tied weights have several names. ``named``:
+    pairs of name and tensor."""
     first: dict[Any, str] = {}
     return {name: first.setdefault(_build_tensor_key(tensor), name) for name, tensor in named}
 
@@ -288,9 +288,9 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 
 def _collect_nonpersistent_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return a dict from name to value, on the CPU, of the non-persistent buffers of ``model``, which no checkpoint
-    contains. Buffers without values (on ``meta``) and those of more than ``_KEPT_BUFFER_NUMEL`` (2**16) elements are
-    left out. ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
+    """Return the values of the non-persistent buffers of ``model``, which no checkpoint contains: name -> tensor on the
+    CPU. Buffers without values (on ``meta``) and those of more than ``_KEPT_BUFFER_NUMEL`` (2**16) elements are left
+    out. ``dtype``: the dtype to which floating-point values are cast; ``None`` keeps their dtypes.
     """
     saved = set(model.state_dict(keep_vars=True))
     return {

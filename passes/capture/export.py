@@ -345,7 +345,7 @@ def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScop
     Raise :class:`NotLiftable` if ``value`` is no number, or if it is a float and the number before forward was an int.
 
     ``counter``: the attribute, with its name and its value before forward. ``scope``: records how forward uses such
-    numbers; a use for which this function raises is recorded there, too.
+    numbers. Before this function raises, it records the use there, too.
     """
     with torch.no_grad():
         if is_lifted(value):

@@ -365,8 +365,9 @@ def _allocate_tensor_like(tensor: Tensor) -> Tensor:
 
 
 def _find_duplicate_constants(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
-    """Return a dict from each placeholder of a constant in ``program`` to the placeholder of the parameter or buffer
-    that is the same tensor. Such constants occur if a plain object, such as a list, also holds the parameter or buffer.
+    """Return the constants in ``program`` that are the same tensor as a parameter or buffer: placeholder of the
+    constant -> placeholder of the parameter or buffer. Such constants occur if a plain object, such as a list, also
+    holds the parameter or buffer.
     """
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     held: dict[str, Any] = {**program.constants, **program.state_dict}

@@ -230,10 +230,10 @@ def infer_batch_dims(arguments: Bound) -> tuple[int | None, dict[str, int | None
 
 def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:
     """Return the shape of ``tensor`` for a batch of ``global_batch`` samples: its first dim of size ``sample`` is
-    enlarged to ``global_batch``.
+    enlarged to ``global_batch``. The shape is unchanged if ``global_batch`` is ``None`` or no dim has the size
+    ``sample``.
 
-    ``sample``: number of samples in the given inputs. The shape is unchanged if ``global_batch`` is ``None`` or no dim
-    has the size ``sample``.
+    ``sample``: number of samples in the given inputs.
     """
     shape = list(tensor.shape)
     if global_batch is not None and sample in shape:

@@ -66,8 +66,8 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Return whether the change is one of a module's attribute that is a Python number before and after forward.
-        Only such a change can become a buffer.
+        """Return whether an attribute of a module changed that is a Python number both before and after forward. Only
+        such a change can become a buffer.
         """
         return self.module is not None and self.before is not None and self.after is not None
 
@@ -174,10 +174,9 @@ class PythonState:
             _set_generator_state(generator, state)
 
     def draw_first(self, module: nn.Module, below: bool) -> None:
-        """Seed all random generators of Python and NumPy, including those that are attributes of ``module``, so that
-        the first uniform number that each draws is near 0 if ``below`` is true, otherwise near 1.
-
-        If traces after both seeds differ, the drawn numbers have an effect on what forward computes.
+        """Seed all random generators of Python and NumPy, including those that are attributes of ``module``. The first
+        uniform number that each then draws is near 0 if ``below`` is true, otherwise near 1. If traces after these two
+        seeds differ, the drawn numbers have an effect on what forward computes.
         """
         own = [value for part in module.modules() for value in vars(part).values()]
         for generator in (
@@ -570,8 +569,8 @@ def _build_capture_key(captured: Captured) -> Any:
 
 
 def _evaluate_constants(captured: Captured) -> dict[fx.Node, Any]:
-    """Return a dict from each node of the graph of ``captured`` whose value depends on constants alone to this value.
-    Results of more than ``_MOST_NUMBERS`` (2**22) elements, and all that is computed from them, are left out.
+    """Return the values of the nodes of ``captured`` that depend on constants alone: node -> value. Results of more
+    than ``_MOST_NUMBERS`` (2**22) elements, and all that is computed from them, are left out.
     """
     values: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:

@@ -199,10 +199,10 @@ class Tracer:
         numbers, uses = find_plain_numbers(arguments), dict[str, str]()
 
         def runs(chosen: dict[str, int | float]) -> bool:
-            """Return whether the model's forward runs if the inputs ``chosen`` (path -> value), which are Python
-            numbers, are passed as tensors. If ``chosen`` has a single number, also store in the dict ``uses`` of the
-            enclosing function, under its path, what forward needs a Python number for, as text; an empty text if a
-            tensor suffices.
+            """Return whether the model's forward runs if the inputs ``chosen``, which are Python numbers, are passed as
+            tensors. If ``chosen`` has a single number, also store a text in the dict ``uses`` of the enclosing
+            function, under the path of the number: what forward needs a Python number for, or an empty text if a tensor
+            suffices. ``chosen``: input path -> value.
             """
             tried = self.renew_copy(fake_copy, numbers=chosen)
             result = try_forward(tried, *lift_leaves(arguments, tried))
@@ -409,11 +409,11 @@ class _ForwardFailed(Exception):
 @dataclass
 class _StateChangeResolver:
     """Decides what happens to Python state (attributes, globals, random generators) that forward changed during a
-    trace.
+    trace. A change without effect on results is ignored, with a note for the user. A number that forward changes can
+    become a buffer of the plan. Any other change raises :class:`UnsupportedError`.
 
     ``before``: the state before forward. ``first``: the trace in which forward changed it. ``tracer``: makes further
-    traces. A change without effect on results is ignored, with a note for the user. A number that forward changes can
-    become a buffer of the plan. Any other change raises :class:`UnsupportedError`.
+    traces.
     """
 
     tracer: Tracer
@@ -683,8 +683,8 @@ def _is_unchanged(before: PythonState, after: Attributes, key: tuple[str, str]) 
 
 
 def _map_tensor_addresses(model: nn.Module) -> dict[int, str]:
-    """Return a dict with the name of each parameter and buffer of ``model`` that has values. The key is the memory
-    address of the tensor's data."""
+    """Return the names of the parameters and buffers of ``model`` that have values: memory address of the tensor's data
+    -> name."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
     return {t.data_ptr(): name for name, t in known if t.numel()}

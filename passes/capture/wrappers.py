@@ -308,8 +308,8 @@ def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 def make_sharing_memo(model: nn.Module) -> dict[int, Any]:
-    """Return a memo for ``copy.deepcopy`` (``id`` of a tensor -> tensor) with which a copy of ``model`` shares all its
-    tensors.
+    """Return a memo for ``copy.deepcopy``: ``id`` of a tensor -> the tensor itself. A copy of ``model`` that is made
+    with it shares all its tensors with ``model``.
     """
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}
@@ -344,8 +344,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
     """Return ``value``, such as a hook, with the modules that it refers to replaced by their copies.
 
-    ``memo``: maps the ``id`` of an original module to its copy. ``value`` itself is returned if it refers to no copied
-    module.
+    ``memo``: ``id`` of an original module -> its copy. ``value`` itself is returned if it refers to no copied module.
     """
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
@@ -368,8 +367,8 @@ def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
 def _rebind_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     """Return a copy of ``function`` whose closure and defaults refer to copies of modules; itself if it refers to none.
 
-    If ``torch.compile`` wraps ``function``, the result is from the function inside. ``memo``: maps the ``id`` of an
-    original object to its copy.
+    If ``torch.compile`` wraps ``function``, the result is from the function inside. ``memo``: ``id`` of an original
+    object -> its copy.
     """
     if id(function) in memo:  # the function refers to itself
         return memo[id(function)]
@@ -414,8 +413,8 @@ def take_hooks_into_forward(model: nn.Module) -> None:
     own: Callable[..., Any] = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward pre-hooks, its forward and its forward hooks, as calling the module with these
-        arguments would, and return the output."""
+        """Call the model's forward pre-hooks, its forward and its forward hooks with these arguments, in the order in
+        which ``nn.Module.__call__`` calls them, and return the output."""
         for number, hook in before.items():
             found = hook(model, args, kwargs) if number in named else hook(model, args)
             if found is not None and number in named:

@@ -44,8 +44,8 @@ def distribute_experts(
     expert_axes: Collection[str] = (),
 ) -> tuple[Block, dict[str, Layout]]:
     """Return two values. The first is a copy of ``block`` (the graph of a piece of the model on one rank) in which each
-    rank of a mesh axis has only some of the experts. The second is a dict from the name of each parameter of the
-    experts to the layout that shards it by expert.
+    rank of a mesh axis has only some of the experts. The second is a dict: name of a parameter of the experts -> the
+    layout that shards it by expert.
 
     Before each part that computes by expert, rows (tokens) are sent to the ranks of their experts. After it, they are
     sent back. Raise :class:`UnsupportedError` if the number of experts is not divisible by ``size``, or if an operator

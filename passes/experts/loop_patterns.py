@@ -186,8 +186,9 @@ def _group_into_loops(
 
 
 def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
-    """Return two values: the integer tensor and the number for which the boolean mask ``node`` tests it, as in ``chosen
-    == 3`` (``None`` if it is no such mask), and whether the mask is negated. Reshapes of the mask are skipped.
+    """Return two values for ``node``, a boolean mask that tests an integer tensor for a number, such as ``chosen ==
+    3``: the tensor and the number (``None`` if ``node`` is no such mask), and whether the mask is negated. Reshapes of
+    the mask are skipped.
     """
     negated = False
     while isinstance(node, fx.Node):
@@ -251,8 +252,8 @@ class ExpertColumnBuilder:
         return ExpertColumn(whole)
 
     def append_row_masks(self) -> ExpertColumn:
-        """Return the row masks of all experts of the loop as one boolean value. Its dims are those of the tensor with
-        the chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is that of
+        """Return the row masks of all experts of the loop as one boolean value. It has the dims of the tensor with the
+        chosen expert numbers, followed by a dim of experts. An element is true where the chosen number is the number of
         the expert.
         """
         numbers = self.loop.chosen
@@ -371,9 +372,9 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """The node ``node`` of a loop over experts, whose value has each row computed by the expert that the row chose,
-    after a reshape that split the row dim into several dims. ``where``: the shape of the value, with the size 1 in
-    every dim except those of the rows (tokens).
+    """A node of a loop over experts, ``node``. Each row of its value is computed by the expert that the row chose; a
+    reshape has then split the row dim into several dims. ``where``: the shape of the value, with the size 1 in every
+    dim except those of the rows (tokens).
     """
 
     node: fx.Node

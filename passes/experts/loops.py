@@ -113,10 +113,10 @@ class _LoopMerger:
         self.covers = loop.first == 0 and covers == len(loop.outputs)  # whether every row has an expert of this loop
 
     def merge_loop(self) -> bool:
-        """Rewrite the loop over experts, which this object merges, so that one operator computes the rows (tokens) of
-        all experts, and return ``True``. Return ``False``, with an unchanged graph, if the experts do not compute the
-        same operators with their own parameters, if these operators cannot be merged, or if something outside of the
-        loop reads their intermediate values.
+        """Rewrite this object's loop over experts so that one operator computes the rows (tokens) of all experts, and
+        return ``True``. Return ``False``, with an unchanged graph, if the experts do not compute the same operators
+        with their own parameters, if these operators cannot be merged, or if something outside of the loop reads their
+        intermediate values.
         """
         graph = self.build.graph
         with graph.inserting_before(self.head):
@@ -166,9 +166,9 @@ class _LoopMerger:
         return self.weights.read and all(u in users for n in read for u in n.users)
 
     def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop: a node that all
-        experts share, or an object for merged nodes, such as :class:`ExpertRows` (each row (token) computed by its own
-        expert).
+        """Return one value that replaces ``nodes``, the corresponding nodes of all experts in the loop. It is a node
+        that all experts share, or an object for merged nodes. An example is :class:`ExpertRows`: a tensor in which each
+        row (token) is computed by its own expert.
 
         Raises :class:`NotMergeable` if the nodes do not correspond. Nodes correspond if they apply the same operator to
         corresponding nodes and equal constants.
@@ -179,8 +179,8 @@ class _LoopMerger:
         return self.known[nodes]
 
     def _merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
-        """Return one object, such as :class:`ExpertRows` (each row (token) computed by its own expert), that replaces
-        ``nodes``, which compute corresponding but different values of all experts in the loop.
+        """Return one object that replaces ``nodes``, which compute corresponding but different values of all experts in
+        the loop. An example is :class:`ExpertRows`: a tensor in which each row (token) is computed by its own expert.
 
         Raises :class:`NotMergeable` if the nodes do not correspond, or if no merged form of their operator is known.
         Nodes correspond if they apply the same operator to corresponding nodes and equal constants."""
@@ -387,8 +387,8 @@ class _LoopMerger:
     def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
-        """Append one operator that applies the operator of ``node`` to rows (tokens) that are each computed by their
-        own expert, in place of the corresponding operators of all experts, and return the result.
+        """Replace the corresponding operators of all experts by one operator, which works on rows (tokens) that each
+        belong to their own expert. Append it to the graph, and return the result.
 
         Raises :class:`NotMergeable` if no operand has such rows, if the operator combines rows, or if its result would
         have another shape or dtype than ``node``. ``node``: the operator of the first expert. ``args``, ``kwargs``: its
@@ -483,7 +483,7 @@ def _find_split_shape(rows: ExpertRows, new_node: fx.Node) -> tuple[int, ...]:
 
 
 def _has_same_specs(new_node: fx.Node, node: fx.Node) -> bool:
-    """Return whether the results of ``new_node`` have the shapes and dtypes of those of ``node``, so that it can
+    """Return whether the results of ``new_node`` and ``node`` have the same shapes and dtypes, so that ``new_node`` can
     replace ``node``."""
     forms = [
         [(v.shape, v.dtype) for v in (held if isinstance(held, tuple | list) else (held,))]

@@ -57,7 +57,7 @@ class ExpertRegion:
     experts. ``tables``: nodes that are computed only from the experts' parameters, each with the dim that indexes
     experts. ``nodes``: operators that work row by row, in order, with the row and expert dims of their results.
     ``entries``: values from outside whose rows the operators in ``nodes`` read, with their row and expert dims.
-    ``exits``: those of ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``.
+    ``exits``: the operators in ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``.
     """
 
     keys: fx.Node | None
@@ -70,8 +70,8 @@ class ExpertRegion:
 
     @property
     def states(self) -> dict[str, int]:
-        """Return a dict from the name of the placeholder of each parameter and buffer of the experts to the index of
-        the dim that indexes experts.
+        """Return the parameters and buffers of the experts: name of the placeholder -> index of the dim that indexes
+        experts.
         """
         return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
 
@@ -328,8 +328,7 @@ def _find_lookup_indices(node: fx.Node, at: int) -> Any:
 
 
 def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | None:
-    """Return a dict from ``node`` and each of its ancestors to the dim along which it must be sharded so that ``node``
-    is sharded along ``dim``.
+    """Return how ``node`` and its ancestors must be sharded so that ``node`` is sharded along ``dim``: node -> dim.
 
     Return ``None`` if ``node`` is not computed only from parameters, buffers and constants, or has no such sharding.
 

@@ -93,7 +93,7 @@ def match_equality(node: Any) -> RoutingChoice | None:
 
 
 def match_any_equality(node: Any) -> tuple[fx.Node, int] | None:
-    """Return (integer tensor, number) if the mask ``node`` is true where this number occurs along the last dim of the
+    """Return (integer tensor, number) if the mask ``node`` tests whether the number occurs along the last dim of the
     tensor, such as among the k experts that each token chose. Return ``None`` for any other node, or if a number may
     occur more than once along that dim.
     """
@@ -207,9 +207,9 @@ def get_num_choices(chosen: fx.Node) -> int | None:
 
 
 def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
-    """Return the integer tensor and the number for which it is tested, if the slice of the tensor ``whole`` at
-    ``index`` along ``dim`` is a mask such as ``chosen == index``; ``None`` if ``whole`` is no stack of such masks along
-    ``dim``.
+    """Return which test the slice of the tensor ``whole`` at ``index`` along ``dim`` is, if it is a mask such as
+    ``chosen == index``: the result has the integer tensor and the number for which it is tested. ``None`` if ``whole``
+    is no stack of such masks along ``dim``.
     """
     classes = match_class_masks(whole)
     if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:

@@ -69,8 +69,8 @@ class _Unsorter:
     original order and the sort is not needed.
 
     ``sort``: the node that sorts rows. ``keys``: the values by which it sorts, such as expert numbers. ``order``: the
-    node with the sorted rows' original positions. ``unsorted_values`` maps each node that depends on the sort to the
-    value that it would have on unsorted rows. ``inverse`` has the nodes that hold the inverse permutation."""
+    node with the sorted rows' original positions. ``unsorted_values``: node that depends on the sort -> the value that
+    it would have on unsorted rows. ``inverse`` has the nodes that hold the inverse permutation."""
 
     def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
         self.graph = graph
@@ -134,10 +134,9 @@ class _Unsorter:
                 self._record_unsorted_value(node, unsorted)
 
     def _record_unsorted_value(self, node: fx.Node, unsorted: _UnsortedValue) -> None:
-        """Record that ``node``, which depends on the sort of rows (tokens) that this object removes, would have the
-        value ``unsorted`` if the rows were not sorted. ``unsorted``: a graph node, with the dim of each of its results
-        along which the rows lie. If no result depends on the order of the rows, ``unsorted`` replaces ``node`` in the
-        graph."""
+        """Record the value that ``node`` would have if rows (tokens) were not sorted. This object removes the sort.
+        ``unsorted``: a graph node, with the dim of each of its results along which the rows lie. If no result depends
+        on the order of the rows, ``unsorted`` replaces ``node`` in the graph."""
         if any(dim is not None for dim in unsorted.dims):
             self.unsorted_values[node] = unsorted
         elif unsorted.node.op == "call_function":  # ``node`` is changed in place, so that an output keeps its name
@@ -182,8 +181,8 @@ class _Unsorter:
         """Return the value that can take the place of ``node`` if ``node`` is an index operator that brings rows
         (tokens) back from the order of the sort ``self.sort`` to their original order; ``None`` for any other node.
 
-        The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
-        that this value does not depend on the order of the sort.
+        The result has a graph node whose rows were never sorted. Its ``dims`` are ``(None,)``: the value does not
+        depend on the order of the sort.
         """
         found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.unsorted_values:
@@ -195,8 +194,8 @@ class _Unsorter:
         """Return the value that can take the place of ``node`` if ``node`` writes all rows (tokens), which the sort
         ``self.sort`` has moved, to their original positions in a tensor of the same shape; ``None`` for any other node.
 
-        The result holds a graph node, which has the same rows without any sort, and ``dims`` ``(None,)``, which says
-        that this value does not depend on the order of the sort.
+        The result has a graph node whose rows were never sorted. Its ``dims`` are ``(None,)``: the value does not
+        depend on the order of the sort.
         """
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
@@ -281,9 +280,8 @@ class _Unsorter:
 
     def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """Append an ``index_add`` of rows (tokens) in their original order to the graph, if ``node`` is an
-        ``index_add`` of rows that the sort ``self.sort`` has moved. Return its graph node, together with ``dims``
-        ``(None,)``, which says that its value does not depend on the order of the rows; return ``None`` for other
-        nodes.
+        ``index_add`` of rows that the sort ``self.sort`` has moved. Return its graph node; the ``dims`` of the result
+        are ``(None,)``, because its value does not depend on the order of the rows. Return ``None`` for other nodes.
 
         If each position occurs equally often and in order, a sum takes the place of the ``index_add``. ``build``
         appends operators.
@@ -452,10 +450,10 @@ _PRODUCT = ops.expert_mm.default
 
 
 def keep_rows_sorted(block: Block) -> Block:
-    """Return a block equivalent to ``block`` (the graph of a piece of the model) that sorts rows (tokens) by expert
-    only once before several products with experts' matrices, and restores their order only once after them. Otherwise
-    every such product sorts its rows and restores their order. ``block`` itself is returned if no two products have the
-    same experts."""
+    """Return a block equivalent to ``block`` (the graph of a piece of the model) in which several products with
+    experts' matrices share one sort. In ``block``, every such product sorts its rows (tokens) by expert and restores
+    their order. In the result, rows are sorted once before the products, and their order is restored once after them.
+    ``block`` itself is returned if no two products have the same experts."""
     products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
     if max(products.values(), default=0) < 2:
         return block
@@ -514,9 +512,9 @@ class _Sorter:
             node.args, node.kwargs = replace_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
     def _sort_operand(self, node: fx.Node) -> fx.Node:
-        """Return the node that replaces ``node``, an operand of an operator that computes by expert, when rows (tokens)
-        are sorted by expert: a sorted copy if ``node`` has rows (or their expert numbers) from outside, otherwise
-        ``node`` itself.
+        """Return the node that replaces ``node`` when rows (tokens) are sorted by expert. ``node``: an operand of an
+        operator that computes by expert. If it has rows, or their expert numbers, from outside, the result is a sorted
+        copy, otherwise ``node`` itself.
         """
         if node is not self.keys and node not in self.region.entries:
             return node

@@ -145,9 +145,9 @@ def trace_expert_branches(branches: TracedBranches) -> Iterator[None]:
 
 
 class _BranchMode(TorchFunctionMode):
-    """A function mode that intercepts torch functions that list the rows (tokens) where a mask is true, count them, or
-    test whether there are any, so that forward can branch on the result in a trace. ``guards``: decides and records the
-    branches.
+    """A torch function mode that lets forward branch, in a trace, on the rows (tokens) that a mask selects. It
+    intercepts torch functions that list these rows, count them, or test whether there are any. ``guards``: decides and
+    records the branches.
     """
 
     def __init__(self, branches: TracedBranches) -> None:
@@ -183,9 +183,9 @@ class _BranchMode(TorchFunctionMode):
         return made
 
     def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Call ``func``, which lists the rows (tokens) where ``mask`` is true, and return its result. If ``mask`` is
-        that of an expert, ``func`` gets it through a marker operator, by which this place is found in the graph later,
-        and the number of rows is registered for branches.
+        """Call ``func``, which lists the rows (tokens) where ``mask`` is true, and return its result. If ``mask``
+        selects the rows of an expert, ``func`` gets it through a marker operator, by which this place is found in the
+        graph later, and the number of rows is registered for branches.
 
         ``kwargs``: further arguments of ``func``.
         """
@@ -332,9 +332,9 @@ def _is_same_node(node: fx.Node, chosen: fx.Node) -> bool:
 
 
 def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
-    """Return those of ``nodes``, in an exported graph, that are masks of the rows (tokens) of experts with even or odd
-    numbers. The caller replaces them by masks of zeros, as if no row had chosen these experts. A mask that is computed
-    from another such mask is left out.
+    """Return the masks among ``nodes``, operators of an exported graph, that select the rows (tokens) of experts with
+    even or odd numbers. The caller replaces them by masks of zeros, as if no row had chosen these experts. A mask that
+    is computed from another such mask is left out.
 
     Args:
         parity: 0 for the experts with even numbers, 1 for those with odd numbers.

@@ -45,10 +45,10 @@ class TracedLoops:
     """Record of the loops of forward, in one trace, over the experts that some row (token) chose.
 
     ``leaves_out``: 0 or 1 if the trace skips the iterations of experts with even or odd numbers; ``None`` if it skips
-    none. ``num_loops`` counts the loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
-    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``iterations``: by
-    the ``id`` of each tensor that forward got as a loop index, (the tensor, its expert number). ``branches`` records
-    branches on whether an expert has rows; ``None`` if these are not traced."""
+    none. ``num_loops``: the number of loops. ``left_early``: whether forward left a loop by ``break`` or an exception.
+    ``changed``: whether masks that decide about iterations were changed in place afterwards. ``iterations``: ``id`` of
+    a tensor that forward got as a loop index -> (the tensor, its expert number). ``branches``: record of branches on
+    whether an expert has rows; ``None`` if these are not traced."""
 
     leaves_out: int | None = None
     num_loops: int = 0
@@ -205,9 +205,9 @@ def _is_iteration_mask(mask: Any) -> bool:
 
 
 def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
-    """Return (list of mask tensors, their dim of experts, first node that reduces them) if ``value`` lists the experts
-    that some row (token) chose, as ``nonzero`` of the masks' sum does; ``None`` otherwise. The list has one tensor for
-    each dtype to which the mask was cast.
+    """Return the masks from which ``value`` lists the experts that some row (token) chose, as ``nonzero`` of the masks'
+    sum does; ``None`` if ``value`` is no such list. The result is (list of mask tensors, index of their dim of experts,
+    first node that reduces them). The list has one tensor for each dtype to which the mask was cast.
     """
     mode, node = get_proxy_mode(), get_fx_node(value)
     if mode is None or node is None:

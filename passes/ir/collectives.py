@@ -104,9 +104,9 @@ ops = torch.ops.partition
 
 
 def _make_scaled_result(x: Tensor, dim: int, times: int, over: int) -> Tensor:
-    """Return an empty tensor for shape inference that stands for the result of a collective along one dim: the shape of
-    ``x``, with the size of ``dim`` multiplied by ``times`` (the number of ranks for an all-gather, otherwise 1) and
-    divided by ``over`` (the number of ranks for a reduce-scatter, otherwise 1).
+    """Return an empty tensor for shape inference, in place of the result of a collective along one dim. It has the
+    shape of ``x``, with the size of ``dim`` multiplied by ``times`` and divided by ``over``. ``times``: the number of
+    ranks for an all-gather, otherwise 1. ``over``: the number of ranks for a reduce-scatter, otherwise 1.
     """
     shape = list(x.shape)
     shape[dim] = shape[dim] * times // over
@@ -115,10 +115,9 @@ def _make_scaled_result(x: Tensor, dim: int, times: int, over: int) -> Tensor:
 
 def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Return empty results of attention for shape inference: the output ``[b, h, s, d_v]``, and ``[b, h, s]``, the
-    logsumexp of each query's scores.
+    logsumexp of each query's scores. The operator's other arguments are not read.
 
-    ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` (batch, heads, positions, width) of one rank. The
-    operator's other arguments are not read.
+    ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` (batch, heads, positions, width) of one rank.
     """
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     return _make_position_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
@@ -128,8 +127,8 @@ def _create_attention_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty gradients of queries, keys and values ``[b, h, s, d]``, for shape inference of attention's backward.
-    ``grad``: the gradient of the result, which is not read. ``q``, ``k``, ``v``: queries, keys and values of one rank.
-    The operator's other arguments are not read.
+    The operator's other arguments are not read. ``grad``: the gradient of the result, which is not read. ``q``, ``k``,
+    ``v``: queries, keys and values of one rank.
     """
     return (
         _make_position_major(q, q.shape[-1]),
@@ -144,10 +143,10 @@ def create_scored_gradients(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return empty gradients of queries, keys, values and ALiBi slopes of an attention with changed scores, for shape
     inference of its backward. The gradient of the slopes has no elements unless the last of ``options`` is true, which
-    says that the slopes are trained.
+    says that the slopes are trained. The operator's other arguments are not read.
 
     ``q``, ``k``, ``v``: queries, keys and values ``[b, h, s, d]`` of one rank. ``slopes`` ``[h]``: the slope of each
-    head; ``None`` for none. The operator's other arguments are not read.
+    head; ``None`` for none.
     """
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     like = q.new_empty(0, dtype=sums) if slopes is None else slopes
@@ -187,9 +186,10 @@ def _make_gathered_products(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], dim: int, axis: str, size: int, pieces: int
 ) -> list[Tensor]:
     """Return empty results of ``gather_products`` for shape inference: the tensor that an all-gather joins from the
-    ranks' shards, and one product ``[rows, out]`` of its rows with each of ``weights`` ``[in, out]``. ``x``: one rank's
-    shard. ``dim``: the dim along which shards are joined. ``size``: the number of ranks. The other arguments are not
-    read.
+    ranks' shards, and one product ``[rows, out]`` of its rows with each of ``weights`` ``[in, out]``. The other
+    arguments are not read.
+
+    ``x``: one rank's shard. ``dim``: the dim along which shards are joined. ``size``: the number of ranks.
     """
     whole = _make_scaled_result(x, dim, size, 1)
     return [whole, *(whole.new_empty((whole.numel() // whole.shape[-1], w.shape[1])) for w in weights)]

@@ -183,8 +183,8 @@ def _allocates_result(node: fx.Node) -> bool:
 
 
 def _infer_matching_value(new_node: fx.Node, old: fx.Node, *, strides: bool) -> bool:
-    """Compute the fake result of the new node ``new_node``, store it in ``new_node.meta["val"]``, and return whether
-    its shape and dtype equal those of ``old``, the node that it is to replace.
+    """Compute the fake result of the new node ``new_node``, store it in ``new_node.meta["val"]``, and return whether it
+    has the shape and dtype of the result of ``old``, the node that it is to replace.
 
     Args:
         strides: whether the strides must be equal too.

@@ -26,9 +26,10 @@ _MAX_CACHED_RESULTS = 1 << 14
 
 
 def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of the operator ``target`` on meta tensors, which have shapes and dtypes but no elements.
+    """Return the result of the operator ``target`` on meta tensors, which have shapes and dtypes but no elements. The
+    result is cached and may be shared: do not change it.
 
-    ``args``, ``kwargs``: its arguments, with meta tensors. The result is cached and may be shared: do not change it.
+    ``args``, ``kwargs``: its arguments, with meta tensors.
     """
     if target is operator.getitem and isinstance(args[0], tuple | list):
         return args[0][args[1]]  # builds no key of the other items, which may be hundreds

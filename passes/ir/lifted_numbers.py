@@ -109,12 +109,12 @@ class LiftScope:
         return NotLiftable(self.problem)
 
     def decide(self, expression: Expression, outcome: bool) -> bool:
-        """Record a condition on numbers that forward branches on, and return its outcome.
+        """Record a condition on numbers that forward branches on, and return its outcome. The outcome is recorded and
+        returned inverted if the condition is in ``flipped``, the conditions whose other branch is to be traced.
 
         ``expression``: the condition as a nested tuple, such as ``("gt", ("given", "beta"), ("number", 0))``, which
         says that the input ``beta`` is greater than 0. ``outcome``: its outcome for the numbers of the batch for which
-        the plan is made. The outcome is recorded and returned inverted if the condition is in ``flipped``, the
-        conditions whose other branch is to be traced.
+        the plan is made.
         """
         outcome = outcome != (expression in self.flipped)
         guard = Guard(expression, outcome, self.find_line().strip(" ()"))
@@ -284,10 +284,10 @@ class LiftedNumber:
         return self._compare_with_value("ne", other)
 
     def _compare_with_value(self, name: str, other: Any) -> Any:
-        """Compare this number with ``other``: return a tensor for a tensor, or the recorded outcome for a number.
+        """Compare this number with ``other``: return a tensor for a tensor, or the recorded outcome for a number. The
+        outcome is that for the number in the batch for which the plan is made.
 
-        ``name``: the comparison, such as ``lt``. The outcome is that for the number in the batch for which the plan is
-        made.
+        ``name``: the comparison, such as ``lt``.
         """
         if isinstance(other, Tensor):
             return getattr(torch, name)(_match_number_dtype(self, [other]), other)
@@ -563,8 +563,8 @@ def _make_new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = Non
 
 
 def _add_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same as ``function`` (torch's ``add`` or ``sub``), but whose argument ``alpha``
-    can be a lifted number (a Python number that is traced as a tensor).
+    """Return a function like ``function`` (torch's ``add`` or ``sub``) whose argument ``alpha`` may be a lifted number
+    (a Python number that is traced as a tensor).
     """
 
     def scaled(x: Tensor, other: Any, *, alpha: Any = 1, **kwargs: Any) -> Any:
@@ -610,8 +610,8 @@ def trace_number_functions() -> Iterator[None]:
 
 
 def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same as ``original``, a function of ``math``, and also accepts lifted numbers
-    (Python numbers that are traced as tensors).
+    """Wrap ``original``, a function of Python's module ``math``, so that it also accepts lifted numbers (Python numbers
+    that are traced as tensors), and return the wrapper.
 
     ``name``: the operator that is applied if an argument is lifted, such as ``sqrt``; otherwise ``original`` is called.
     """
@@ -631,15 +631,15 @@ def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[...
 
 
 def _wrap_extreme_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same as Python's ``min`` or ``max`` and also accepts lifted numbers (Python
-    numbers that are traced as tensors).
+    """Wrap Python's ``min`` or ``max`` so that it also accepts lifted numbers (Python numbers that are traced as
+    tensors), and return the wrapper.
 
     ``name``: ``min`` or ``max``. ``original``: the function itself, which is called if no value is lifted.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Return the smallest or largest of the given values, as ``min`` or ``max`` do; it is a lifted number (a Python
-        number that is traced as a tensor) if one is among them."""
+        """Return the smallest or largest of the given values, as ``min`` or ``max`` do. If a lifted number (a Python
+        number that is traced as a tensor) is among the values, the result is a lifted number, too."""
         values = args
         if len(args) == 1 and isinstance(args[0], tuple | list):
             values = tuple(args[0])

@@ -50,8 +50,8 @@ class AffinePart:
 def find_affine_parts(
     graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]
 ) -> dict[fx.Node, AffinePart]:
-    """Return a dict from every placeholder and operator of ``graph`` to how its value depends on ``inputs``: whether
-    the value depends on them, and whether the value is zero if they are all zero.
+    """Return how the values in ``graph`` depend on ``inputs``: placeholder or operator -> two flags: whether its value
+    depends on ``inputs``, and whether it is zero if all of them are zero.
 
     Raises :class:`NotAffine` if an operator reads a value that depends on ``inputs`` and is not linear in it.
 

@@ -122,8 +122,8 @@ def list_node_sizes(node: fx.Node) -> list[int]:
 
 
 def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
-    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators. Return three values: the new graph, a
-    dict from old to new node names, and a dict from the name of each added constant to its value.
+    """Rewrite ``graph`` into a new graph in which ``rules`` replace operators. Return three values: the new graph; a
+    dict: old node name -> new node name; and a dict: name of an added constant -> its value.
 
     Every operator needs a meta tensor in ``node.meta["val"]`` and has one afterwards. Unused operators are removed;
     placeholders stay.

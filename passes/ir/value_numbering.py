@@ -77,8 +77,8 @@ def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ())
     It covers operators, constants, shapes, dtypes, the data flow between the operators, and which operands are equal.
 
     Args:
-        outputs: those of ``nodes`` that operators outside of ``nodes`` read; sequences with different outputs have
-            different descriptions.
+        outputs: the operators in ``nodes`` whose results are read outside of ``nodes``; sequences with different
+            outputs have different descriptions.
     """
     index: dict[fx.Node, int] = {}
     states: dict[fx.Node, int] = {}

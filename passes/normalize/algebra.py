@@ -30,11 +30,11 @@ def _scale_by_factor(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
 
 def make_product_sum_rule(product: Any) -> Rule:
     """Return the function that rewrites an operator ``beta * c + alpha * product(a, b)``, such as ``addmm``, as a
-    product and a separate sum.
+    product and a separate sum. The returned function returns ``KEEP`` (the operator stays) if ``c`` is an integer
+    tensor and ``alpha`` or ``beta`` is not an integer. Torch rounds the two numbers in this case, which separate
+    operators would not do.
 
-    ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``. The returned function returns
-    ``KEEP`` (the operator stays) if ``c`` is an integer tensor and ``alpha`` or ``beta`` is not an integer. Torch
-    rounds the two numbers in this case, which separate operators would not do.
+    ``product``: the operator that multiplies, such as ``aten.mm.default`` for ``addmm``.
     """
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:

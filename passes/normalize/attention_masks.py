@@ -52,10 +52,9 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
     """Replace attention masks in ``graph``, in place, by arguments of the attention operator. A mask is replaced if
     each query sees the keys in a range of positions around its own, either all of them or only those in its own
     document (several documents may be packed in one sequence). The range must be constant; the documents may depend on
-    data.
+    data. Attention with any other mask is left unchanged.
 
-    ``constants``: placeholder name -> value, of the constants that the graph reads. Attention with any other mask is
-    left unchanged.
+    ``constants``: placeholder name -> value, of the constants that the graph reads.
     """
     evaluator = MaskEvaluator(constants)
     kinds: dict[tuple[fx.Node, int], Band | DocumentMask | None] = {}
@@ -109,10 +108,10 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
 def _replace_mask_by_documents(
     graph: fx.Graph, node: fx.Node, mask: DocumentMask, ids: dict[DocumentKey, fx.Node]
 ) -> bool:
-    """Replace the attention ``node`` of ``graph``, whose mask ``mask`` shows keys of the query's own document only, by
-    the operator ``partition::document_attention``, in place, and return whether that was done. Leave it unchanged if
-    its operands are not ``[batch, heads, positions, width]``, if it has different numbers of queries and keys, or if
-    its result is an output of the model.
+    """Replace the attention ``node`` of ``graph`` by the operator ``partition::document_attention``, in place, and
+    return whether that was done. The mask ``mask`` of the attention shows only keys of the query's own document. The
+    attention stays unchanged if its operands are not ``[batch, heads, positions, width]``, if it has different numbers
+    of queries and keys, or if its result is an output of the model.
 
     ``ids``: a cache: key of a document mask -> node ``[batch, positions]`` of document ids; a new one is added.
     """
@@ -128,9 +127,9 @@ def _replace_mask_by_documents(
 
 
 def replace_by_band_attention(graph: fx.Graph, node: fx.Node, band: Band) -> bool:
-    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::band_attention``, and
-    return whether that was done: it is not if the operands do not suit (see :func:`is_plain_attention`). ``band``: how
-    many positions before and after its own a query sees.
+    """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::band_attention``.
+    Return ``False``, without a change, if the operands do not suit: they must have four dims (batch, heads, positions,
+    width) and equal batch sizes. ``band``: how many positions before and after its own a query sees.
     """
     if not is_plain_attention(node):
         return False
@@ -180,9 +179,9 @@ def classify_mask(value: Value | None, queries: int, keys: int) -> Band | Docume
     range of positions around its own (without limits: all keys), a :class:`DocumentMask` if they are the keys of its
     own document in such a range. Return ``None`` for any other mask.
 
-    ``value``: a description of the mask's elements: a tensor, conditions that must all hold where a key is shown, or
-    one number where such conditions hold and another elsewhere; ``None`` if nothing is known. ``queries``, ``keys``:
-    the numbers of queries and of keys.
+    ``value``: a description of the mask's elements: a tensor; conditions that must all hold where a key is shown; or
+    two numbers, one where such conditions hold and another elsewhere. ``None`` if nothing is known. ``queries``,
+    ``keys``: the numbers of queries and of keys.
     """
     if value is None:
         return None
@@ -345,11 +344,12 @@ def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> B
 
 
 def find_visibility_conditions(choice: ConditionalValue) -> tuple[Condition, ...] | None:
-    """Return conditions that all hold at exactly those attention scores that an additive mask does not hide.
+    """Return the conditions under which an additive mask shows an attention score: the mask shows the scores at which
+    all conditions hold, and hides all others.
 
-    An additive mask is 0 at shown scores and -6e4 or less at hidden ones. ``choice``: the mask: one number where its
-    conditions hold, another one elsewhere. Return ``None`` if these numbers are not those of an additive mask, or if
-    the conditions cannot be negated.
+    An additive mask is 0 at shown scores and -6e4 or less at hidden ones. Return ``None`` if ``choice`` has other
+    numbers, or if its conditions cannot be negated. ``choice``: the mask: one number where its conditions hold, another
+    one elsewhere.
     """
     if choice.shown == 0 and choice.hidden <= MASKED:
         return choice.terms

@@ -170,8 +170,9 @@ class MaskEvaluator(ConstantEvaluator):
 
     def _find_exchanged(self, node: fx.Node) -> GatheredValue | None:
         """Return a :class:`GatheredValue` (a description of an integer tensor by elements of another tensor) for
-        ``node``. The other tensor is an earlier node that has the same elements with the last two dims exchanged, as
-        ``position // chunk`` for keys and for queries. Return ``None`` if there is no such node."""
+        ``node``. The other tensor is an earlier node that has the same elements with the last two dims exchanged. For
+        example, a model may compute ``position // chunk`` once for keys and once for queries. Return ``None`` if there
+        is no such node."""
         sizes = _align_sizes(list_node_sizes(node))
         for other in self._described.get((node.target, sizes[:-2] + sizes[:-3:-1]), ()):
             if is_exchanged_value(node, other, self.values):
@@ -357,9 +358,9 @@ _ORDERS = frozenset(getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt
 
 
 def _keeps_bounds(node: fx.Node, args: tuple[Any, ...], masks: Sequence[ConditionalValue]) -> bool:
-    """Return whether the result of the operator ``node`` may be computed from an upper bound on the numbers by which an
-    additive mask hides scores. If ``node`` compares the mask with a larger number, the result is then exact; otherwise
-    it is an upper bound on the result.
+    """Some additive masks are known only by an upper bound on the numbers with which they hide scores. Return whether
+    the result of the operator ``node`` may be computed from this bound. It is then exact if ``node`` compares the mask
+    with a larger number, and otherwise an upper bound on the result.
 
     ``args``: the values of the operands. ``masks``: the operands that are masks.
     """
@@ -375,8 +376,9 @@ def _keeps_bounds(node: fx.Node, args: tuple[Any, ...], masks: Sequence[Conditio
 def _combine_choices(
     masks: Sequence[ConditionalValue], compute: Callable[[Sequence[Tensor]], Tensor], rank: int
 ) -> Value:
-    """Return the result of an operator on ``masks``, each of which has one number where conditions hold and another
-    elsewhere, in this form, with the conditions of all masks. Raise :class:`UnknownValueError` if it has no such form.
+    """Return the result of an operator on ``masks``. Each mask has one number where its conditions hold and another
+    elsewhere. The result has this form, too, with the conditions of all masks. Raise :class:`UnknownValueError` if that
+    is impossible.
 
     Wherever not all conditions hold, the operator must give a single number, or numbers that hide a score (-6e4 or
     less). A mask with a single condition may also be used in the equivalent form with the negated condition and
@@ -531,8 +533,8 @@ def _look_up(node: fx.Node, table: Any, indices: list[Any]) -> DataSum | None:
 
 def _look_up_along(node: fx.Node, table: Any, dim: int, index: Any) -> DataSum | None:
     """Return a description of the result of ``node``, a ``gather`` or ``index_select`` from a table of the graph along
-    ``dim``, as a :class:`DataSum` with one term. ``index``: the value of the index, which must depend on data. Return
-    ``None`` for other indices, or if the result differs from the table in the size of another dim."""
+    ``dim``, as a :class:`DataSum` with one term. Return ``None`` if the index does not depend on data, or if the result
+    differs from the table in the size of another dim. ``index``: the value of the index."""
     sizes, found = list_node_sizes(node.args[0]), list_node_sizes(node)  # type: ignore[arg-type]
     along = dim % len(sizes)
     if any(a != b for d, (a, b) in enumerate(zip(sizes, found, strict=True)) if d != along):

@@ -30,8 +30,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
-    """Return a copy of ``graph`` without composite operators, and a dict from each node name in ``graph`` to the name
-    in the copy. If there are none, ``graph`` itself is returned.
+    """Return a copy of ``graph`` without composite operators, and a dict: node name in ``graph`` -> name in the copy.
+    If there are none, ``graph`` itself is returned.
 
     A composite operator is one that torch defines by other operators. It is replaced by these, unless it has a
     sharding rule of its own. ``known``: further operators that stay, because a later rewrite handles them.
@@ -109,11 +109,12 @@ def _is_valid_replacement(graph: fx.Graph) -> bool:
 
 def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """Append the operators by which torch defines the operator ``build.node`` to the rewritten copy of its graph, and
-    return the node of the result, or a tuple of nodes.
+    return the node of the result, or a tuple of nodes. Return ``KEEP`` (the operator stays) if the definition cannot be
+    traced, because it reads numbers out of tensors or has no meta kernel, or if it has more than 4096 nodes or writes
+    to its operands.
 
     ``build``: appends operators to the copy. ``args``, ``kwargs``: the operator's arguments, with nodes in place of
-    tensors. Return ``KEEP`` (the operator stays) if the definition cannot be traced, because it reads numbers out of
-    tensors or has no meta kernel, or if it has more than 4096 nodes or writes to its operands.
+    tensors.
     """
     node = build.node
     assert node is not None

@@ -41,8 +41,8 @@ from partitioner.passes.ops.scored_attention import scored_ops
 
 
 class PairDims(NamedTuple):
-    """The dims of a tensor that a mask condition reads, where the condition compares the element at a query's position
-    with the element at a key's position, as ``ids[query] == ids[key]`` does.
+    """The dims by which a mask condition such as ``ids[query] == ids[key]`` reads a tensor. It compares the element at
+    a query's position with the element at a key's position.
 
     ``position``: the index of the tensor's dim of positions. ``batch``: the index of its dim of batch rows; ``None`` if
     all rows read the same elements. ``span``: the first position that is read, and the one after the last; ``None`` for
@@ -88,8 +88,8 @@ class DocumentMask(NamedTuple):
     chunks: Chunks | None = None
 
     def key(self, rows: int) -> DocumentKey:
-        """Return a hashable key for a cache of document ids ``[rows, positions]``: everything in this attention mask on
-        which these integers depend. ``rows``: the batch size."""
+        """Return a hashable key of the parts of this attention mask that determine the document ids ``[rows,
+        positions]``. It is used in a cache of document ids. ``rows``: the batch size."""
         return self.ids, self.chunks, rows
 
 
@@ -146,8 +146,8 @@ def _compare_within(
     term: DataComparison | SumComparison, ids: fx.Node, dims: PairDims, length: int
 ) -> Comparison | None:
     """Return a comparison of constants that can replace the mask condition ``term``, which compares integers that
-    depend on data: for a query and a key of one document, both are true or both are false. Return ``None`` if there is
-    none.
+    depend on data. For every query and key of one document, the comparison is true exactly if ``term`` is true. Return
+    ``None`` if there is none.
 
     ``ids``: the node of the document ids. ``dims``: the dims of ``ids`` that the mask reads. ``length``: the number of
     queries, equal to the number of keys.
@@ -259,9 +259,9 @@ def _depends_on_ids(node: fx.Node, ids: fx.Node, dim: int) -> bool:
 
 
 def _find_pair_dims(one: GatheredValue, other: GatheredValue, length: int) -> PairDims | None:
-    """Return which dims of a tensor the comparison of two of its elements reads, as in ``ids[query] == ids[key]``: one
-    element must be at the query's position, the other at the key's position, in the same batch row. Return ``None`` for
-    any other comparison.
+    """Return by which dims of a tensor a comparison of two of its elements, such as ``ids[query] == ids[key]``, selects
+    the elements. One element must be at the query's position, the other at the key's position, in the same batch row.
+    Return ``None`` for any other comparison.
 
     ``one``, ``other``: the compared elements, described by index tensors with the dims ``[batch, heads, queries,
     keys]``. ``length``: the number of queries, equal to the number of keys.
@@ -513,15 +513,15 @@ def set_document_lengths(captured: Captured, lengths: Sequence[int], inputs: Map
     """Store the typical lengths of documents in the attention operators of ``captured`` (a model as one graph) that
     work within packed documents, in place, and return these lengths. Only the cost model reads them.
 
-    ``lengths``: the numbers of positions of typical documents. If it is empty, lengths are counted in ``inputs``,
-    tensors by the path of the model input, such as ``input_ids``. Where documents are divided into chunks of positions,
-    the lengths are those of the pieces. Return an empty tuple if there is no such operator, if the inputs are meta
-    tensors, or if the document ids depend on more than inputs and constants. If nothing was given and operators have
-    different lengths, return those of the first operator whose documents depend on data.
+    ``lengths``: the numbers of positions of typical documents. If it is empty, lengths are counted in ``inputs``: path
+    of a model input, such as ``input_ids`` -> tensor. Where documents are divided into chunks of positions, the lengths
+    are those of the chunks. The result is empty if there is no such operator, if the inputs are meta tensors, or if the
+    document ids depend on more than inputs and constants. If operators have different counted lengths, the result is
+    the lengths of the first operator whose documents depend on data.
 
-    Some attention is causal, or in a window, except for a prefix: marked keys that queries of their document see
-    outside of this range, too. For such an operator, also store the mean number per row of pairs of a query and a key
-    that it sees because of the prefix alone, counted in ``inputs``; -1 if it is unknown.
+    An attention may have a prefix: marked keys that all queries of their document see, although the attention is causal
+    or in a window otherwise. For such an operator, also store the mean number, per row, of pairs of a query and a key
+    that are visible because of the prefix alone, counted in ``inputs``; -1 if it is unknown.
     """
     nodes = list_document_attentions(captured.graph)
     evaluator = ConstantEvaluator(_list_known_values(captured, inputs))
@@ -548,8 +548,8 @@ def _get_argument_position(node: fx.Node, name: str) -> int:
 
 
 def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a dict from placeholder name to value, for the constants of ``captured`` (a model as one graph) and for
-    its inputs of which ``inputs`` has a sample. A sample is repeated to the shape that the input has in the graph.
+    """Return the values of the constants of ``captured`` (a model as one graph), and of its inputs of which ``inputs``
+    has a sample: placeholder name -> value. A sample is repeated to the shape that the input has in the graph.
     ``inputs``: path of a model input, such as ``input_ids`` -> sample."""
     specs = {i.value: i for i in captured.inputs}
     values = {}
@@ -566,7 +566,7 @@ def _list_known_values(captured: Captured, inputs: Mapping[str, Tensor]) -> dict
 
 def _count_prefix_pairs(evaluator: ConstantEvaluator, node: fx.Node) -> int:
     """Return the mean number, per row of the batch, of query-key pairs that the attention ``node`` computes only
-    because of its prefix; -1 if it is unknown. The prefix is a set of keys that the queries of their document see in a
+    because of its prefix; -1 if it is unknown. The prefix is a set of keys. The queries of their document see them in a
     wider range of positions than other keys. ``evaluator``: computes the value of a node from constants and given
     inputs."""
     ids, prefix = node.args[3:5]
@@ -607,11 +607,12 @@ def _repeat_rows(value: Tensor, shape: tuple[int, ...]) -> Tensor | None:
 
 def _cut_documents(evaluator: ConstantEvaluator, ids: fx.Node, lengths: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths of documents, in positions, after each document is cut at the ends of chunks of positions.
+    Chunks of positions that depend on data start anew in each document. The result is empty if ``lengths`` is empty and
+    there are no chunks.
 
     ``lengths``: the lengths before; if it is empty, each row is one document. ``ids``: the node ``[batch, positions]``
-    of the document ids, which may contain numbers of chunks. Chunks of positions that depend on data start anew in each
-    document. ``evaluator``: computes the value of a node from constants and given inputs. The result is empty if
-    ``lengths`` is empty and there are no chunks.
+    of the document ids, which may contain numbers of chunks. ``evaluator``: computes the value of a node from constants
+    and given inputs.
     """
     found, row, pieces = list(lengths), list_node_sizes(ids)[1], list[int]()
     for size, numbers in sorted(_list_chunk_sizes(evaluator, ids), key=lambda each: each[1] is not None):
@@ -626,9 +627,9 @@ def _cut_documents(evaluator: ConstantEvaluator, ids: fx.Node, lengths: Sequence
 
 
 def _list_chunk_sizes(evaluator: ConstantEvaluator, ids: fx.Node) -> list[tuple[int, list[int] | None]]:
-    """Return a list with two values for each floor division ``numbers // size`` by which the document ids ``ids``
-    divide a row into chunks: the size of a chunk, in positions; and the list of the divided numbers of a row, or
-    ``None`` if they depend on data. ``evaluator``: computes the value of a node from constants and given inputs."""
+    """Return a pair for each floor division ``numbers // size`` by which the document ids ``ids`` divide a row into
+    chunks: the size of a chunk, in positions; and the numbers of a row that are divided, or ``None`` if they depend on
+    data. ``evaluator``: computes the value of a node from constants and given inputs."""
     while ids.target in (aten.reshape.default, aten.expand.default, aten.permute.default, aten.to.dtype):
         ids = ids.args[0]  # type: ignore[assignment]
     if ids.target is document_ops.combine_ids.default:
@@ -644,9 +645,10 @@ def _list_chunk_sizes(evaluator: ConstantEvaluator, ids: fx.Node) -> list[tuple[
 
 
 def _count_documents(evaluator: ConstantEvaluator, ids: fx.Node) -> tuple[int, ...]:
-    """Return the lengths of documents, in positions: those of the runs of equal integers in ``ids``, row by row in the
-    batch, until at least 256 are found. Return an empty tuple if the integers are unknown. ``ids``: the node ``[batch,
-    positions]`` of the document ids. ``evaluator``: computes the value of a node from constants and given inputs."""
+    """Return the lengths of documents, in positions. A document is a run of equal integers in ``ids``; rows of the
+    batch are read until at least 256 documents are found. Return an empty tuple if the integers are unknown. ``ids``:
+    the node ``[batch, positions]`` of the document ids. ``evaluator``: computes the value of a node from constants and
+    given inputs."""
     found = evaluator.find_value(ids)
     if not isinstance(found, Tensor):
         return ()

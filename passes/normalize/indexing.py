@@ -88,9 +88,10 @@ def _reshape_unless_equal(build: Builder, flat: fx.Node, sizes: list[int]) -> fx
 
 def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
     """Return the node of the sum (``mode`` 0), mean (1) or maximum (2) of ``rows`` ``[bags, size, width]`` over dim 1.
+    A bag in which no row counts gives 0.
 
     ``build``: appends operators to the graph. ``kept``: a node ``[bags, size]``, true for the rows that count; ``None``
-    means all. A bag in which no row counts gives 0.
+    means all.
     """
     left_out = None
     if kept is not None:
@@ -172,10 +173,10 @@ def _rewrite_slice_write(build: Builder, target: Any, x: fx.Node, dim: int, inde
 def _find_slice_indices(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
     """Return a vector of indices along ``dim``, as a node, if the index tensor ``index`` is this vector expanded over
     the other dims, as ``v.view(-1, 1).expand(n, m)`` is for dim 0. The ``scatter`` or ``gather`` of ``x`` that reads
-    ``index`` then writes or reads whole slices of ``x``.
+    ``index`` then writes or reads whole slices of ``x``. Return ``None`` if ``index`` is not such an expansion to the
+    sizes of ``x``.
 
-    ``build``: appends operators to the graph. Return ``None`` if ``index`` is not such an expansion to the sizes of
-    ``x``.
+    ``build``: appends operators to the graph.
     """
     sizes, rank = list_node_sizes(index), len(list_node_sizes(index))
     if rank < 2 or index.target not in _VIEWS or get_node_tensor(index).dtype != torch.int64:

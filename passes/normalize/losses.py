@@ -377,12 +377,11 @@ def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
 
 
 def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
-    """Return a node with the scores of which ``logs`` is the ``log_softmax`` along ``dim``, in the shape and dtype of
-    ``logs``. Reshapes and slices between the ``log_softmax`` and ``logs`` that leave ``dim`` whole are applied to the
-    scores.
+    """If ``logs`` is a ``log_softmax`` along ``dim``, return a node with its operand, the scores, in the shape and
+    dtype of ``logs``. Reshapes and slices between the ``log_softmax`` and ``logs`` that leave ``dim`` whole are applied
+    to the scores. Return ``None`` if ``logs`` was not computed in this way, or if more than one operator reads it.
 
-    ``build``: appends operators to the graph. Return ``None`` if ``logs`` was not computed in this way, or if more than
-    one operator reads it.
+    ``build``: appends operators to the graph.
     """
     if len(logs.users) > 1:
         return None

@@ -348,9 +348,9 @@ def compare_sums(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] 
 
 
 def _compare_magnitude(compare: str, a: DataSum, b: DataSum) -> tuple[Condition, ...] | None:
-    """Return conditions that all hold exactly where ``compare(a, b)`` is true, if one of ``a`` and ``b`` is the
-    absolute value of a sum of integers and the other is a number. Return ``None`` for other operands, or if one list of
-    conditions that must all hold cannot express it, as for ``abs(x) > 2``."""
+    """Express ``compare(a, b)`` by conditions: the comparison is true exactly where all of them hold. One of ``a`` and
+    ``b`` must be the absolute value of a sum of integers, the other a number. Return ``None`` for other operands, or if
+    the comparison is no conjunction of conditions, such as ``abs(x) > 2``."""
     if not a.is_magnitude:
         a, b, compare = b, a, {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(compare, compare)
     if b.is_magnitude or b.parts or any(c.numel() != 1 for c in b.constants):

@@ -182,7 +182,7 @@ def _list_result_names(graph: fx.Graph) -> list[str]:
 
 def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
     """Remove repeated nodes from the output node of ``graph``, in place, so that each result is returned once. Return a
-    dict from each name in ``results`` to the name of the node that has this result now.
+    dict: name in ``results`` -> name of the node that has this result now.
 
     ``results``: the names of the nodes that the graph returned before a pass changed it, in the order of its outputs.
     """

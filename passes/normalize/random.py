@@ -56,10 +56,10 @@ def _build_dropout(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.No
 
 def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """Replace a random operator of torch by operators that compute each element's random number from the element's
-    index in the whole tensor, and return the node of the result. All plans then draw the same numbers.
+    index in the whole tensor, and return the node of the result. All plans then draw the same numbers. Return ``KEEP``
+    (the operator stays) if this project has no such computation for the operator, or for these arguments.
 
-    ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of the replaced operator. Return
-    ``KEEP`` (the operator stays) if this project has no such computation for the operator, or for these arguments.
+    ``build``: appends operators to the graph. ``args``, ``kwargs``: the arguments of the replaced operator.
     """
     assert build.node is not None
     formula = find_sampling_function(build.node.target, args, kwargs)
@@ -89,9 +89,11 @@ def _create_sampler(build: Builder, given: Mapping[str, Any], result: Tensor) ->
 
 def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
     """Rewrite ``_standard_gamma`` as operators that compute each sample from the element's index in the whole tensor,
-    and return the node of the samples. ``build``: appends operators to the graph. ``concentration``: the node of the
-    shape parameter of each element's gamma distribution. ``generator``: if it is given, return ``KEEP`` (the operator
-    stays). The gradient with respect to ``concentration`` is torch's, by implicit differentiation."""
+    and return the node of the samples. The gradient with respect to ``concentration`` is torch's, by implicit
+    differentiation.
+
+    ``build``: appends operators to the graph. ``concentration``: the node of the shape parameter of each element's
+    gamma distribution. ``generator``: if it is given, return ``KEEP`` (the operator stays)."""
     if generator is not None:
         return KEEP
     sample = sample_gamma(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
@@ -103,9 +105,11 @@ def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None)
 
 def rewrite_dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
     """Rewrite ``_sample_dirichlet`` as operators that compute each sample from the element's index in the whole tensor,
-    and return the node of the samples. ``build``: appends operators to the graph. ``concentration``: the node of the
-    parameters of each Dirichlet distribution, along the last dim. ``generator``: if it is given, return ``KEEP`` (the
-    operator stays). The gradient with respect to ``concentration`` is torch's, by implicit differentiation."""
+    and return the node of the samples. The gradient with respect to ``concentration`` is torch's, by implicit
+    differentiation.
+
+    ``build``: appends operators to the graph. ``concentration``: the node of the parameters of each Dirichlet
+    distribution, along the last dim. ``generator``: if it is given, return ``KEEP`` (the operator stays)."""
     if generator is not None:
         return KEEP
     sample = random.sample_dirichlet(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
@@ -292,8 +296,8 @@ def make_alpha_dropout_rule(whole_channels: bool) -> Rule:
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
         """Append alpha dropout of ``x``, which keeps the mean and variance of its input, to the graph and return the
-        node of the result. ``build``: appends operators to the graph. ``p``: the probability of dropping an element or
-        channel. Return ``x`` itself if ``train`` is false or ``p`` is 0."""
+        node of the result. Return ``x`` itself if ``train`` is false or ``p`` is 0. ``build``: appends operators to the
+        graph. ``p``: the probability of dropping an element or channel."""
         if not train or p == 0:
             return x
         if p == 1:

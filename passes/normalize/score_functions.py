@@ -56,10 +56,10 @@ _Move = Callable[[Tensor], Tensor]
 # --- values of masks that are no masks of documents -------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class ElementSource:
-    """Says where the elements of a tensor come from: each is an element of a (usually smaller) tensor of the graph,
-    such as a vector with one flag for each key or one slope for each head.
+    """Describes a tensor each of whose elements is an element of another, usually smaller tensor of the graph, such as
+    a vector with one flag for each key or one slope for each head.
 
-    ``source``: the node of that tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
+    ``source``: the node of the other tensor. ``places``: for each dim of ``source``, an index tensor: the index of each
     element along this dim, with size 1 in every dim along which the index is constant.
     """
 
@@ -84,8 +84,8 @@ class FlaggedCondition:
     flags: ElementSource
 
     def map_tensors(self, move: _Move) -> FlaggedCondition:
-        """Return this condition of an attention mask for ``move(mask)``. ``move``: a function that rearranges the dims
-        of a tensor, such as a transpose.
+        """Return the condition for an attention mask whose dims ``move`` has rearranged, ``move(mask)``. ``move``: a
+        function that rearranges the dims of a tensor, such as a transpose.
         """
         terms = tuple(folding.map_condition(t, move) for t in self.terms)
         return FlaggedCondition(terms, self.flags.map_tensors(move))
@@ -320,9 +320,11 @@ def _evaluate_difference(node: fx.Node, a: Any, b: Any, alpha: int = 1) -> Any:
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Any:
     """Return a description of the elements of the comparison ``node`` of two constants, at least one of which is a
-    :class:`VectorSum` (a sum too large to create). ``a``, ``b``: descriptions of the two. The result is a tuple with
-    one :class:`Comparison`, in which everything that varies along the last dim only is on the left side, and the rest
-    on the right side. Return ``None`` for other operands.
+    :class:`VectorSum` (a sum too large to create). The result is a tuple with one :class:`Comparison`, in which
+    everything that varies along the last dim only is on the left side, and the rest on the right side. Return ``None``
+    for other operands.
+
+    ``a``, ``b``: descriptions of the two.
     """
     if not isinstance(a, VectorSum) and not isinstance(b, VectorSum):
         return None
@@ -390,8 +392,10 @@ def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
 
 def _move_dims(node: fx.Node, x: Any, *args: Any) -> Any:
     """Return a description of the elements of ``node``, an operator that rearranges the dims of its operand, such as a
-    transpose. ``x``: the description of the operand. Return ``None`` if it is a tensor or a form that does not belong
-    to attention scores, because other rules handle these. ``args``: the further arguments of the operator."""
+    transpose. Return ``None`` if ``x`` is a tensor or a form that does not belong to attention scores, because other
+    rules handle these.
+
+    ``x``: the description of the operand. ``args``: the further arguments of the operator."""
     if not isinstance(x, _DESCRIBED):
         return None
     if node.target in (aten.squeeze.dim, aten.squeeze.dims):
@@ -425,12 +429,11 @@ _SCORE_RULES: dict[Any, Callable[..., Any]] = {
 class ScoreForm(NamedTuple):
     """How an attention changes its scores, and which keys a query sees.
 
-    ``band``: the positions around its own that a query sees. ``documents``: the document ids, if a query sees keys of
-    its own document only; ``None`` if a row is one document. ``prefix``: the flags of a prefix, that is, keys that
-    queries of their document see in a wider range of positions than ``band``; ``None`` for none. It is a
-    :class:`DocumentMask` that has the node of the flags in place of document ids, and whose ``band`` is this
-    range. ``slopes``: for ALiBi, (node of a number for each head, factor); the slope of a head is the product of the
-    two. ``None`` for none.
+    ``band``: how many positions before and after its own a query sees. ``documents``: the document ids, if a query sees
+    keys of its own document only; ``None`` if a row is one document. ``prefix``: the prefix, keys that queries of their
+    document see in a wider range of positions; ``None`` for none. It is a :class:`DocumentMask`, with the node of the
+    prefix's flags in place of document ids, and the wider range as its ``band``. ``slopes``: for ALiBi, (node of a
+    number for each head, factor); the slope of a head is the product of the two. ``None`` for none.
     """
 
     band: Band
@@ -754,9 +757,10 @@ def _match_scores(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluat
 
 def _scale_mask(value: Any, factor: float) -> Any:
     """Return a mask or bias of attention scores times ``factor``, by which the model multiplies the sum of scores and
-    mask. ``value``: the mask or bias as a tensor or a description of its elements, such as a :class:`HeadBias`; the
-    result has the same form. Return ``None`` if ``factor`` is not positive, or if ``value`` is boolean or a tuple of
-    conditions.
+    mask. Return ``None`` if ``factor`` is not positive, or if ``value`` is boolean or a tuple of conditions.
+
+    ``value``: the mask or bias as a tensor or a description of its elements, such as a :class:`HeadBias`; the result
+    has the same form.
     """
     if factor == 1.0:
         return value
@@ -809,10 +813,10 @@ def _match_mask(node: fx.Node, found: _EagerAttention, evaluator: ScoreEvaluator
 
 # --- the rewrite ------------------------------------------------------------------------------------------------------
 def replace_score_functions(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-    """Replace certain attentions in ``graph``, in place, by ``partition::scored_attention``: those whose scores are
-    capped by ``tanh``, that have an ALiBi bias, or whose mask has a prefix (keys that all queries of their document
+    """Replace certain attentions in ``graph``, in place, by ``partition::scored_attention``: attentions whose scores
+    are capped by ``tanh``, with an ALiBi bias, or with a prefix in their mask (keys that all queries of their document
     see, although the mask is causal otherwise). A mask that only shows a range of positions, or the keys of the query's
-    document, is removed, as :func:`drop_constant_masks` does. Any other attention stays as it is.
+    document, is removed; operators for these masks take its place. Any other attention stays as it is.
 
     ``constants``: placeholder name -> value, of the constants that the graph reads.
     """
@@ -860,9 +864,9 @@ def _replace_masked(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, w
 
 def _replace_joined(graph: fx.Graph, node: fx.Node, evaluator: ScoreEvaluator, writer: _OperandWriter) -> bool:
     """Replace the scaled dot-product attention ``node`` of ``graph``, in place, by ``partition::document_attention`` if
-    its mask shows keys of the query's own document only. Batch and heads are one dim of its queries, keys and values;
-    the new operands have two. Return whether it was replaced. ``evaluator``: computes a description of the mask's
-    elements. ``writer``: inserts the document ids."""
+    its mask shows keys of the query's own document only. Its queries, keys and values have batch and heads in one dim;
+    in the new operands, they are two dims. Return whether the attention was replaced. ``evaluator``: computes a
+    description of the mask's elements. ``writer``: inserts the document ids."""
     given: Any = node.args
     mask: Any = given[3] if len(given) > 3 else node.kwargs.get("attn_mask")
     shapes = [list_node_sizes(x) for x in given[:3]]
@@ -928,10 +932,10 @@ def _replace_eager(graph: fx.Graph, softmax: fx.Node, evaluator: ScoreEvaluator,
 
 
 def _find_rows(masks: Sequence[Any], size: int) -> int | None:
-    """Return the batch size of an attention that has batch and heads in one dim of ``size`` elements: the number of
-    different rows of a data-dependent tensor that its ``masks`` read along this dim; 1 if they read the same elements
-    everywhere. Return ``None`` if the masks read different numbers of rows. ``masks``: descriptions of the elements of
-    the masks."""
+    """Return the batch size of an attention that has batch and heads in one dim of ``size`` elements. It is the number
+    of different rows that its ``masks`` read from a data-dependent tensor along this dim; 1 if they read the same
+    elements everywhere. Return ``None`` if the masks read different numbers of rows. ``masks``: descriptions of the
+    elements of the masks."""
     counts: set[int] = set()
     for mask in masks:
         _collect_row_counts(mask, size, counts)
@@ -939,9 +943,9 @@ def _find_rows(masks: Sequence[Any], size: int) -> int | None:
 
 
 def _collect_row_counts(value: Any, size: int, counts: set[int]) -> None:
-    """Add a number to ``counts`` for each index tensor in the description ``value`` of a mask ``[batch and heads,
-    queries, keys]`` that varies along the first dim alone: the number of different indices in it. ``size``: the size of
-    this dim."""
+    """Count the different indices in each index tensor that varies along the first dim alone, and add these numbers to
+    ``counts``. The index tensors are parts of ``value``, the description of a mask ``[batch and heads, queries,
+    keys]``. ``size``: the size of this dim."""
 
     def look(x: Tensor) -> Tensor:
         if x.dim() == 3 and x.shape[0] == size != 1 and x.numel() == size:

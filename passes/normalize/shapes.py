@@ -44,8 +44,8 @@ def rewrite_cast(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 def rewrite_reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Rewrite a view of ``x`` that keeps the order of its elements as one ``reshape``, and return its node; return
-    ``x`` if the view changes nothing. ``build``: appends operators to the graph; the shape is that of ``build.node``,
-    the replaced operator."""
+    ``x`` if the view changes nothing. ``build``: appends operators to the graph; ``build.node``, the replaced operator,
+    gives the shape."""
     assert build.node is not None
     sizes = list_node_sizes(build.node)
     while x.target is aten.reshape.default:
@@ -88,8 +88,8 @@ def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int
 
 def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     """Rewrite ``split`` or ``chunk`` of ``x`` along ``dim`` as ``split_with_sizes`` with explicit sizes, and return its
-    node. ``build``: appends operators to the graph; the sizes are those of the results of ``build.node``, the replaced
-    operator. ``sizes``: the replaced operator's argument (sizes or number of the pieces); not used."""
+    node. ``build``: appends operators to the graph; ``build.node``, the replaced operator, gives the sizes. ``sizes``:
+    the replaced operator's argument (sizes or number of the pieces); not used."""
     assert build.node is not None
     dim %= len(list_node_sizes(x))
     return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)

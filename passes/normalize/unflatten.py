@@ -40,10 +40,10 @@ def unflatten_dims(graph: fx.Graph) -> None:
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
     """Change ``graph`` in place: replace a matrix product whose rows are several dims flattened into one by a product
-    that keeps these dims separate.
+    that keeps these dims separate. Nothing changes if ``node`` does not follow such a product.
 
     ``node``: the ``reshape`` behind the product (and behind the addition of a bias, if there is one) that splits the
-    rows into the dims again; the new product takes its place. Any other ``reshape`` is left unchanged.
+    rows into the dims again; the new product takes its place.
     """
     sizes = list_node_sizes(node)
     value: Any = node.args[0]
@@ -81,10 +81,9 @@ def _is_bias(bias: Any, size: int) -> bool:
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
     """Change ``graph`` in place: replace a transpose of a tensor in which several dims are flattened into one by a
-    permutation of the separate dims.
+    permutation of the separate dims. Nothing changes if ``node`` does not follow such a transpose.
 
     ``node``: the ``reshape`` behind the transpose that splits the flattened dim again; the permutation takes its place.
-    Any other ``reshape`` is left unchanged.
     """
     moved: Any = node.args[0]
     order = _find_transpose_order(moved)
@@ -204,7 +203,7 @@ def _find_transpose_order(node: fx.Node) -> list[int] | None:
 
 def _split_dim_sizes(sizes: list[int], into: list[int]) -> list[list[int]] | None:
     """Return, for each dim of a reshape's operand, the list of sizes of the result's dims into which it is split.
-    ``sizes``: the operand's shape. ``into``: the result's shape. Return ``None`` if the reshape merges dims."""
+    Return ``None`` if the reshape merges dims. ``sizes``: the operand's shape. ``into``: the result's shape."""
     parts, rest = [], list(into)
     for size in sizes:
         part: list[int] = []

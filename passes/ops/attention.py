@@ -129,11 +129,12 @@ def list_ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band:
 
 @lru_cache(maxsize=4096)
 def count_max_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
-    """Return the largest number of query-key pairs that any rank has to compute, if a query sees the positions in
-    ``band``.
+    """Return the largest number of query-key pairs that any rank has to compute in an attention over a sharded
+    sequence.
 
     ``queries``, ``keys``: the number of each per rank. ``num_ranks``: the number of ranks that share the sequence.
-    ``zigzag``: each rank has one range of positions from each end of the sequence.
+    ``zigzag``: each rank has one range of positions from each end of the sequence. ``band``: how many positions before
+    and after its own position a query sees.
     """
     before, after = band
     most = 0
@@ -205,11 +206,11 @@ def list_tiles_between(
     queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], inner: Band, outer: Band
 ) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) of the pairs whose distance is within ``outer`` but not within
-    ``inner``. Attention with a prefix, keys that a query sees within ``outer``, computes these tiles for the keys of
-    the prefix in addition to those of ``inner``, in which it sees all keys.
+    ``inner``. They are needed for an attention with a prefix: a query sees the keys of the prefix within ``outer``, and
+    all other keys only within ``inner``.
 
-    ``queries``, ``keys``: ranges of positions in one sequence. ``inner`` and ``outer``: positions around a query's own;
-    ``inner`` has no position that ``outer`` lacks.
+    ``queries``, ``keys``: ranges of positions in one sequence. ``inner``, ``outer``: numbers of positions before and
+    after a query's own; ``inner`` lies inside ``outer``.
     """
     found: list[Tile] = []
     if inner.after not in (None, outer.after):
@@ -227,10 +228,9 @@ def list_tiles_between(
 def list_tiles_after(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]) -> tuple[Tile, ...]:
     """Return the tiles (rectangles of queries and keys) of the pairs whose key is after the query. Causal attention
     with a prefix, keys that every query sees, computes these tiles for the keys of the prefix in addition to those of
-    the causal mask.
+    the causal mask. No tile that needs a mask has more than 512 queries or 512 keys.
 
-    ``queries``, ``keys``: ranges of positions in one sequence. No tile that needs a mask has more than 512 queries or
-    512 keys.
+    ``queries``, ``keys``: ranges of positions in one sequence.
     """
     found: list[Tile] = []
     for q in queries:
@@ -559,9 +559,10 @@ class TileScoring(NamedTuple):
     offset: int = 0
 
     def for_block(self, q: Tensor, k: Tensor) -> BlockScoring:
-        """Return these settings (how the scores of a tile of queries and keys are scaled, changed and masked) as a
-        :class:`BlockScoring`, for the functions that compute attention with changed scores. It has a boolean mask and a
-        numeric factor. ``q``, ``k``: the tile's queries and keys, ``[..., heads, positions, d]``."""
+        """Return the settings of this tile of queries and keys (how its scores are scaled, changed and masked) as a
+        :class:`BlockScoring`: a boolean mask of hidden scores and a numeric factor. The functions that compute
+        attention with changed scores take it. ``q``, ``k``: the tile's queries and keys, ``[..., heads, positions,
+        d]``."""
         hidden = None if self.mask is None else self.mask == -math.inf
         if self.diagonal:
             hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
@@ -595,7 +596,8 @@ def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of queries, keys and values through one tile (a rectangle of queries and keys), in their
-    shapes, and that of the slopes that change scores ``[heads]``, or ``None`` if there are no trained ones.
+    shapes, and the gradient of the slopes that change scores, ``[heads]``; ``None`` in its place if no slopes are
+    trained.
 
     ``grad``: the gradient of the attention's result for the tile's queries. ``q``, ``k``, ``v``: the tile's queries,
     keys and values ``[batch, heads, positions, d]``. ``out`` and ``lse``: result and logsumexp of the tile's queries

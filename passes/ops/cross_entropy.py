@@ -44,10 +44,9 @@ def _yield_matching_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Te
 
 def target_and_logsumexp(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return two tensors for the rows of ``logits`` along ``dim``: the logit of each row's target and the logsumexp of
-    each row, both with size 1 along ``dim``.
+    each row, both with size 1 along ``dim``. The results have the accumulation type, float32 for 16-bit logits.
 
-    ``index``: the target class of each row, with size 1 along ``dim``. The results have the accumulation type, float32
-    for 16-bit logits.
+    ``index``: the target class of each row, with size 1 along ``dim``.
     """
     dtype = accumulated_in(logits.dtype)
     rows = logits.movedim(dim, -1)

@@ -52,20 +52,21 @@ Tiles = tuple[Tile, ...]
 
 
 def find_runs(ids: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
-    """Return, for each row of ``ids`` ``[b, s]``, a dict from document id to the tuple of its runs. A run is a range of
-    consecutive positions in the row (start and length) that belong to one document.
+    """Return, for each row of ``ids`` ``[b, s]``, its runs as a dict: document id -> tuple of the runs of the document.
+    A run is a range of consecutive positions in the row (start and length) that belong to one document and lie in one
+    of ``parts``.
 
     ``ids``: the document of each position. ``parts``: the ranges of positions that the rank holds; together they have
-    ``s`` positions. A run does not cross the border of one of these ranges.
+    ``s`` positions.
     """
     rows = ids.detach().cpu().numpy()
     return [_find_row_runs(row, parts) for row in rows]
 
 
 def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) -> Runs:
-    """Return a dict from document id to the tuple of its runs (ranges of consecutive positions, each with its start and
-    length) in one row of the batch. ``row``: the document id of each position. ``parts``: the ranges of positions that
-    the rank holds; a run does not cross the border of one."""
+    """Return the runs of the documents in one row of the batch: document id -> tuple of runs. A run is a range of
+    consecutive positions (start and length). ``row``: the document id of each position. ``parts``: the ranges of
+    positions that the rank holds; a run does not cross the border of one."""
     found: dict[int, list[PositionRange]] = {}
     for part in parts:
         own = row[part.start : part.start + part.length]
@@ -77,9 +78,9 @@ def _find_row_runs(row: np.ndarray[Any, Any], parts: Sequence[PositionRange]) ->
 
 
 def find_prefix_runs(ids: Tensor, prefix: Tensor, parts: Sequence[PositionRange]) -> list[Runs]:
-    """Return, for each row of ``ids`` ``[b, s]``, a dict from document id to the tuple of those runs of the document
-    whose keys all queries of the document see. A run is a range of consecutive positions in the row (start and length)
-    that belong to one document.
+    """Return, for each row of ``ids`` ``[b, s]``, the runs of keys that all queries of their document see, as a dict:
+    document id -> tuple of runs. A run is a range of consecutive positions in the row (start and length) that belong to
+    one document.
 
     ``ids``: the document of each position. ``prefix`` ``[b, s]``: true at these keys. ``parts``: the ranges of
     positions that the rank holds; a run does not cross the border of one of them.
@@ -104,10 +105,9 @@ def list_document_tiles(
     """Return, for each row of the batch, the tuple of tiles (rectangles of queries and keys) that attention within
     documents has to compute.
 
-    ``queries`` and ``keys``: for each row, a dict from document id to its runs (ranges of consecutive positions).
-    ``band``: the positions around its own that a query sees. ``prefixes``: for each row, a dict from document id to
-    runs of keys that the queries of the document see within ``prefix_band``, besides the keys in ``band``; ``None`` for
-    none.
+    ``queries`` and ``keys``: for each row, a dict: document id -> its runs (ranges of consecutive positions). ``band``:
+    the positions around its own that a query sees. ``prefixes``: for each row, a dict from document id to runs of keys
+    that the queries of the document see within ``prefix_band``, besides the keys in ``band``; ``None`` for none.
     ``in_order``: whether the queries of a tile, and its keys, must be consecutive in the whole sequence.
     ``prefix_band``: the positions around a query's own within which it sees keys of a prefix; they include those in
     ``band``."""
@@ -354,8 +354,8 @@ def document_attention_backward(
 
 # --- CUDA: documents as sequences of different lengths ----------------------------------------------------------------
 def _is_contiguous(rows: Sequence[Runs]) -> bool:
-    """Return whether every document of every row is one range of consecutive positions. ``rows``: for each row, a dict
-    from document id to its ranges."""
+    """Return whether every document of every row is one range of consecutive positions. ``rows``: for each row, a dict:
+    document id -> its ranges."""
     return all(len(runs) == 1 for row in rows for runs in row.values())
 
 
@@ -363,7 +363,7 @@ def _cumulate_lengths(rows: Sequence[Runs], device: torch.device) -> tuple[Tenso
     """Return two values: the start of each document in the joined rows of the batch, followed by the end of the last
     one, in positions (int32 tensor on ``device``); and the length of the longest document.
 
-    ``rows``: for each row, a dict from document id to its ranges of positions, of which each document has one.
+    ``rows``: for each row, a dict: document id -> its ranges of positions. Each document has one range.
     """
     lengths = [runs[0].length for row in rows for runs in row.values()]
     starts = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)

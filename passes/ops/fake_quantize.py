@@ -177,13 +177,13 @@ QUANTIZED: dict[Any, Rule] = {
 
 
 class FusedQuantizer(NamedTuple):
-    """The arguments of ``torch.fused_moving_avg_obs_fake_quant`` after the tensor, in its order and by torch's names.
+    """The arguments of ``torch.fused_moving_avg_obs_fake_quant`` after the tensor, with torch's names and order.
 
     ``observer_on``, ``fake_quant_on``: 1 if the observer, or the quantisation, is on. ``running_min``, ``running_max``:
     the observed range. ``quant_min``, ``quant_max``: the smallest and largest quantised level. ``ch_axis``: the dim
-    that has a scale for each index if ``per_row_fake_quant``. ``scale``, ``zero_point``: those of the quantisation.
-    ``averaging_const``: the weight of new data in the observed range. ``symmetric_quant``: whether the range is
-    symmetric.
+    that has a scale for each index if ``per_row_fake_quant``. ``scale``, ``zero_point``: the level of ``x`` is
+    ``round(x / scale) + zero_point``. ``averaging_const``: the weight of new data in the observed range.
+    ``symmetric_quant``: whether the range is symmetric.
     """
 
     observer_on: Tensor

@@ -79,7 +79,7 @@ def linear_fp8(
     in]`` rounded to 8 bits. ``bias``: ``[out]``.
 
     ``transposed``: ``weight`` is ``[in, out]``, and the product is ``x @ weight``. ``scaling``: which numbers share a
-    scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"`` of 32.
+    scale: all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``).
     """
     rows, kinds = weight.t() if transposed else weight, (_NUMBERS, _NUMBERS)
     product = _multiply_in_fp8(_flatten_to_rows(x), rows, kinds, exact=False, bias=bias, scaling=scaling)
@@ -90,8 +90,8 @@ def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False, sca
     """Return the gradient of ``x`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
     ``grad`` ``[..., out]``: the gradient of the layer's result. ``weight``: ``[out, in]``, or ``[in, out]`` if
-    ``transposed``. ``scaling``: which numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"`` of
-    32.
+    ``transposed``. ``scaling``: which numbers share a scale: all of a tensor (``"tensor"``), a row (``"row"``) or 32 of
+    a row (``"block"``).
     """
     rows = weight if transposed else weight.t()
     kinds = _GRADIENTS, _NUMBERS
@@ -104,7 +104,7 @@ def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False, scaling
 
     ``grad`` ``[..., out]``: the gradient of the layer's result. ``x`` ``[..., in]``: its input. ``transposed``:
     ``weight``, and so the result, is ``[in, out]`` instead of ``[out, in]``. ``scaling``: which numbers share a scale:
-    those of a ``"tensor"``, a ``"row"`` or a ``"block"`` of 32.
+    all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``).
     """
     left, right = _flatten_to_rows(grad).t(), _flatten_to_rows(x).t()
     if transposed:
@@ -195,10 +195,9 @@ _PLACES: dict[Any, tuple[int, int, int, bool]] = {
 
 def match_weight_product(node: fx.Node, states: Collection[str]) -> WeightProduct | None:
     """Return the operands of ``node`` if it is a matrix product with a parameter or buffer that may be computed in 8
-    bits; ``None`` if it is not.
+    bits; ``None`` if it is not. Types and divisibility of the sizes are not checked here.
 
-    ``states``: the names of the placeholders that are parameters or buffers. Types and divisibility of the sizes are
-    not checked here.
+    ``states``: the names of the placeholders that are parameters or buffers.
     """
     if node.target not in _PLACES or node.kwargs:  # addmm may have alpha and beta
         return None
@@ -228,7 +227,8 @@ def can_multiply_in_fp8(product: WeightProduct, scaling: str = "tensor") -> bool
     """Return whether the 8-bit kernels support the types and sizes of the matrix product ``product``.
 
     All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED`` (16), or of 32 with the
-    ``scaling`` ``"block"``: each size is that of the summed dim in one of the three products of forward and backward.
+    ``scaling`` ``"block"``. This applies to every size, because each is the summed dim of one of the three products of
+    forward and backward.
     """
     aligned = BLOCK if scaling == "block" else ALIGNED
     operands = [o.meta["val"] for o in (product.x, product.weight, product.bias) if o is not None]
@@ -237,9 +237,9 @@ def can_multiply_in_fp8(product: WeightProduct, scaling: str = "tensor") -> bool
 
 
 def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node, WeightProduct]:
-    """Return the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits: a
-    dict from the product's node to its operands. ``scaling``: which numbers share a scale: those of a ``"tensor"``, a
-    ``"row"`` or a ``"block"`` of 32.
+    """Return the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits: node
+    of a product -> its operands. ``scaling``: which numbers share a scale: all of a tensor (``"tensor"``), a row
+    (``"row"``) or 32 of a row (``"block"``).
     """
     states = frozenset(block.states)
     known = {node: match_weight_product(node, states) for node in block.graph.nodes}
@@ -273,8 +273,8 @@ def convert_products_to_fp8(block: Block, scaling: str = "tensor") -> int:
     place: products with parameters become ``linear_fp8``, and products of rows with the matrices of their experts get
     the argument ``scaling``.
 
-    Return the number of changed products. ``scaling``: which numbers share a scale: those of a ``"tensor"``, a
-    ``"row"`` or a ``"block"`` of 32.
+    Return the number of changed products. ``scaling``: which numbers share a scale: all of a tensor (``"tensor"``), a
+    row (``"row"``) or 32 of a row (``"block"``).
     """
     found = find_weight_products(block, scaling)
     for node, product in found.items():

@@ -173,14 +173,13 @@ def _are_all_done(left: Tensor) -> bool:
 
 def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) -> Tensor:
     """Draw numbers of the gamma distribution with rate 1, one per element of ``index``, in the type of
-    ``concentration``.
+    ``concentration``. Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` (32) rounds;
+    each element takes its first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is
+    left without one with a probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1,
+    the number is drawn for ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
 
     ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
     operators with different streams draw different numbers. ``concentration``: the shape parameter for each element.
-    Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` (32) rounds; each element takes
-    its first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is left without one with
-    a probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1, the number is drawn for
-    ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
     """
     own = _ElementGenerators(index, seed, stream)
     alpha = concentration.to(torch.float64)
@@ -202,11 +201,10 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
 
 def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor:
     """Draw numbers of the Poisson distribution with mean ``rate``, one per element of ``index``, in the type of
-    ``rate``.
+    ``rate``. Inverts the distribution function, a regularised upper incomplete gamma function, by bisection in float64.
 
     ``index`` (int64): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-dimensional int64 tensors;
-    operators with different streams draw different numbers. Inverts the distribution function, a regularised upper
-    incomplete gamma function, by bisection in float64.
+    operators with different streams draw different numbers.
     """
     u, mean = fraction(index, seed, stream), rate.to(torch.float64)
     # The probability outside of the interval is below 2**-53 (Chernoff's bound).
@@ -275,7 +273,7 @@ def _draw_few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
     """Return the derivative of each gamma distributed number in ``sample`` with respect to the ``concentration`` from
-    which it was drawn, by torch's implicit differentiation. Both tensors have one shape, which is that of the result.
+    which it was drawn, by torch's implicit differentiation. Both tensors and the result have one shape.
     """
     return torch._standard_gamma_grad(concentration, sample)
 

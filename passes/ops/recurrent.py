@@ -244,12 +244,13 @@ def call_recurrent_layers(
     call: Callable[..., Any], kind: str, x: Any, state: Any, weights: Sequence[Any], stack: RecurrentLayers, steps: int
 ) -> tuple[Any, ...]:
     """Compute a recurrent network by one operator for each layer and direction, with dropout operators between the
-    layers. Return the output of the last layer, and the final state of all layers (two values for an LSTM).
+    layers. Return the output of the last layer, and the final state of all layers (two values for an LSTM). Values are
+    tensors, or nodes of a graph to which ``call`` appends the operator.
 
-    ``call``: calls an operator, which is its first argument, with the other arguments. Values are tensors, or nodes of
-    a graph to which ``call`` appends the operator. ``kind``: the name of torch's function, such as ``"lstm"``. ``x``:
-    the input, of ``steps`` time steps. ``state``: the initial state of all layers; a list of two for an LSTM.
-    ``weights``: the weights and biases of all layers, in order. ``stack``: the further arguments of torch's function.
+    ``call``: calls an operator, which is its first argument, with the other arguments. ``kind``: the name of torch's
+    function, such as ``"lstm"``. ``x``: the input, of ``steps`` time steps. ``state``: the initial state of all layers;
+    a list of two for an LSTM. ``weights``: the weights and biases of all layers, in order. ``stack``: the further
+    arguments of torch's function.
     """
     aten = torch.ops.aten
     states = list(state) if isinstance(state, list | tuple) else [state]

@@ -104,8 +104,9 @@ def attend_block(
 def attend_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, Tensor], scoring: BlockScoring
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of queries, keys and values through one block, in the shapes of ``q``, ``k`` and ``v``, and
-    that of the slopes ``[heads]``, or ``None`` if they are not trained. All have the type of the logsumexp.
+    """Return four gradients through one block of queries and keys: of queries, keys and values, in the shapes of ``q``,
+    ``k`` and ``v``, and of the slopes, ``[heads]``; ``None`` in place of the last if slopes are not trained. All have
+    the type of the logsumexp.
 
     ``grad`` ``[..., heads, queries, d]``: the gradient of the attention's result. ``q``, ``k``, ``v``: the block's
     queries, keys and values. ``results``: the result and the logsumexp ``[..., heads, queries]`` of the scores, over

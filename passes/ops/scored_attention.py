@@ -126,8 +126,8 @@ def scored_attention(
 def scored_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values of an attention with changed scores or prefixes, in the shapes
-    of ``q``, ``k`` and ``v``, and that of the slopes ``[h]``, which has no elements unless they are trained.
+    """Return four gradients of an attention with changed scores or prefixes: of queries, keys and values, in the shapes
+    of ``q``, ``k`` and ``v``, and of the slopes, ``[h]``. The last has no elements unless slopes are trained.
 
     ``grad``: the gradient of the attention's result. ``q``, ``k``, ``v``: queries ``[b, h, s, d]``, keys and values
     ``[b, kv, s, d]``. ``options``: the further arguments of the operator, in order: the document of each position ``[b,

@@ -32,10 +32,10 @@ def get_operator_name(node: fx.Node) -> str:
 
 
 def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None:
-    """Return a dict from each node of the graph of ``main`` to the corresponding node of the graph of ``other``.
+    """Return the corresponding nodes of two graphs: node of ``main`` -> node of ``other``. Return ``None`` if their
+    graphs do not have the same operators, connected in the same way.
 
-    ``main``, ``other``: one model captured for two batch sizes. Return ``None`` if their graphs do not have the same
-    operators, connected in the same way.
+    ``main``, ``other``: one model captured for two batch sizes.
     """
     pairs = match_nodes(main.graph, other.graph)
     if pairs is None:
@@ -47,8 +47,8 @@ def pair_nodes(main: Captured, other: Captured) -> dict[fx.Node, fx.Node] | None
 
 
 def match_nodes(main: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | None:
-    """Return a dict from each node of the graph ``main`` to the corresponding node of the graph ``other``; ``None`` if
-    they do not have the same operators, connected in the same way. Numbers and placeholders may differ.
+    """Return the corresponding nodes of two graphs: node of ``main`` -> node of ``other``. ``None`` if the graphs do
+    not have the same operators, connected in the same way. Numbers and placeholders may differ.
     """
     ours, theirs = list(main.nodes), list(other.nodes)
     if len(ours) != len(theirs):
@@ -64,11 +64,11 @@ def match_nodes(main: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | Non
 
 def align_graphs(main: Captured, other: Captured) -> tuple[Captured, dict[fx.Node, fx.Node]] | None:
     """Return two values: the captured model ``main``, changed so that its graph has the same operators as the graph of
-    ``other``, and a dict from each of its nodes to the corresponding node of ``other``.
-
-    ``main``, ``other``: one model captured for two batch sizes, the larger one first. The only change is that the
+    ``other``; and a dict: node of the changed graph -> corresponding node of ``other``. The only change is that the
     result gets slices that select a whole dim, where ``other`` has a slice for the first part of it. An example is a
     table with as many rows as ``main`` has positions. Return ``None`` if the graphs differ in anything else.
+
+    ``main``, ``other``: one model captured for two batch sizes, the larger one first.
     """
     pairs = pair_nodes(main, other)
     if pairs is not None:
@@ -79,9 +79,9 @@ def align_graphs(main: Captured, other: Captured) -> tuple[Captured, dict[fx.Nod
 
 
 def _insert_whole_slices(main: Captured, other: Captured) -> Captured | None:
-    """Return a copy of ``main``, a model captured for the larger of two batch sizes, with additional slices that select
-    a whole dim: one wherever ``other``, the same model for the smaller size, has a slice of the first elements and
-    ``main`` has none. Return ``None`` if the operators of the graphs differ in another way."""
+    """Return a copy of ``main`` with additional slices that select a whole dim: one wherever ``other`` has a slice of
+    the first elements and ``main`` has none. Return ``None`` if the operators of the graphs differ in another way.
+    ``main``, ``other``: the model captured for the larger and for the smaller of two batch sizes."""
     graph, left = fx.Graph(), list(main.graph.nodes)
     made: dict[fx.Node, fx.Node] = {}  # node of main -> its copy
     paired: dict[fx.Node, fx.Node] = {}  # node of other -> node of the copy
@@ -145,10 +145,9 @@ def _find_prefix_dim(node: fx.Node) -> int | None:
 def has_own_number(node: fx.Node, other: fx.Node) -> bool:
     """Return whether an argument of the operator ``node`` depends on the batch size, such as the factor ``1 / batch``
     of a mean. A batch that is padded to this batch size then gives other results than without padding, because the
-    number for the padded batch is used.
+    number for the padded batch is used. Arguments that are sizes of the result do not count.
 
-    ``other``: the same operator in the model's graph for another batch size. Arguments that are sizes of the result do
-    not count.
+    ``other``: the same operator in the model's graph for another batch size.
     """
     name, end = get_operator_name(node), None
     if name.startswith("partition::") and name not in ("partition::cross_entropy",) and _is_random(name):

@@ -74,9 +74,9 @@ def find_axis_padding(main: Captured, other: Captured, dims: Mapping[str, int], 
     changing the model's results: the loss, every update of a buffer, and the elements of every output that belong to
     the original batch.
 
-    ``main``, ``other``: the model captured for two batch sizes along this axis, each rewritten by ``normalize``.
-    ``dims``: path of an input -> the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along
-    the axis. The padding is correct for every value of the weights, so gradients are unchanged, too.
+    The padding is correct for every value of the weights, so gradients are unchanged, too. ``main``, ``other``: the
+    model captured for two batch sizes along this axis, each rewritten by ``normalize``. ``dims``: path of an input ->
+    the index of its dim along the axis. ``sizes``: the two batch sizes, in elements along the axis.
     """
     aligned = align_graphs(main, other)
     if aligned is None:  # the window of an attention is no limit in a shorter sequence, and is not written there
@@ -128,8 +128,9 @@ class _PaddingAxis:
 def _propagate_through_graph(
     main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis
 ) -> dict[fx.Node, Values]:
-    """Return a dict from each node of the graph of ``main`` to a tuple that says for each of its results what is known
-    of it if the model's inputs are padded: which dims grow with the batch, and which numbers padded elements have.
+    """Return what is known of the results of all operators if the model's inputs are padded: node of the graph of
+    ``main`` -> a tuple with an entry for each of its results. An entry says which dims grow with the batch, and which
+    numbers padded elements have.
 
     ``main``, ``other``: the model captured for two batch sizes. ``pairs``: node of ``main`` -> the same node of
     ``other``. ``axis``: the padding of the inputs.
@@ -152,8 +153,8 @@ def _find_hiding(
     main: Captured, pairs: Mapping[fx.Node, fx.Node], axis: _PaddingAxis, values: Mapping[fx.Node, Values]
 ) -> dict[str, KeyHiding]:
     """Return which inputs of the model ``main`` can hide padded keys in an attention with finite scores, as a dict:
-    path of an input -> the number that hides a key, and which hidden keys leave a query without any. If all keys of a
-    query are hidden by finite scores, it gives weight to padded keys.
+    path of an input -> the number that hides a key, and which hidden keys leave a query without a visible key. If all
+    keys of a query are hidden by finite scores, it gives weight to padded keys.
 
     An input hides keys by a number if padded keys are hidden from all queries once its new elements have this number.
     ``pairs``: node of ``main`` -> the same node of the graph for another batch size. ``axis``: a padding of the inputs

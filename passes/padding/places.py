@@ -32,9 +32,9 @@ def find_lowest(node: fx.Node, operands: Sequence[PaddedValue]) -> float | None:
 
 
 def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``argmax`` node ``node`` if the batch is padded. Return ``None`` unless
-    the ``argmax`` always finds an element of the original batch, never a padded one; the caller then follows the
-    operator's sharding rule.
+    """Return what is known of the result of the ``argmax`` node ``node`` if the batch is padded: which dims grow with
+    the batch, and which numbers padded elements have. Return ``None`` unless the ``argmax`` always finds an element of
+    the original batch, never a padded one; the caller then follows the operator's sharding rule.
 
     The ``argmax`` always does so if padded elements have a number that is a lower bound of all elements: padded
     elements come last, and of several largest elements the first one is found. ``operands``: what is known of the
@@ -54,9 +54,9 @@ def propagate_argmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedVa
 
 
 def fix_read_dims(node: fx.Node, operands: Sequence[PaddedValue]) -> Sequence[PaddedValue]:
-    """Return ``operands`` (for each operand of ``node``, what is known of it if the batch is padded) with one change: a
-    dim of the first operand that ``node`` reads at indices which are known to belong to the original batch counts as
-    fixed, because no padded element is read."""
+    """Return ``operands`` with one change for the operator ``node``, which reads its first operand at indices along
+    some dims: a dim counts as fixed if its indices are known to belong to the original batch, because then no padded
+    element is read. ``operands``: for each operand of ``node``, what is known of it if the batch is padded."""
     name, read = get_operator_name(node), operands_of(node)
     if name not in (*_INDEXED, *_GATHERED) or not any(o.real_places for o in operands):
         return operands

@@ -164,9 +164,10 @@ def _describe_results_by_factors(
 def _map_factors(
     value: PaddedValue, dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> dict[str, Parts] | None:
-    """Return a dict from each factor (a named loop dimension of an operator) of one operand to the tuple of the parts
-    that make it up, each with a size, and whether it grows with the batch. Return ``None`` if the parts of a dim, in
-    order, do not give the sizes of its factors, or if a growing part would be divided between two factors.
+    """Return the parts that make up each factor of one operand, as a dict: name of a factor -> tuple of parts. A factor
+    is a named loop dimension of an operator. A part has a size, and may grow with the batch. Return ``None`` if the
+    parts of a dim, in order, do not give the sizes of its factors, or if a growing part would be divided between two
+    factors.
 
     ``value``: what is known of the operand if the batch is padded, with the parts of each dim. ``dims``: for each dim
     of the operand, the names of its factors. ``sizes``: name of a factor -> its size.
@@ -206,8 +207,8 @@ def _check_entrywise(
     zero.
 
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
-    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: what is known
-    of each operand if the batch is padded.
+    dict: name of a factor -> its parts (size, and whether it grows with the batch). ``operands``: what is known of each
+    operand if the batch is padded.
     """
     made = {f for dims in rule.results for factors in dims for f in factors}
     coupled = {*rule.whole, *rule.lower} | ({rule.spans.factor} if rule.spans is not None else set())
@@ -235,9 +236,9 @@ def _build_result(
     batch, and which numbers padded elements have. ``index``: the index of the result, from 0.
 
     ``rule``: the operator's sharding rule, by factors (named loop dimensions). ``operand_parts``: for each operand, a
-    dict from factor to the parts of its dims (size, and whether it grows with the batch). ``operands``: what is known
-    of each operand. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch
-    sizes, in elements along the padded axis.
+    dict: name of a factor -> its parts (size, and whether it grows with the batch). ``operands``: what is known of each
+    operand. ``other``: the shape of the result in the graph for another batch size. ``sizes``: the two batch sizes, in
+    elements along the padded axis.
     """
     known: dict[str, Parts] = {}
     for of in operand_parts:
@@ -292,8 +293,8 @@ def _find_fill_value(
     flattened dim has several parts); ``None`` if it is not known or they differ.
 
     ``factor``: the loop dimension of the operator over which the dim runs. ``index``: the index of the part, from 0.
-    ``operand_parts``: for each operand, a dict from factor to the parts of its dims. ``operands``: what is known of
-    each operand if the batch is padded.
+    ``operand_parts``: for each operand, a dict: name of a factor -> its parts. ``operands``: what is known of each
+    operand if the batch is padded.
     """
     name = get_operator_name(node)
     numbers = [
@@ -356,8 +357,8 @@ def _add_coordinates(
 
 
 def _compare_distance(name: str, sign: float, number: Any) -> float | None:
-    """Return the result (1 for true, 0 for false) of comparing the distance of a key from a query with ``number``, if
-    it is the same for all keys that come after the query; otherwise ``None``.
+    """Return the result (1 for true, 0 for false) of comparing the distance between a key and a query with ``number``.
+    It must be the same for all keys that come after the query; otherwise the result is ``None``.
 
     ``name``: the comparison: ``lt``, ``le``, ``gt`` or ``ge``. ``sign``: 1 if the distance is key index minus query
     index (1 or more for such keys), -1 if it is query index minus key index (-1 or less).
@@ -420,9 +421,9 @@ def _move_dim(dim: int | None, to: Mapping[int, int]) -> int | None:
 
 
 def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
-    """Return ``pair``, which is (dim of queries, dim of keys, number) of an operand, with the dims of the operator's
-    result instead; ``None`` if it is ``None`` or the result lacks one of the dims. ``to``: dim of the operand -> dim
-    of the result."""
+    """Translate the dims in ``pair`` from an operand to the operator's result, and return the new pair; ``None`` if
+    ``pair`` is ``None`` or the result lacks one of the dims. ``pair``: (dim of queries, dim of keys, number) of the
+    operand. ``to``: dim of the operand -> dim of the result."""
     if pair is None or pair[0] not in to or pair[1] not in to:
         return None
     return to[pair[0]], to[pair[1]], pair[2]
@@ -434,9 +435,10 @@ def _move_pair(pair: Causal | None, to: Mapping[int, int]) -> Causal | None:
 def _propagate_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``slice`` node ``node`` if the batch is padded: which dims grow with
     the batch, and which numbers padded elements have. Return ``None`` if the sliced dim does not grow; the caller then
-    follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a fault (a reason
-    why elements of the original batch may change) if the slice has a step or a tensor as bound, or cuts a flattened
-    dim.
+    follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) if the slice has a step or a tensor as bound, or cuts a flattened dim.
+
+    ``operands``: what is known of each operand.
     """
     (x,) = operands[:1]
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
@@ -494,8 +496,10 @@ def _propagate_pad(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 def _propagate_cat(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``cat`` node ``node`` if the batch is padded: which dims grow with the
     batch, and which numbers padded elements have. Return ``None`` if no operand grows along the joined dim; the caller
-    then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a fault (a
-    reason why elements of the original batch may change) if another operand than the last grows along this dim.
+    then follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) if another operand than the last grows along this dim.
+
+    ``operands``: what is known of each operand.
     """
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(operands[0].dims))
     if not any(p.grows for o in operands for p in o.dims[dim]):
@@ -516,9 +520,10 @@ def _propagate_cat(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``select`` node ``node`` if the batch is padded: which dims grow with
     the batch, and which numbers padded elements have. Return ``None`` if the dim of the selected index does not grow;
-    the caller then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a
-    fault (a reason why elements of the original batch may change) unless index 0 is selected, because another index may
-    be that of a padded element.
+    the caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
+    batch may change) unless index 0 is selected, because another index may belong to a padded element.
+
+    ``operands``: what is known of each operand.
     """
     (x,) = operands[:1]
     dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
@@ -532,8 +537,10 @@ def _propagate_select(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``slice_scatter`` node ``node`` if the batch is padded: which dims grow
     with the batch, and which numbers padded elements have. Return ``None`` if the written dim does not grow; the caller
-    then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a fault (a
-    reason why elements of the original batch may change) unless the written slice reaches the end of the dim.
+    then follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) unless the written slice reaches the end of the dim.
+
+    ``operands``: what is known of each operand.
     """
     x, source = operands
     dim = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims))
@@ -552,9 +559,10 @@ def _scatter_slice(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``select_scatter`` node ``node`` if the batch is padded: which dims
     grow with the batch, and which numbers padded elements have. Return ``None`` if the written dim does not grow; the
-    caller then follows the operator's sharding rule. ``operands``: what is known of each operand. The result has a
-    fault (a reason why elements of the original batch may change) unless index 0 is written, because another index may
-    be that of a padded element.
+    caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
+    batch may change) unless index 0 is written, because another index may belong to a padded element.
+
+    ``operands``: what is known of each operand.
     """
     x, source = operands
     dim, index = normalize_dim(get_node_argument(node, "dim", 0), len(x.dims)), get_node_argument(node, "index")
@@ -569,8 +577,8 @@ def _propagate_select_scatter(node: fx.Node, operands: Sequence[PaddedValue]) ->
 def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``cumsum`` or ``diff`` node ``node`` if the batch is padded: which dims
     grow with the batch, and which numbers padded elements have. Return ``None`` if the dim along which it works does
-    not grow; the caller then follows the operator's sharding rule. ``operands``: what is known of each operand. Padded
-    elements come last along this dim, so results for elements of the original batch do not depend on them.
+    not grow; the caller then follows the operator's sharding rule. Padded elements come last along this dim, so results
+    for elements of the original batch do not depend on them. ``operands``: what is known of each operand.
     """
     x = operands[0]
     dim = normalize_dim(get_node_argument(node, "dim", -1), len(x.dims))
@@ -585,10 +593,11 @@ def _propagate_cumsum(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedV
 
 
 def _propagate_combined_ids(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
-    """Return what is known of the result of the ``partition::combine_ids`` node ``node``, which numbers pairs of ids
-    ``[batch, positions]`` by their first positions, if the batch is padded: which dims grow with the batch. Return
-    ``None`` if positions do not grow; the caller then follows the operator's sharding rule. ``operands``: what is known
-    of each operand. Padded positions come last, so results for positions of the original batch do not depend on them.
+    """Return what is known of the result of the ``partition::combine_ids`` node ``node`` if the batch is padded: which
+    dims grow with the batch. The operator gives each pair of ids ``[batch, positions]`` a number, the first position at
+    which the pair occurs. Return ``None`` if positions do not grow; the caller then follows the operator's sharding
+    rule. Padded positions come last, so results for positions of the original batch do not depend on them.
+    ``operands``: what is known of each operand.
     """
     if not any(p.grows for o in operands for p in o.dims[1]):
         return None
@@ -646,9 +655,10 @@ def _choose_branch(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValu
 def _propagate_softmax(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``softmax`` node ``node`` if the batch is padded: which dims grow with
     the batch, and which numbers padded elements have. Return ``None`` if the dim of the softmax does not grow; the
-    caller then follows the operator's sharding rule. ``operands``: what is known of the operand, as a sequence of one.
-    The result has a fault (a reason why elements of the original batch may change) unless padded elements have scores
-    of -1e30 or less, or are hidden by a causal mask.
+    caller then follows the operator's sharding rule. The result has a fault (a reason why elements of the original
+    batch may change) unless padded elements have scores of -1e30 or less, or are hidden by a causal mask.
+
+    ``operands``: what is known of the operand, as a sequence of one.
     """
     (x,) = operands[:1]
     (dim,) = normalize_dims(get_node_argument(node, "dim"), len(x.dims))
@@ -666,10 +676,11 @@ def _propagate_softmax(node: fx.Node, operands: Sequence[PaddedValue]) -> Padded
 
 def _propagate_attention(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue:
     """Return what is known of the result of the attention ``node`` if the batch is padded: which dims grow with the
-    batch, and which numbers padded elements have. ``operands``: what is known of queries, keys, values and, if there
-    are any, mask, document ids, prefix and slopes. The result has a fault (a reason why elements of the original batch
+    batch, and which numbers padded elements have. The result has a fault (a reason why elements of the original batch
     may change) unless padded keys get no weight: the mask hides them, or it is causal and they come after every query
     of the original batch.
+
+    ``operands``: what is known of queries, keys, values and, if there are any, mask, document ids, prefix and slopes.
     """
     query, key, value, *masks = operands
     rank = len(query.dims)
@@ -758,9 +769,9 @@ def _hides_keys(node: fx.Node, mask: PaddedValue, ordered: bool) -> bool:
 def _reduce_truth(node: fx.Node, operands: Sequence[PaddedValue]) -> PaddedValue | None:
     """Return what is known of the result of the ``any`` or ``all`` node ``node`` if the batch is padded: which dims
     grow with the batch, and which numbers padded elements have. Return ``None`` if no reduced dim grows; the caller
-    then follows the operator's sharding rule. ``operands``: what is known of the operand, as a sequence of one. The
-    result has a fault (a reason why elements of the original batch may change) unless padded elements are false (for
-    ``any``) or true (for ``all``).
+    then follows the operator's sharding rule. The result has a fault (a reason why elements of the original batch may
+    change) unless padded elements are false (for ``any``) or true (for ``all``). ``operands``: what is known of the
+    operand, as a sequence of one.
     """
     (x,) = operands
     neutral = 0.0 if get_operator_name(node) == "any" else 1.0

@@ -46,8 +46,8 @@ def resize_captured(main: Captured, other: Captured, line: Line) -> Captured | N
     """Return the captured model for a batch size between two batch sizes for which it was captured. Return ``None`` if
     the two graphs differ in more than sizes, or if a size or a constant is not a linear function of the batch size.
 
-    ``main``, ``other``: the model captured for the two batch sizes. ``line``: three batch sizes, in elements along
-    one axis of the batch: that of ``main``, that of ``other``, and that of the result.
+    ``main``, ``other``: the model captured for the two batch sizes. ``line``: three batch sizes, in elements along one
+    axis of the batch: of ``main``, of ``other``, and of the result.
     """
     aligned = align_graphs(main, other)
     if aligned is None or main.turns or other.turns:
@@ -60,7 +60,7 @@ def resize_captured(main: Captured, other: Captured, line: Line) -> Captured | N
 
 
 def _resize_graph(main: Captured, other: Captured, pairs: Mapping[fx.Node, fx.Node], line: Line) -> Captured:
-    """Return a copy of the captured model ``main`` for another batch size, with sizes interpolated between those of
+    """Return a copy of the captured model ``main`` for another batch size, with sizes that are interpolated between
     ``main`` and ``other``, the same model captured for a second batch size.
 
     ``pairs``: node of ``main`` -> the same node of ``other``. ``line``: the batch sizes of ``main``, of ``other``
@@ -138,7 +138,7 @@ def resize_folded(main: FoldedModel, other: FoldedModel, line: Line) -> FoldedMo
     batch size, or if attention is within packed documents, whose lengths depend on the batch.
 
     ``main``, ``other``: the model for the two batch sizes. ``line``: three batch sizes, in elements along one axis of
-    the batch: that of ``main``, that of ``other``, and that of the result.
+    the batch: of ``main``, of ``other``, and of the result.
     """
     if not _are_equal_but_for_sizes(main, other):
         return None
@@ -361,7 +361,7 @@ def _find_surrounding_sizes(numbers: tuple[int, ...], known: Sequence[tuple[int,
 def resize_joint(main: JointGraph, other: JointGraph, block: Block, line: Line) -> JointGraph | None:
     """Return the joint graph of forward and backward of ``block``, a piece of the model such as a layer, derived from
     ``main`` and ``other``, the joint graphs of the same block for two other batch sizes. Each operator runs once on
-    tensors without elements, so shapes, strides and shared storages are those of the operators.
+    tensors without elements, which gives the shapes, strides and shared storages of the results.
 
     Return ``None`` if the graphs differ in more than sizes, or if a size is not a linear function of the batch size.
     ``line``: three numbers that say where to interpolate: the value of one size, or of the batch size, in ``main``, in

@@ -100,9 +100,8 @@ def list_mask_nodes(main: Captured, scores: Collection[UnmaskedScores]) -> list[
 
 
 def find_varying_dims(nodes: Sequence[fx.Node], values: Values) -> dict[fx.Node, frozenset[int]]:
-    """Return a dict from each of ``nodes`` to the dims along which its elements may differ. Numbers that depend only on
-    how far key and query are apart count as equal, because a query always sees its own key under a mask of such
-    numbers.
+    """Return the dims along which elements may differ: node in ``nodes`` -> dims. Numbers that depend only on how far
+    key and query are apart count as equal, because a query always sees its own key under a mask of such numbers.
 
     ``nodes``: nodes that compute attention masks, in the order of the graph; operands that are not among them count as
     constant. ``values``: for each node of the graph, what is known of its results if the batch is padded.

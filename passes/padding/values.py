@@ -113,11 +113,12 @@ def find_created_part(size: int, other: int, sizes: tuple[int, int]) -> DimPart 
 
 def assign_parts(parts: Parts, sizes: Sequence[int]) -> list[Parts] | None:
     """Distribute the parts of a dim, such as batch and positions of a flattened dim, over the dims into which a reshape
-    splits it. Return a list with, for each new dim, the tuple of its parts.
+    splits it. Return a list with, for each new dim, the tuple of its parts. A part that does not grow may be divided
+    between two new dims. Return ``None`` if the parts, in order, do not give the new sizes, or if a part that grows
+    would be divided or left over.
 
     ``parts``: the parts, outermost first; each has a size and may grow with the batch. ``sizes``: the sizes of the new
-    dims. A part that does not grow may be divided between two new dims. Return ``None`` if the parts, in order, do not
-    give these sizes, or if a part that grows would be divided or left over.
+    dims.
     """
     left = [p for p in parts if p.size > 1 or p.grows]
     found: list[Parts] = []

@@ -153,9 +153,8 @@ def shard_combined_ids(node: fx.Node) -> OpFactors:
 
 @register_family("partition::scored_attention")
 def shard_scored_attention(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention whose scores are
-    capped or have a bias with a slope for each head (ALiBi), or in which documents have a prefix, keys that all queries
-    of the document see.
+    """Return the sharding rule of ``node``, a call of ``partition::scored_attention``: attention with capped scores,
+    with a bias that has a slope for each head (ALiBi), or with prefixes: keys that all queries of a document see.
 
     Batch and heads may be sharded. The sequence may be sharded if queries, keys and values all are; the ranks then
     exchange keys and values. Document ids and flags of the prefixes ``[batch, positions]`` are sharded like the
@@ -168,9 +167,9 @@ def shard_scored_attention(node: fx.Node) -> OpFactors:
 
 
 def _list_optional_operands(node: fx.Node) -> list[str]:
-    """Return the names of the tensors that the attention ``node`` reads after queries, keys and values, in order. They
-    are those of ``ids`` (document ids), ``prefix`` (flags of keys that all queries of their document see) and
-    ``slopes`` (a slope for each head) that are arguments of the call; an empty list if there are none."""
+    """Return the names of the optional tensors that the attention ``node`` reads after queries, keys and values, in
+    order: ``ids`` (document ids), ``prefix`` (flags of keys that all queries of their document see) and ``slopes`` (a
+    slope for each head), as far as the call has them."""
     return [name for name in ("ids", "prefix", "slopes") if isinstance(get_node_argument(node, name), fx.Node)]
 
 
@@ -192,10 +191,10 @@ def shard_context_document_attention(node: fx.Node) -> OpFactors:
 
 @register_family("partition::context_scored_attention")
 def shard_context_scored_attention(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, a call of ``partition::context_scored_attention``: attention whose scores
-    are capped or have a bias with a slope for each head (ALiBi), or whose documents have a prefix, and whose sequence
-    is sharded over one mesh axis already. Over another mesh axis, its batch and heads may be sharded, but not its
-    sequence."""
+    """Return the sharding rule of ``node``, a call of ``partition::context_scored_attention``: attention with capped
+    scores, with a bias that has a slope for each head (ALiBi), or with prefixes (keys that all queries of a document
+    see). Its sequence is sharded over one mesh axis already. Over another mesh axis, its batch and heads may be
+    sharded, but not its sequence."""
     return replace(shard_scored_attention(node), forms={})
 
 
@@ -236,8 +235,9 @@ def find_attention_band(node: fx.Node) -> Band | None:
 
 
 def find_exchanged_band(node: fx.Node) -> Band | None:
-    """Return the range of key positions, relative to its own position, at which a query of the attention ``node`` may
-    see keys, so that ranks have to exchange them: that of all keys or, if it is wider, that of the keys of a prefix.
+    """Return the range of positions, before and after its own position, at which a query of the attention ``node`` may
+    see keys; ranks have to exchange the keys in this range. If the attention has a prefix (keys that all queries of a
+    document see), the range for the keys of the prefix is returned.
 
     Return ``None`` if ``node`` is not an attention, has a mask or dropout, is not four-dimensional, or broadcasts its
     keys.
@@ -248,9 +248,9 @@ def find_exchanged_band(node: fx.Node) -> Band | None:
 
 
 def _list_context_forms(node: fx.Node) -> dict[str, MultiFactorForm]:
-    """Return a dict with one entry for each algorithm (``all_gather`` and ``ring``) by which ranks can exchange keys
-    and values: its name -> how it runs the attention ``node`` with a sequence that is sharded over the ranks.
-    Queries, keys and values are then sharded along dim 2, and document ids, if the attention has them, along dim 1."""
+    """Return how ranks can run the attention ``node`` with a sequence that is sharded over them: name of the algorithm
+    (``all_gather`` or ``ring``) by which they exchange keys and values -> form. Queries, keys and values are then
+    sharded along dim 2, and document ids, if the attention has them, along dim 1."""
     marks = [None if name == "slopes" else 1 for name in _list_optional_operands(node)]
     return {
         name: MultiFactorForm("q", (2, 2, 2, *marks), (2, 2), partial(_lower_context_attention, name))

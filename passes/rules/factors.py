@@ -36,8 +36,8 @@ class Strategy:
     ``factor``: the name of the loop dimension of the operator that is sharded; ``None`` if there is none. ``sections``:
     if this dimension consists of parts that are each divided over all ranks, such as queries, keys and values in one
     weight: their sizes in elements; ``()`` otherwise. ``operands``, ``results``: the layouts, in order. ``form``: the
-    name of a special way to run the operator that shards several loop dimensions (see :attr:`OpFactors.forms`); empty
-    for an ordinary strategy.
+    name of a special way to run the operator that shards several loop dimensions at once, which its sharding rule
+    defines; empty for an ordinary strategy.
     """
 
     factor: str | None
@@ -305,16 +305,16 @@ FIRST = (frozenset((0,)),)  # linear in the first operand
 
 
 def mark_linear_each(*positions: int) -> tuple[frozenset[int], ...]:
-    """Return sets of operand positions for a sharding rule (see :attr:`OpFactors.linear`) of an operator that is
-    linear in each of the operands at ``positions`` (from 0) by itself, such as a product. If one of these operands
-    is a partial sum, so is the result."""
+    """Return the property ``linear`` of a sharding rule for an operator that is linear in each of the operands at
+    ``positions`` (from 0) by itself, such as a product. If one of these operands is a partial sum, so is the result.
+    The property is a tuple of sets of operand positions."""
     return tuple(frozenset((p,)) for p in positions)
 
 
 def mark_linear_together(count: int) -> tuple[frozenset[int], ...]:
-    """Return sets of operand positions for a sharding rule (see :attr:`OpFactors.linear`) of an operator that is
-    linear in its first ``count`` operands together, such as an addition. If all of these are partial sums, so is the
-    result."""
+    """Return the property ``linear`` of a sharding rule for an operator that is linear in its first ``count`` operands
+    together, such as an addition. If all of these are partial sums, so is the result. The property is a tuple of sets
+    of operand positions."""
     return (frozenset(range(count)),)
 
 
@@ -330,11 +330,12 @@ def build_factor_rule(
     spans: Spans | None = None,
 ) -> OpFactors:
     """Return the sharding rule of the operator call ``node``, stated by factors (named loop dimensions, as in an
-    einsum). Every dim has at most one factor.
+    einsum). Every dim has at most one factor. Factor sizes are taken from the tensors, and dims of size 1 have no
+    factor.
 
     ``operands``, ``results``: for each tensor, the name of the factor of each dim; ``None`` for a dim that is never
-    sharded. Factor sizes are taken from the tensors, and dims of size 1 have no factor. If dims of one name differ in
-    size, as in a gather whose index is shorter than its source, no dim of this name is ever sharded.
+    sharded. If dims of one name differ in size, as in a gather whose index is shorter than its source, no dim of this
+    name is ever sharded.
 
     ``whole``: factors that must not be sharded. ``linear``: sets of operand positions (from 0); if exactly the operands
     of one set are partial sums, so are the results. ``lower``: factor -> special operators that one rank runs if it is

@@ -78,9 +78,9 @@ def _lower_sharded_embedding(local: LocalBuilder) -> fx.Node:
 
 
 def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
-    """Return a name for each dim of the tensors ``operands``, which have equal numbers of dims; in a sharding rule,
-    dims of one name are sharded together. Return ``None`` in place of the name, which means that the dim must not be
-    sharded, for the dim ``dim`` and for a dim in which the sizes of the tensors differ.
+    """Return a name for each dim of the tensors ``operands``, which have equal numbers of dims. In a sharding rule,
+    dims of one name are sharded together. The dim ``dim``, and each dim in which the sizes of the tensors differ, gets
+    ``None`` in place of a name: it must not be sharded.
 
     If sizes differ, an operator such as ``gather`` reads only the first part of the larger tensor. Shards of the two
     tensors on one rank would then not belong together.
@@ -200,9 +200,9 @@ def shard_index(node: fx.Node) -> OpFactors | None:
 
 
 def _lower_sharded_index(local: LocalBuilder) -> fx.Node:
-    """Append a read ``x[:, i]`` from the part of the indexed dim that this rank holds, with zeros for indices of
-    other ranks' parts, to the graph of one rank, and return its node. ``local``: the operator to replace, its
-    layouts, and the graph of one rank."""
+    """Append a read ``x[:, i]`` to the graph of one rank, and return its node. The rank reads the part of the indexed
+    dim that it holds, and has zeros for indices in other ranks' parts. ``local``: the operator to replace, its layouts,
+    and the graph of one rank."""
     source, places = local.operands
     dim = next(d for d, i in enumerate(get_node_argument(local.node, "indices")) if i is not None)
     rows = get_meta_shape(source)[dim]

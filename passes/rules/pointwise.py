@@ -307,6 +307,6 @@ def _lower_arange(local: LocalBuilder) -> fx.Node:
     "uniform", "rrelu", "rrelu_with_noise",
 )  # fmt: skip
 def replicate_operator(node: fx.Node) -> OpFactors:
-    """Return the sharding rule of ``node``, an operator of whose tensors no dim may be sharded, because its elements
+    """Return the sharding rule of ``node``, an operator whose tensors must not be sharded along any dim. Their elements
     depend on each other, or on a random generator that must be equal on all ranks."""
     return forbid_sharding(node)

@@ -205,9 +205,10 @@ for _places in (2, 3):
     @register_family(_unpooled)
     def shard_max_unpool(node: fx.Node, n: int = _places) -> OpFactors:
         """Return the sharding rule of ``node``, a call of ``max_unpool2d`` or ``max_unpool3d``: samples and channels
-        may be sharded, spatial dims must not be.
+        may be sharded, spatial dims must not be. The indices that the operator reads count within one channel of one
+        sample.
 
-        ``n``: the number of spatial dims. The indices that the operator reads count within one channel of one sample.
+        ``n``: the number of spatial dims.
         """
         x, _ = operands_of(node)
         names = [*NAMES[: len(get_meta_shape(x)) - n], *[None] * n]
@@ -220,10 +221,10 @@ for _places in (2, 3):
     @register_family(_fractional)
     def shard_fractional_max_pool(node: fx.Node, n: int = _places) -> OpFactors:
         """Return the sharding rule of ``node``, a call of ``fractional_max_pool2d`` or ``fractional_max_pool3d``:
-        samples and channels may be sharded, spatial dims must not be.
+        samples and channels may be sharded, spatial dims must not be. The operator reads random numbers for each
+        channel of each sample, which are sharded with them.
 
-        ``n``: the number of spatial dims. The operator reads random numbers for each channel of each sample, which are
-        sharded with them.
+        ``n``: the number of spatial dims.
         """
         x, _ = operands_of(node)
         names = ["b", "c"] if len(get_meta_shape(x)) == n + 2 else ["c"]

@@ -108,8 +108,8 @@ class TextRule:
         return (*front, *pattern.dims)
 
     def _solve_factor_sizes(self, pairs: list[tuple[tuple[str, ...], int]], where: str) -> dict[str, int]:
-        """Return a dict from the name of each factor (named loop dimension) to its size, computed from the sizes of the
-        dims that consist of factors.
+        """Compute the sizes of factors (named loop dimensions) from the sizes of the dims that consist of them. Return
+        a dict: name of a factor -> size.
 
         ``pairs``: for each dim, the names of its factors, and its size, which is the product of theirs. ``where``:
         the name of the operator call, for messages. Raise :class:`RuleError` if the sizes contradict each other or

@@ -33,11 +33,11 @@ aten = torch.ops.aten
 def find_shared_factors(
     source: Sequence[int], target: Sequence[int]
 ) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
-    """Split two shapes with the same number of elements into common factors: named sizes such that each dim of each
-    shape is a product of consecutive ones.
+    """Split the sizes of two shapes with the same number of elements into common factors, and name them. Each dim of
+    each shape is the product of some consecutive factors.
 
-    Return four values: a dict from the name of each factor to its size; the names for each dim of ``source``; the names
-    for each dim of ``target``; and the names that only one of the two shapes has, which must not be sharded.
+    Return four values: a dict: name of a factor -> its size; the names for each dim of ``source``; the names for each
+    dim of ``target``; and the names that only one of the two shapes has, which must not be sharded.
 
     >>> find_shared_factors((8, 4), (2, 16))
     ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
@@ -98,8 +98,8 @@ class _SplitShape:
         return True
 
     def take_factor(self, name: str, size: int) -> None:
-        """Split a factor off the current dim of this shape. ``name``, ``size``: the factor's name and size. The size
-        must divide what is left of the dim."""
+        """Split a factor off the current dim of this shape. The size must divide what is left of the dim. ``name``,
+        ``size``: the factor's name and size."""
         self.found[self.at].append(name)
         self.left //= size
 

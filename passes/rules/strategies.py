@@ -73,12 +73,12 @@ def enumerate_strategies(
     """Return all ways to run the operator ``node`` on a mesh axis of ``num_ranks`` ranks, the unsharded way first. Each
     way (strategy) states the layouts of all operands and results: sharded, whole, or a partial sum.
 
-    ``preferred``: layouts that neighbouring operators prefer and that are sharded with sections (parts of a dim that
-    are each divided over all ranks); key ``i`` is operand ``i``, ``~k`` is result ``k``; ``None`` for no preferences.
-    For every preferred layout that is possible here, there is a strategy with it. If the operator itself cuts or joins
-    a dim, as ``split`` and ``cat`` do, the dim is sharded in sections that end where its pieces end. ``lengths``:
-    lengths, in positions, of the sequences that the axis shards; dims of these sizes may also be sharded zigzag (a rank
-    has one piece from each end), and an attention may be sharded along its sequence.
+    ``preferred``: layouts that neighbouring operators prefer, in which a dim is sharded in sections (parts that are
+    each divided over all ranks), as a dict: index ``i`` of an operand, or ``~k`` for result ``k`` -> layouts; ``None``
+    for no preferences. For every preferred layout that is possible here, the result has a strategy with it. If the
+    operator itself cuts or joins a dim, as ``split`` and ``cat`` do, the dim is sharded in sections that end where its
+    pieces end. ``lengths``: lengths, in positions, of the sequences that the axis shards; dims of these sizes may also
+    be sharded zigzag (a rank has one piece from each end), and an attention may be sharded along its sequence.
 
     Raise :class:`partitioner.passes.errors.RuleError` if a user's rule does not fit the operator's tensors.
     """
@@ -148,8 +148,8 @@ Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the fac
 
 
 def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
-    """Return a dict from each factor (named loop dimension) of the sharding rule ``factors`` to a list of all tensor
-    dims that it is part of. A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim,
+    """Return the tensor dims that each factor (named loop dimension) of the sharding rule ``factors`` is part of:
+    factor -> list of dims. A dim is given as (``i`` for operand ``i`` or ``~k`` for result ``k``, index of the dim,
     names of all factors of the dim)."""
     found: dict[str, list[Place]] = {}
     for i, dims in enumerate(factors.operands):
@@ -314,11 +314,12 @@ def _choose_sections(factors: OpFactors, factor: str, preferred: Iterable[Sectio
 
 def _find_preferred_sections(factors: OpFactors, preferred: Wanted) -> dict[str, list[Sections]]:
     """Return how neighbouring operators prefer the factors (named loop dimensions) of this operator to be cut, from the
-    layouts that they prefer for its tensors. The result is a dict from a factor to a list of divisions, one for each
-    layout. A division is a tuple of the sizes of parts that are each divided over all ranks.
+    layouts that they prefer for its tensors. The result is a dict: factor -> list of divisions, one for each layout. A
+    division is a tuple of the sizes of parts that are each divided over all ranks. Layouts without such parts, and
+    layouts that no division of a factor gives, are left out.
 
     ``factors``: the operator's sharding rule. ``preferred``: the preferred layouts; key ``i`` is operand ``i``, ``~k``
-    is result ``k``. Layouts without such parts, and layouts that no division of a factor gives, are left out.
+    is result ``k``.
     """
     found: dict[str, list[Sections]] = {}
     for position, layouts in preferred.items():

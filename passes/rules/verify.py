@@ -221,10 +221,10 @@ def make_call_node(
 
 def find_shape_mismatches(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[str]:
     """Return a message for each tensor dim whose size is not the product of its factors (named loop dimensions) in the
-    sharding rule ``factors``. An empty list means that the rule fits.
+    sharding rule ``factors``. An empty list means that the rule fits. A different number of tensors or dims also gives
+    a message.
 
-    ``operands``, ``results``: the tensors that the operator reads and returns. A different number of tensors or dims
-    also gives a message.
+    ``operands``, ``results``: the tensors that the operator reads and returns.
     """
     found: list[str] = []
     if not factors.sizes:
@@ -275,9 +275,9 @@ class OperatorReference:
         self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator on ``num_ranks`` simulated ranks. ``strategy``: the layouts of its operands and results.
-        Return a message for each result or gradient that differs from that on one device; an empty list means that
-        all agree."""
+        """Run the operator on ``num_ranks`` simulated ranks. Return a message for each result or gradient that differs
+        from that on one device; an empty list means that all agree. ``strategy``: the layouts of its operands and
+        results."""
         layouts = (*strategy.operands, *strategy.results)
         for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
             if not can_shard_evenly(layout, tuple(tensor.shape), num_ranks):
@@ -288,9 +288,9 @@ class OperatorReference:
             return [f"fails: {type(error).__name__}: {error}"]
 
     def _check_results(self, strategy: Strategy, num_ranks: int) -> list[str]:
-        """Run the operator on ``num_ranks`` simulated ranks. ``strategy``: the layouts of its operands and results.
-        Return a message for each result that differs from that on one device; if all results agree, a message for
-        each gradient that differs."""
+        """Run the operator on ``num_ranks`` simulated ranks. Return a message for each result that differs from that on
+        one device; if all results agree, a message for each gradient that differs. ``strategy``: the layouts of its
+        operands and results."""
         pairs = list(zip(self.operands, strategy.operands, strict=True))
         shapes = [local_shape(layout, tuple(t.shape), num_ranks) for t, layout in pairs]
         graph = build_operator_graph(

@@ -138,11 +138,11 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
 
 
 def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """Append nodes to the new graph that take the place of the results of ``torch.where(condition)``, if ``condition``
-    tests whether the router of a mixture of experts chose a given expert for each token and each of its k choices.
-    Return one node for each dim of ``condition``, with the index of every entry, true or not. Entries are ordered so
-    that the k choices of a token are adjacent, also if ``condition`` is transposed; they can then be sharded by tokens.
-    Return an empty list if ``condition`` is not such a test, or has this order already.
+    """Append nodes to the new graph that take the place of the results of ``torch.where(condition)``. ``condition``
+    must test, for each token and each of its k choices, whether the router of a mixture of experts chose a given
+    expert. Return one node for each dim of ``condition``, with the index of every entry, true or not. Entries are
+    ordered so that the k choices of a token are adjacent, also if ``condition`` is transposed; they can then be sharded
+    by tokens. Return an empty list if ``condition`` is not such a test, or has this order already.
 
     If ``condition`` only tests whether any of a token's k choices is the expert, there are k entries for a token, too.
     A token's choices are distinct, so at most one of them is true. ``build``: the rewriter, which appends operators to
@@ -335,8 +335,8 @@ def _match_mask_coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
     """Return two values if ``indices`` are coordinates of the true elements of one mask: the shape of the mask, and for
-    each index the dim of the mask that it is the coordinate of. Return ``((), [])`` if they are not, or if the sizes of
-    these dims differ from those of the dims of ``x`` that are indexed.
+    each index the dim of the mask to which its coordinates belong. Return ``((), [])`` if they are not, or if these
+    dims have other sizes than the indexed dims of ``x``.
 
     Each element of the mask then belongs to one fixed position of ``x``, so that ``x[indices]`` needs no index
     operator. ``build``: the rewriter, which knows which nodes are coordinates. ``first``: the dim of ``x`` at which
@@ -455,10 +455,9 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
 def _scatter_sum_rows(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
-    """Append operators to the new graph that sum the rows of ``source`` that ``indices`` assign to the same position of
-    ``x``, by a reshape and a sum, and return the node of the sums. ``source`` keeps all rows; rows that its mask does
-    not select count as zero. Return ``None`` if the sums cannot be computed in this way, because the sizes of the mask
-    differ from those of ``x``.
+    """Append a reshape and a sum to the new graph, which add up the rows of ``source`` that ``indices`` assign to the
+    same position of ``x``. Return the node of the sums. ``source`` keeps all rows; rows that its mask does not select
+    count as zero. Return ``None`` if this is impossible, because the mask and ``x`` have different sizes.
 
     Args:
         build: the rewriter, which appends operators to the new graph.

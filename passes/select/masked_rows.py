@@ -135,8 +135,8 @@ def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
 
 def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
     """Return a node of the concatenation of ``parts`` if they are all pieces of one data-dependent split, in order;
-    ``None`` if they are not. Each piece keeps all rows of the split tensor, with a mask of the piece's rows, so that
-    one ``where`` for each piece suffices.
+    ``None`` if they are not. Each piece keeps all rows of the split tensor, with a mask of the piece's rows. The
+    concatenation takes each row from the piece that it belongs to, by one ``where`` for each piece.
 
     ``build``: the rewriter, which appends operators to the new graph. ``rows``: the mask of each part; ``None`` for
     a part without one.
@@ -186,8 +186,8 @@ def _concatenate_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
 
 
 def _get_row_mask(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
-    """Return the node of the mask that says which of the ``size`` rows of ``part`` the original model selects; a mask
-    that is true everywhere if none is recorded for ``part``.
+    """Return the node of the mask of the rows of ``part`` that the original model selects, shape ``[size]``. If no mask
+    is recorded for ``part``, return one that is true everywhere.
 
     ``build``: the rewriter, which appends operators to the new graph and records masks.
     """
@@ -388,8 +388,8 @@ class SelectedRows:
 
     def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Append the operator ``target`` with ``args`` and ``kwargs`` to the new graph and return its result (a node or
-        a tuple of nodes). An argument of which the original model selects rows by a mask keeps all rows here. For such
-        arguments, a rewrite that was written for this operator is used if there is one; otherwise the operator's
+        a tuple of nodes). Where the original model selects rows of an argument by a mask, the argument keeps all rows
+        here. There may be a rewrite for this operator with such arguments; it is used then. Otherwise the operator's
         sharding rule must say that it works on each row by itself, or sums over rows. Raise :class:`Unselectable` if
         neither is the case.
         """
@@ -595,9 +595,9 @@ class SelectedRows:
         return self._record_order(found, mask)
 
     def _record_order(self, mask: fx.Node, other: fx.Node) -> fx.Node:
-        """Return ``mask`` unchanged, after recording that its rows are in another order than in the original model, if
-        this is recorded for the mask ``other``. ``mask``: a mask of rows that was computed from ``other``, a mask of
-        the same rows."""
+        """If it is recorded that the rows of the mask ``other`` are in another order than in the original model, record
+        the same for ``mask``. Return ``mask`` unchanged. ``mask``: a mask of the same rows, which was computed from
+        ``other``."""
         if other in self.unordered:
             self.unordered.add(mask)
         return mask

@@ -143,9 +143,9 @@ def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
 
 
 def append_with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Append the operator of ``node`` to the new graph, with 0-dimensional tensors in place of arguments that are
-    data-dependent numbers, such as the number of rows that a mask selects, and return its node. Return ``None`` if it
-    has no such argument.
+    """Append the operator of ``node`` to the new graph, and return its node. Arguments that are data-dependent numbers,
+    such as the number of rows that a mask selects, become 0-dimensional tensors. Return ``None`` if it has no such
+    argument.
 
     ``build``: the rewriter, which appends operators to the new graph. ``node``: the call in the original graph.
     ``args``, ``kwargs``: its arguments in the new graph; numbers in lists, which are shapes, are not replaced. Raise

@@ -198,9 +198,9 @@ def is_in_first_half(size: int, summed: int) -> bool:
 
 
 def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that the first half of backward, which computes the gradients of inputs, should compute in
-    addition: those of weight gradients that are sums of much larger tensors (at least four times as large in total),
-    and the nodes that only they need. The large tensors then need not be kept for the second half.
+    """Return further nodes that the first half of backward, which computes the gradients of inputs, should compute, so
+    that large tensors need not be kept for the second half. These are weight gradients that are sums of much larger
+    tensors (at least four times as large in total), and the nodes that only they need.
 
     ``gradients``: the nodes of all weight gradients. ``known``: nodes that forward or the first half computes anyway;
     they are not returned.

@@ -39,11 +39,11 @@ Part = tuple[
 def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
     """Change ``model`` so that every microbatch computes one addend of each buffer whose new value is a sum over the
     batch, such as a count of tokens. The runtime adds the addends up, so that no collective is needed in each
-    microbatch. Return the changed model; its graphs are changed in place.
+    microbatch. Return the changed model; its graphs are changed in place. A buffer whose new value is not such a sum is
+    left unchanged.
 
     ``model``: the model of one microbatch, as graphs and their calls. ``axis``: the mesh axis along which the global
-    batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch. A buffer whose new
-    value is not such a sum is left unchanged.
+    batch is split into ``parts`` parts, one for each pair of data-parallel rank and microbatch.
     """
     if not model.updates:
         return model
@@ -207,9 +207,9 @@ class _BufferSumRewriter:
     def _find_node_part(self, name: str, node: fx.Node) -> Part:
         """Write the value of ``node`` as a sum over microbatches. Return two nodes: the addend of one microbatch, and a
         term that is equal for all microbatches and is added only once; ``None`` in place of one that is zero. Raise
-        :class:`_NotLinear` if the value is not such a sum.
+        :class:`_NotLinear` if the value is not such a sum. Results are cached.
 
-        ``name``: the name of the graph that contains ``node``. Results are cached.
+        ``name``: the name of the graph that contains ``node``.
         """
         if node not in self.meeting:
             return None, node
@@ -258,8 +258,8 @@ class _BufferSumRewriter:
 
     def _split_number_addition(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
         """Write the value of the operator ``node``, which is ``x + number`` or ``x - number``, as a sum over
-        microbatches. Return two nodes: the addend of one microbatch, which is that of ``x``, and a term that is added
-        only once, which includes the number.
+        microbatches. Return two nodes: the addend of one microbatch, which is the same as for ``x``, and a term that is
+        added only once, which includes the number.
 
         ``part``: the two nodes for ``x``: the addend of one microbatch, and the term that is added once. ``build``:
         appends an operator to the graph and returns its node.
@@ -471,9 +471,9 @@ def _list_linear_operands(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def _find_added_rows(node: fx.Node) -> list[int] | None:
-    """Return, for an operator ``node`` that adds slices (rows) to its first operand at given indices (such as
-    ``index_add``), a list with one number for each further operand (indices and addends): the dim that counts the added
-    rows. Return ``None`` for any other operator, or if these operands have different numbers of rows.
+    """Return the dims that count the rows which the operator ``node`` adds to its first operand at given indices, as
+    ``index_add`` does. The list has one dim for each further operand (indices and addends). Return ``None`` for any
+    other operator, or if these operands have different numbers of rows.
     """
     operands = operands_of(node)
     shapes = [get_node_tensor(o).shape for o in operands]

@@ -225,12 +225,12 @@ def build_joint_graph(
     fused: bool = False,
 ) -> JointGraph:
     """Return forward and backward of ``block``, a piece of the model, traced into one graph on tensors without values.
+    Outputs and gradients are made contiguous, because the traced kernels assume it.
 
-    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each
-    input, each state (parameter, buffer, constant) and each output, whether it has a gradient. ``fused``: whether
-    the fused kernels of accelerators are used on any device; the result is then for analysis only. Outputs and
-    gradients are made contiguous, because the traced kernels assume it. Raise :class:`UnsupportedError` if an
-    operator has no derivative.
+    ``device``: where the operators run. ``needs_input_grad``, ``needs_state_grad``, ``output_grads``: for each input,
+    each state (parameter, buffer, constant) and each output, whether it has a gradient. ``fused``: whether the fused
+    kernels of accelerators are used on any device; the result is then for analysis only. Raise
+    :class:`UnsupportedError` if an operator has no derivative.
     """
     block = keep_rows_sorted(block)
     needs = [*needs_state_grad, *needs_input_grad]
@@ -238,10 +238,11 @@ def build_joint_graph(
     taken: list[int] = []
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Run forward and backward of a block, the graph of a piece of the model such as a layer.
+        """Run forward and backward of a block, the graph of a piece of the model such as a layer. Return two lists: the
+        outputs, and the gradients of those primals that need one (``None`` for zero).
 
         ``primals``: its states (parameters, buffers, constants), then its inputs. ``tangents``: a gradient for each
-        output. Return two lists: the outputs, and the gradients of those primals that need one (``None`` for zero).
+        output.
         """
         leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
         with torch.enable_grad():
@@ -380,8 +381,8 @@ def _fused_attention(
     which can be traced without an accelerator. For analysis only: a boolean ``attn_mask`` hides nothing here; only
     shapes, dtypes and saved tensors are those of the real computation.
 
-    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale``, ``enable_gqa``: the arguments of these names of torch's
-    ``scaled_dot_product_attention``, with the same meaning of ``None``.
+    ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale`` and ``enable_gqa`` have the meanings that they have in
+    torch's ``scaled_dot_product_attention``.
     """
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)

@@ -87,8 +87,8 @@ def _join_results(graph: fx.Graph) -> None:
 
 def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
     """Insert into ``graph`` a copy of each parameter or buffer that the model returns unchanged, in place, because only
-    an operator's result can be a result of a layer. Return a dict from the name of the parameter's or buffer's node to
-    the name of the copy."""
+    an operator's result can be a result of a layer. Return a dict: name of the parameter's or buffer's node -> name of
+    the copy."""
     output = graph.output_node()
     moved: dict[str, str] = {}
     for node in output.all_input_nodes:
@@ -118,8 +118,8 @@ def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _merge_equal_operators(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
-    """Merge operators in ``free`` that compute the same value, in place, so that it is computed once. Return a dict
-    from the name of each removed node to the name of the node that replaces it.
+    """Merge operators in ``free`` that compute the same value, in place, so that it is computed once. Return a dict:
+    name of a removed node -> name of the node that replaces it.
 
     ``graph``: the graph. ``free``: some operators of it, such as masks; removed operators are also removed from this
     set.

@@ -152,10 +152,10 @@ def _is_dynamic(collective: fx.Node) -> bool:
 
 
 def fit_pieces(wanted: int, ranks: int, length: int) -> int:
-    """Return into how many pieces a tensor is cut when an all-gather or reduce-scatter over ``ranks`` ranks runs in
-    pieces, to overlap with matrix products: the largest number that is possible and at most ``wanted``, or the smallest
-    possible number (2 or more) if none is. Possible are divisors of ``ranks``, and ``ranks`` times a divisor of
-    ``length``, the size of the sharded dim on one rank.
+    """Return the number of pieces into which a tensor is cut when an all-gather or reduce-scatter over ``ranks`` ranks
+    runs in pieces, to overlap with matrix products. It is the largest possible number up to ``wanted``. If there is
+    none, it is the smallest possible number (2 or more). Divisors of ``ranks`` are possible, and ``ranks`` times a
+    divisor of ``length``, the size of the sharded dim on one rank.
     """
     possible = [n for n in range(2, ranks + 1) if ranks % n == 0]
     possible += [ranks * n for n in range(2, wanted // ranks + 1) if length % n == 0]

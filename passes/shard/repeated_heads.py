@@ -157,9 +157,9 @@ def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
-    """Return where the repeated slices and their copies are in a tensor after a reshape to the shape ``after``.
-    ``place``: where they are before the reshape. Return ``None`` if no dim of the result contains whole slices, each
-    with all of its copies."""
+    """Return where the repeated slices and their copies are in a tensor after a reshape to the shape ``after``. Return
+    ``None`` if no dim of the result contains whole slices, each with all of its copies. ``place``: where they are
+    before the reshape."""
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
     for dim, size in enumerate(after):

@@ -210,9 +210,8 @@ class GroupModel:
     outputs: dict[str, Layout]
 
     def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
-        """Return the shape that an input of the model has for ``count`` groups of samples together: its dim of
-        samples is ``count`` times as large as for one group. ``path``: the path of the input in the arguments of
-        forward."""
+        """Return the shape of an input of the model for ``count`` groups of samples together. Its dim of samples is
+        ``count`` times as large as for one group. ``path``: the path of the input in the arguments of forward."""
         part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
         return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
 
@@ -221,13 +220,13 @@ def average_over_groups(
     group: Captured, dims: Mapping[str, int | None], num_groups: int, capture_twice: Callable[[], Captured]
 ) -> GroupModel:
     """Return the model of one group of consecutive samples, whose loss is its share of the mean over ``num_groups``
-    groups.
+    groups. Results with a dim of samples are concatenated along it. Other results are averaged, or left alone if they
+    depend on no sample.
 
-    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: path of an
-    input -> index of its dim of samples (0 if absent); ``None`` if every group reads the whole input.
-    ``capture_twice``: captures the model with twice the samples, which shows the dims of samples in its results.
-    Results with such a dim are concatenated along it. Other results are averaged, or left alone if they depend on no
-    sample. Raise :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways."""
+    ``group``: the captured model of one group; samples of different groups do not interact. ``dims``: path of an input
+    -> index of its dim of samples (0 if absent); ``None`` if every group reads the whole input. ``capture_twice``:
+    captures the model with twice the samples, which shows the dims of samples in its results. Raise
+    :class:`UnsupportedError` for a result or changed buffer that cannot be combined in these ways."""
     inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _find_sample_dependent_nodes(group, {p for p, dim in inputs.items() if dim is not None})
@@ -258,7 +257,7 @@ def average_over_groups(
 
 
 def _map_result_shapes(captured: Captured) -> dict[str, list[int]]:
-    """Return a dict from the path of each output in the result of forward to its shape. ``captured``: the model as
+    """Return the shapes of the outputs: path of an output in the result of forward -> shape. ``captured``: the model as
     one graph."""
     by_name = {n.name: n for n in captured.graph.nodes}
     return {o.path: list_node_sizes(by_name[o.value]) for o in captured.outputs if o.value is not None}
@@ -309,8 +308,8 @@ def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, depe
 
 
 def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
-    """Divide each of ``nodes``, which are outputs of ``graph``, by ``num_groups``, in place. Return a dict from each
-    old node name to the new one."""
+    """Divide each of ``nodes``, which are outputs of ``graph``, by ``num_groups``, in place. Return a dict: old node
+    name -> new node name."""
     if num_groups == 1:
         return {}
     output = graph.output_node()

@@ -32,8 +32,8 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """Cut ``nodes`` (operators, in order) into the repetitions of their most repeated pattern, such as layers that are
     written out one after the other, and return the pieces in order.
 
-    The cuts are placed where the fewest values cross them. There is one piece if no pattern covers at least half of
-    the operators.
+    The cuts are placed where the fewest values cross them. All operators are one piece if no pattern covers at least
+    half of them.
     """
     tokens = _number_operators(nodes)
     best = max((_find_longest_repetition(tokens, p) for p in _find_frequent_periods(tokens)), default=(0, 0, 0))

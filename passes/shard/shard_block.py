@@ -186,12 +186,12 @@ class _Rewriter:
 
     def reorder_to_section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """Append operators that reorder a gathered dim from the order of the ranks' shards to its original order.
-        Return the node of the result.
+        Return the node of the result. Only a layout with sections (parts of the dim that are each divided over all
+        ranks) or a zigzag layout (each rank has two pieces, one counted from each end of the dim) needs the reordering;
+        otherwise ``local`` is returned.
 
         ``local``: the node of the gathered tensor in the graph of one rank. ``layout``: the sharded layout before the
-        gather. Only a layout with sections (parts of the dim that are each divided over all ranks) or a zigzag layout
-        (each rank has two pieces, one counted from each end of the dim) needs the reordering; otherwise ``local`` is
-        returned.
+        gather.
         """
         if not layout.sections and not layout.zigzag:
             return local
@@ -233,10 +233,11 @@ class _Rewriter:
         )
 
     def exchange_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        """Append an all-to-all that changes which dim of a tensor is sharded, and return the node of the result. If
-        only the sections of a dim change (parts of it that are each divided over all ranks), append a gather and a
-        slice instead. ``local``: the node of this rank's shard. ``source``, ``to``: the sharded layouts before and
-        after."""
+        """Append an all-to-all that changes which dim of a tensor is sharded, and return the node of the result. A dim
+        may consist of sections, each of which is divided over all ranks. If only these sections change and the dim does
+        not, append a gather and a slice instead.
+
+        ``local``: the node of this rank's shard. ``source``, ``to``: the sharded layouts before and after."""
         if source.dim == to.dim:  # other sections of the same dim
             return self.slice_whole(self.gather_shards(local, source, REPLICATED), REPLICATED, to)
         local = self.reorder_to_rank_major(local, to)

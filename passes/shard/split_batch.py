@@ -145,11 +145,11 @@ def _make_totals_block(
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
     """Return three values: a new block (a graph) that computes the operands of ``totals`` from the inputs of the model;
     the names of the states (parameters, buffers, constants) that it reads; and the names of the inputs that it reads.
+    The new block computes the operands of the sums ``totals``, not the sums.
 
-    ``totals``: nodes of collectives that sum over the batch. The new block computes the operands of these sums, not the
-    sums. ``model``: the model as blocks and their calls. ``call``: the call whose graph contains the nodes ``totals``.
-    ``name``: the name of the new block. ``producers``: name of a tensor that passes between calls -> (index of the call
-    that computes it, index among the outputs of this call).
+    ``totals``: nodes of collectives that sum over the batch. ``model``: the model as blocks and their calls. ``call``:
+    the call whose graph contains the nodes ``totals``. ``name``: the name of the new block. ``producers``: name of a
+    tensor that passes between calls -> (index of the call that computes it, index among the outputs of this call).
     """
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
@@ -290,8 +290,8 @@ _SAMPLE_PRESERVING = (aten.split_with_sizes.default, aten.cat.default, operator.
 
 def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
     """Return the first operator of ``model`` that reads the result of the collective ``node``; ``None`` if there is
-    none. ``block``: the graph that contains ``node``; the reader may be in it or in one that runs later. Operators
-    that only move data for the collective are skipped."""
+    none. Operators that only move data for the collective are skipped. ``block``: the graph that contains ``node``; the
+    reader may be in it or in one that runs later."""
     place = node.meta.get("path"), node.meta.get("source")
     waiting: list[tuple[Block, fx.Node]] = [(block, node)]
     seen: set[fx.Node] = set()
@@ -344,11 +344,11 @@ Results = tuple[Samples, ...]  # one map for each result of an operator
 
 
 def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:
-    """Return, for each graph node of ``model``, which dims of its results hold the ``count`` samples of the batch.
+    """Return, for each graph node of ``model``, which dims of its results hold the ``count`` samples of the batch. The
+    result is a dict: node -> tuple with one dict for each result of the node. Such a dict is: index of a dim -> number
+    of samples of the batch that it holds; it is empty if there is no batch dim.
 
     ``dims``: name of each model input or other value -> index of its batch dim; ``None`` or absent if it has none.
-    The result is a dict from a node to a tuple with one dict for each result of the node: index of a dim -> number
-    of samples of the batch that it holds; empty if there is no batch dim.
     """
     found: dict[fx.Node, Results] = {}
     seen: set[str] = set()

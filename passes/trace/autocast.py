@@ -140,8 +140,8 @@ def _enter_autocast_region(self: Any) -> Any:
 
 
 def _exit_autocast_region(self: Any, *_: Any) -> bool:
-    """Replacement of ``autocast.__exit__``: restore the autocast flags from before the region. ``self``: the
-    ``torch.autocast`` object. Return ``False``, so that exceptions go on."""
+    """Replacement of ``autocast.__exit__``: restore the autocast flags from before the region. Return ``False``, so
+    that exceptions go on. ``self``: the ``torch.autocast`` object."""
     torch.set_autocast_enabled(self.device, self.prev[0])
     torch.set_autocast_dtype(self.device, self.prev[1])
     return False

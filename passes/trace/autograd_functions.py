@@ -187,8 +187,8 @@ def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
     """Call the user's ``torch.autograd.Function`` ``cls`` with ``args`` during a trace, and return its results, with a
     traced gradient that equals what the function's ``backward`` returns.
 
-    Each result is the one of ``forward`` plus a traced term that is zero and has this gradient. Raise
-    :class:`UnsupportedError` if the gradient cannot be traced.
+    A traced term is added to each result of ``forward``. Its value is zero, and its gradient is the one of
+    ``backward``. Raise :class:`UnsupportedError` if the gradient cannot be traced.
     """
     needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     ctx = _Context(needs)
@@ -276,9 +276,9 @@ def _transpose_custom_backward(
     own = cls.backward if cls.vjp is Function.vjp else cls.vjp
 
     def backward(*grads: Tensor | None) -> list[Tensor | None]:
-        """Run ``backward`` of a user's ``torch.autograd.Function``. ``grads``: the gradients of those results that can
-        have one. Return the gradients of those arguments that need one, in order. In both, ``None`` is a gradient of
-        zero."""
+        """Run ``backward`` of a user's ``torch.autograd.Function``. Return the gradients of those arguments that need
+        one, in order. ``None`` stands for a gradient of zero, also in ``grads``. ``grads``: the gradients of those
+        results that can have one."""
         zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
         given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
         with torch.no_grad(), _refuse_side_effects(cls):
@@ -566,7 +566,7 @@ def refuse_gradient_hooks(notes: list[str]) -> Iterator[None]:
 
     class WatchedNode:
         """Wrapper of an autograd node (``tensor.grad_fn``) that user code gets during a trace. Registering a hook on it
-        raises :class:`UnsupportedError`; all other attributes are those of the node."""
+        raises :class:`UnsupportedError`; all other attributes are passed on from the node."""
 
         register_hook, register_prehook = make_refusal("grad_fn"), make_refusal("grad_fn")
 

@@ -184,10 +184,10 @@ def _suspend_tracing() -> Iterator[None]:
 
 def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
     """Return the nodes that must run to compute the values of the nodes ``wanted``, in graph order. Operators that
-    write in place to memory that one of these nodes uses are among them.
+    write in place to memory that one of these nodes uses are among them. Return ``None`` if the values depend on an
+    input, a parameter or a random operator that is not in ``given``, or if they are too large.
 
-    ``given``: nodes whose values are known. Return ``None`` if the values depend on an input, a parameter or a
-    random operator that is not in ``given``, or if they are too large.
+    ``given``: nodes whose values are known.
     """
     order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
@@ -269,8 +269,8 @@ def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
 
 
 def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
-    """Run the operators ``nodes``, which are in graph order, and return a dict from each node to its value. ``root``:
-    the module that holds the constants of the graph. ``given``: node -> value, for nodes that are not run because their
+    """Run the operators ``nodes``, which are in graph order, and return their values: node -> value. ``root``: the
+    module that holds the constants of the graph. ``given``: node -> value, for nodes that are not run because their
     values are known."""
     values: dict[fx.Node, Any] = {}
     for node in nodes:

@@ -37,8 +37,8 @@ _MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
 class HookValue:
     """The origin of a value that occurs in the source of a hook. The source is analysed without running the hook.
 
-    ``kind``: "given" for an argument of the hook or a view of one, "model" for a module or what it holds, "known"
-    for one of ``objects``, which exist already, "fresh" for a new value that the hook makes, "none" for ``None``, or
+    ``kind``: "given": an argument of the hook or a view of one; "model": a module, or an object that a module holds;
+    "known": one of ``objects``, which exist already; "fresh": a new value that the hook makes; "none": ``None``; or
     "unknown".
     """
 
@@ -46,9 +46,11 @@ class HookValue:
     objects: tuple[Any, ...] = ()  # the objects that a ``known`` value may be
 
     def join(self, other: HookValue) -> HookValue:
-        """Return the origin of a value in a hook's source that is either this value or ``other``, depending on what
-        happens when the hook runs, as in ``a if c else b``. The origin of a value says whether it is an argument of
-        the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
+        """Return the common origin of two alternative values in the source of a hook: the value is this one or
+        ``other``, depending on what happens when the hook runs, as in ``a if c else b``.
+
+        An origin is one of: an argument of the hook, a part of the model, an object that exists already, a new value,
+        ``None``, or unknown."""
         if self.kind == other.kind:
             return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
         kinds = {self.kind, other.kind}
@@ -332,10 +334,11 @@ class _HookReader:
         self.result: HookValue | None = None
 
     def find_returned_value(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
-        """Return the origin of the value that the analysed function returns. ``args``, ``named``: the origin of its
-        positional arguments and, by name, of its keyword arguments. Raise :class:`_SideEffect` if the function may
-        change something, or cannot be analysed. The origin of a value says whether it is an argument of the hook, a
-        part of the model, an object that exists already, a new value, ``None``, or unknown."""
+        """Return the origin of the value that the analysed function returns. The origin of a value says whether it is
+        an argument of the hook, a part of the model, an object that exists already, a new value, ``None``, or unknown.
+
+        ``args``, ``named``: the origin of its positional arguments and, by name, of its keyword arguments. Raise
+        :class:`_SideEffect` if the function may change something, or cannot be analysed."""
         self._bind_parameters(args, named)
         for _ in range(_MOST_ROUNDS):
             before, self.result = dict(self.names), None
@@ -347,10 +350,11 @@ class _HookReader:
         raise _SideEffect("is too involved to be read")
 
     def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
-        """Record the origin of each parameter of the analysed function in one call. ``args``, ``named``: the origin
-        of the call's positional arguments and, by name, of its keyword arguments. A parameter without an argument
-        gets the origin of its default, or "unknown". The origin of a value says whether it is an argument of the
-        hook, a part of the model, an object that exists already, a new value, ``None``, or unknown."""
+        """Record the origin of each parameter of the analysed function in one call. A parameter without an argument
+        gets the origin of its default, or "unknown". The origin of a value says whether it is an argument of the hook,
+        a part of the model, an object that exists already, a new value, ``None``, or unknown.
+
+        ``args``, ``named``: the origin of the call's positional arguments and, by name, of its keyword arguments."""
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -548,9 +552,9 @@ class _HookReader:
         return UNKNOWN
 
     def evaluate_attribute(self, base: HookValue, name: str) -> HookValue:
-        """Return the origin of the attribute ``name`` of an object in a hook's source. ``base``: the origin of the
-        object. The origin of a value says whether it is an argument of the hook, a part of the model, an object that
-        exists already, a new value, ``None``, or unknown."""
+        """Return the origin of the attribute ``name`` of an object in a hook's source. The origin of a value says
+        whether it is an argument of the hook, a part of the model, an object that exists already, a new value,
+        ``None``, or unknown. ``base``: the origin of the object."""
         if base.kind != "known":
             return FRESH if base.kind == "none" or name in _DESCRIBING else base
         found = FRESH

@@ -447,11 +447,13 @@ def _take_out_detached(traced: fx.GraphModule) -> None:
 
 
 def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients: _InnerGradients) -> None:
-    """Raise :class:`UnsupportedError` if torch would differentiate ``traced``, the graph of a derivative, wrongly.
+    """Raise :class:`UnsupportedError` if torch would compute wrong second derivatives. ``traced``: the graph of a first
+    derivative, which is to be differentiated again.
 
-    This happens if the graph reads a secondary result of an operator, such as the mean that a norm returns, that torch
-    treats as a constant although it depends on the operands. ``arguments``: tensors of the shapes and dtypes of the
-    graph's inputs. ``gradients``: creates the error.
+    Derivatives are wrong if the graph reads a secondary result of an operator, such as the mean that a norm returns:
+    torch treats some of these as constants although they depend on the operands. ``arguments``: tensors of the shapes
+    and dtypes of the graph's inputs. ``gradients``: the object that makes the exception, with a message that names the
+    model's code.
     """
     env: dict[fx.Node, Any] = {}
     floating = (

@@ -91,8 +91,8 @@ def _enable_caches(configs: Sequence[Any]) -> Iterator[None]:
 def _name_output_tensors(
     model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
-    """Run a model's forward and identify its results by how they were computed. Return two values: a dict from the path
-    of each output tensor in the result to an integer, or the exception that forward raised; and a hashable key of the
+    """Run a model's forward and identify its results by how they were computed. Return two values: a dict: path of an
+    output tensor in the result -> integer, or in its place the exception that forward raised; and a hashable key of the
     last torch function that forward called and of its arguments. Tensors that were computed by the same operations have
     equal integers.
 

@@ -113,8 +113,8 @@ class Journal(TorchFunctionMode):
         self.entries.append((number, asked, self._record_result_places(list(results))))
 
     def _assign_tensor_place(self, tensor: Tensor) -> int:
-        """Return the position (from 0) of ``tensor`` in the order in which this record of a module's call sees tensors
-        for the first time; a new tensor gets the next position.
+        """Return the number of ``tensor`` in this record of a module's call. The record numbers tensors from 0 in the
+        order of their first occurrence; a new tensor gets the next number.
         """
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self._held)
@@ -122,9 +122,9 @@ class Journal(TorchFunctionMode):
         return self._places[id(tensor)]
 
     def _record_result_places(self, result: Any) -> Any:
-        """Return, in the structure of ``result`` (of a torch function), the position of each tensor in the order in
-        which this record of a module's call sees tensors for the first time; ``None`` for values that are not tensors.
-        New tensors get the next positions.
+        """Return, in the structure of ``result`` (of a torch function), the number of each tensor in this record of a
+        module's call, and ``None`` for all other values. The record numbers tensors from 0 in the order of their first
+        occurrence; new tensors get the next numbers. A symbolic size sets ``needs_trace``.
         """
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
@@ -141,9 +141,9 @@ class Journal(TorchFunctionMode):
         return build_value_key(value, self._build_tensor_key)
 
     def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
-        """Return a key of ``tensor``, an argument of a torch function. For an operand or a result of the recorded
-        module call, the key is ("tensor", position of the tensor in the order in which this record sees tensors for the
-        first time). For any other tensor, it is ("other", ``id`` of the tensor)."""
+        """Return a key of ``tensor``, an argument of a torch function. For a tensor that is an operand of the recorded
+        module call or was computed in it, the key is ("tensor", number of the tensor); the record numbers these tensors
+        in the order of their first occurrence. For any other tensor, the key is ("other", ``id`` of the tensor)."""
         place = self._places.get(id(tensor))
         return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 
@@ -206,8 +206,7 @@ def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int
 
     Args:
         operands: parameters, buffers and tensor arguments that the call reads.
-        results: the tensors that the call returned, if it was traced; if empty, the shapes are those of an earlier
-            equal call.
+        results: the tensors that the call returned, if it was traced; if empty, an earlier equal call gives the shapes.
         memo: number of the group of equal calls.
         member: number of the module if its parameters are removed and so are not among the operands; otherwise -1.
     """
@@ -377,8 +376,8 @@ class LayerRepeats:
     ) -> tuple[Any, list[Tensor] | None]:
         """Run one of the first two of several equal module calls; comparing them shows what the other calls compute.
         Return its output and a list of its result tensors that are in the graph (empty if the call was not traced). The
-        list is ``None`` if this is the first call and all calls must be traced, because one operator cannot represent
-        the call: it writes to an argument, for example, or returns a view of one. Raise :class:`NotEquivalent` if the
+        list is ``None`` if this is the first call and one operator cannot represent the call, so that all calls must be
+        traced; for example, it writes to an argument or returns a view of one. Raise :class:`NotEquivalent` if the
         second call differs from the first.
 
         Args:

@@ -248,8 +248,8 @@ class _ZeroGradientValues:
 
     def _compute_value_at_zero(self, node: fx.Node) -> Any:
         """Run the operator ``node`` of the graph of a ``backward`` function on the values that its operands have if all
-        incoming gradients are zero, and return its value. A sum whose other operand is then zero is not run; the value
-        of its remaining operand is returned."""
+        incoming gradients are zero, and return its value. If ``node`` is a sum with an operand that is zero then, the
+        value of the other operand is returned, and the sum is not run."""
         other = _find_other_addend(node, self.parts)
         if other is not None:
             return self.get_value(other)
@@ -284,12 +284,12 @@ def _make_zeros_like(value: Tensor) -> Tensor:
 
 
 def _find_other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
-    """Return the operand that is equal to the sum ``node`` if the incoming gradients of a ``backward`` function are
-    zero, because the other operand is then zero. Return ``None`` if ``node`` is no such sum, or if the operand has
-    another shape or dtype than the sum.
+    """Return the operand that is equal to the sum ``node`` whenever the incoming gradients of a ``backward`` function
+    are zero: the other operand is then zero. Return ``None`` if ``node`` is no such sum, or if the operand has another
+    shape or dtype than the sum.
 
-    ``parts``: for each node of the graph of the ``backward`` function, whether its value depends on the incoming
-    gradients, and whether it is zero if they are.
+    ``parts``: node of the graph of the ``backward`` function -> two flags: whether the node's value depends on the
+    incoming gradients, and whether it is zero if they are zero.
     """
     if node.target is not aten.add.Tensor or node.kwargs:
         return None

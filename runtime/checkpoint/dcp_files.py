@@ -60,9 +60,10 @@ class Written:
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Written:
     """Write ``pieces`` (parts of tensors, with their names and offsets) to one file in ``folder``, and flush it to
-    disk. ``rank``: global rank, which is part of the file's name. Return a record of the written parts, with their
-    positions in the file and the file's checksum. For an empty list no file is written. Raise ``OSError`` if the file
-    system reports an error.
+    disk. Return a record of the written parts, with their positions in the file and the file's checksum. For an empty
+    list no file is written.
+
+    ``rank``: global rank, which is part of the file's name. Raise ``OSError`` if the file system reports an error.
     """
     if not pieces:
         return Written()

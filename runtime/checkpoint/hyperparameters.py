@@ -24,12 +24,13 @@ _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 def describe_optimizers(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[dict[str, Any] | None] | None:
-    """Return, for each optimizer of this rank, a dict of what a checkpoint stores of it beside its state: its class
-    name, the names of its hyperparameters, such as ``lr``, and its parameter groups with the values of these.
+    """Return a description of each optimizer of this rank for a checkpoint, besides its state: a dict with its class
+    name, the names of its hyperparameters, such as ``lr``, and its parameter groups with the values of the
+    hyperparameters. Parameters have the model's names. An item is ``None`` if this rank has no such optimizer. The
+    result is ``None`` if there is no optimizer at all.
 
-    A group names its parameters as in the model. ``given``: one optimizer, a list of optimizers, or ``None``.
-    ``parameters``: name in the program -> parameter of this rank. An item is ``None`` if this rank has no such
-    optimizer. The result is ``None`` if there is no optimizer at all.
+    ``given``: one optimizer, a list of optimizers, or ``None``. ``parameters``: name in the program -> parameter of
+    this rank. ``program``: the program, which knows the model's names.
     """
     optimizers = list_optimizers(given)
     return (
@@ -64,9 +65,11 @@ def merge_rank_descriptions(rank_descriptions: Sequence[Sequence[Mapping[str, An
 
     A description of an optimizer is a dict with its class name (``kind``), the names of its hyperparameters
     (``defaults``), and its parameter ``groups``, each a dict with the ``names`` of the parameters and the ``values`` of
-    hyperparameters. ``rank_descriptions``: for each rank, its list of descriptions (one for each optimizer) or
-    ``None``. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list of them
-    for several. Raise :class:`CheckpointError` if ranks have different numbers of optimizers."""
+    hyperparameters. The result is ``None`` if no rank has an optimizer, one description for one optimizer, and a list
+    of them for several.
+
+    ``rank_descriptions``: for each rank, its list of descriptions (one for each optimizer) or ``None``. Raise
+    :class:`CheckpointError` if ranks have different numbers of optimizers."""
     found = [d for d in rank_descriptions if d is not None]
     if len({len(d) for d in found}) > 1:
         raise CheckpointError(
@@ -78,8 +81,8 @@ def merge_rank_descriptions(rank_descriptions: Sequence[Sequence[Mapping[str, An
 
 
 def _merge_descriptions(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return one description of an optimizer, a dict like those in ``descriptions`` but with the parameter groups of
-    all ranks; ``None`` if no rank has the optimizer.
+    """Merge descriptions of one optimizer into one, which has the parameter groups of all ranks; ``None`` if no rank
+    has the optimizer.
 
     ``descriptions``: for each rank that has it, a dict with its class name (``kind``), the names of its hyperparameters
     (``defaults``) and its parameter ``groups``.
@@ -94,13 +97,13 @@ def match_by_names(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program, saved: Any
 ) -> list[list[Mapping[str, Any]]]:
     """Return the saved hyperparameters as a list over optimizers of lists over parameter groups, matched by parameter
-    names.
+    names. A group none of whose parameters were saved gets an empty dict.
 
     ``saved``: a result of :func:`merge_rank_descriptions`: for each optimizer, a dict with its class name and its
-    parameter groups. A group none of whose parameters were saved gets an empty dict. Raise :class:`CheckpointError` if
-    the number, the order or the classes of the optimizers, or their groups, differ from the saved ones. ``given``: one
-    optimizer, a list of optimizers, or ``None``. ``parameters``: name in ``program`` -> parameter of this rank.
-    ``program``: the program, which knows the model's names of its parameters.
+    parameter groups. Raise :class:`CheckpointError` if the number, the order or the classes of the optimizers, or their
+    groups, differ from the saved ones. ``given``: one optimizer, a list of optimizers, or ``None``. ``parameters``:
+    name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's names of its
+    parameters.
     """
     optimizers, kept = list_optimizers(given), [saved] if isinstance(saved, Mapping) else list(saved)
     if len(optimizers) != len(kept):
@@ -161,14 +164,14 @@ def match_saved_groups(
     program: Program,
     saved: Mapping[str, Any],
 ) -> list[Mapping[str, Any]]:
-    """Return the saved hyperparameters (name -> value) for each parameter group of ``optimizer``, in the order of its
-    groups. Groups are matched by the names of their parameters.
+    """Return the saved hyperparameters of each parameter group of ``optimizer``, one dict name -> value for each group,
+    in the order of the groups. Groups are matched by the names of their parameters. A group none of whose parameters
+    were saved gets an empty dict.
 
-    ``saved``: the saved description of one optimizer, whose ``groups`` are dicts with parameter ``names`` and
-    ``values`` of hyperparameters. A group none of whose parameters were saved gets an empty dict. Raise
-    :class:`CheckpointError` if parameters of one saved group are now in several groups, or if a group has parameters of
-    saved groups with different values. ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the
-    program, which knows the model's names of its parameters.
+    ``parameters``: name in ``program`` -> parameter of this rank. ``program``: the program, which knows the model's
+    names of its parameters. ``saved``: the saved description of one optimizer, whose ``groups`` are dicts with
+    parameter ``names`` and ``values`` of hyperparameters. Raise :class:`CheckpointError` if parameters of one saved
+    group are now in several groups, or if a group has parameters of saved groups with different values.
     """
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}
@@ -217,8 +220,8 @@ def match_by_position(given: Optimizers, groups: Sequence[Any] | None) -> list[l
 
 
 def set_hyperparameters(optimizers: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Set the hyperparameters of the optimizers ``optimizers`` (one, a list, or ``None``): ``values[i][k]`` (name ->
-    value) is for group ``k`` of optimizer ``i``."""
+    """Set the hyperparameters of ``optimizers``: one optimizer, a list, or ``None``. ``values[i][k]`` is for group
+    ``k`` of optimizer ``i``, as a dict: name of the hyperparameter -> value."""
     for optimizer, of_groups in zip(list_optimizers(optimizers), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
             for key, value in saved.items():

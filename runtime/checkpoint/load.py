@@ -138,9 +138,9 @@ def list_complete_checkpoints(root: Path) -> list[CheckpointMatch]:
 def list_resumable_checkpoints(root: Path) -> list[CheckpointMatch]:
     """Return the complete checkpoints in the folder ``root``, in the order in which they should be tried for resuming.
 
-    Checkpoints with more steps come first. Exception: if training was resumed from an earlier checkpoint, those that it
-    had written after that one come last. Such a checkpoint has more steps than the checkpoint that the file ``latest``
-    names, and is older than the file ``latest``.
+    Checkpoints with more steps come first. There is one exception: if the user resumed from an earlier checkpoint, the
+    checkpoints with more steps from before that restart come last. They have more steps than the checkpoint that the
+    file ``latest`` names, and are older than the file ``latest``.
     """
     found = list_complete_checkpoints(root)[::-1]
     named = root / LATEST
@@ -253,8 +253,8 @@ def _open_shard_reader(folder: Path) -> ShardReader:
 
 
 def _warn_of_other_tensors(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
-    """Warn if the checkpoint in ``folder`` has tensors that the model of this rank's program, ``rank``, does not have,
-    so that it may be of another model. ``reader``: reads tensors of the checkpoint.
+    """Warn if the checkpoint in ``folder`` has tensors that this rank's model does not have: the checkpoint may then be
+    of another model. ``rank``: this rank's program. ``reader``: reads tensors of the checkpoint.
     """
     known = list_names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
@@ -275,10 +275,11 @@ def _select_extra_states(
 ) -> dict[str, Any]:
     """Return the saved state of each object named in ``requested``, such as a data loader, for this rank.
 
-    ``training``: the saved data other than tensors, with the states (name -> state) under ``extra`` and those that
-    differ between ranks (name -> list over ranks) under ``extra_of_ranks``. If the ranks had different states, this
-    rank gets its own. Raise :class:`CheckpointError` if a state is missing, or if states differ between ranks and the
-    mesh is not the one of the checkpoint. ``found``: the checkpoint. ``rank``: the program of this rank, with its mesh.
+    If the ranks had different states, this rank gets its own. Raise :class:`CheckpointError` if a state is missing, or
+    if states differ between ranks and the mesh is not the one of the checkpoint. ``training``: the saved data other
+    than tensors. Its entry ``extra`` is a dict: name -> state. Its entry ``extra_of_ranks`` has the states that differ
+    between ranks: name -> list over ranks. ``found``: the checkpoint. ``rank``: the program of this rank, with its
+    mesh.
     """
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in requested:
@@ -406,11 +407,12 @@ def _allocate_optimizer_state(
 def _list_state_pieces(
     prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
-    """Return the rectangular parts of saved tensors that must be read to fill ``tensor``.
+    """Return the rectangular parts of saved tensors that must be read to fill ``tensor``. A tensor's key in the
+    checkpoint consists of ``prefix``, the name ``saved_as`` under which the parameter or buffer was saved, and
+    ``suffix``.
 
-    ``tensor``: this rank's part of the parameter or buffer named ``state``, or of an optimizer state for it. A tensor's
-    key in the checkpoint consists of ``prefix``, the name ``saved_as`` under which the parameter or buffer was saved,
-    and ``suffix``. ``rank``: the program of this rank.
+    ``tensor``: this rank's part of the parameter or buffer named ``state``, or of an optimizer state for it. ``rank``:
+    the program of this rank.
     """
     data = rank.program.states[state]
     if data.shape and not tensor.dim():

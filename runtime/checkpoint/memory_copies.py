@@ -607,9 +607,9 @@ def get_copies_folder(checkpoints: Path, memory: Path) -> Path:
 
 def remove_line_token(checkpoints: Path, rank: int) -> None:
     """Remove the file with the token (a random number) of valid in-memory copies from the folder ``checkpoints``, so
-    that none is restored any more.
+    that none is restored any more. Only rank 0 removes the file; on other ranks this does nothing.
 
-    ``rank``: number of this rank. Only rank 0 removes the file; on other ranks this does nothing.
+    ``rank``: number of this rank.
     """
     if rank == 0:
         (checkpoints / LINE).unlink(missing_ok=True)

@@ -97,11 +97,11 @@ def collect_rank_state(
     engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
 ) -> dict[str, Any]:
     """Return the part of the training state of ``engine`` that belongs to this rank: a dict with the hyperparameters of
-    its optimizers under ``"optimizer"`` and the states of further objects under ``"extra"``.
+    its optimizers under ``"optimizer"`` and the states of further objects under ``"extra"``. Tensors and random states
+    are not included.
 
     ``optimizer``: the optimizer of the engine's parameters, a list of several, or ``None``. ``extra``: name -> object
-    with ``state_dict()``, such as a data loader. Tensors and random states are not included. Raise
-    :class:`CheckpointError` if an object has no ``state_dict()``.
+    with ``state_dict()``, such as a data loader. Raise :class:`CheckpointError` if an object has no ``state_dict()``.
     """
     if extra is not None and not (isinstance(extra, Mapping) and all(hasattr(x, "state_dict") for x in extra.values())):
         raise CheckpointError(
@@ -147,8 +147,8 @@ def load_run_state(
     ranks call this.
 
     It restores weights, optimizer state, rounding errors of gradient compression, counters, random state, and the
-    objects in ``extra`` (name -> object). ``optimizer``: the optimizer whose state is restored, a list of several, or
-    ``None``. ``verify``: first compare checksums of the files.
+    objects in ``extra``. ``extra``: name -> object. ``optimizer``: the optimizer whose state is restored, a list of
+    several, or ``None``. ``verify``: first compare checksums of the files.
     """
     rank, residuals = engine.rank_program, engine._gradients.residuals
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)

@@ -340,11 +340,10 @@ class Saver:
         _run_on_all_ranks(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
-        """Warn on rank 0 if the last checkpoint lacks gradients that training needs: it was saved after ``steps``
-        batches, and the next batch adds to gradients that were accumulated before.
-
-        A checkpoint has no gradients, so training that resumes from it would lose them. ``gradients``: the accumulated
-        gradients; there is no warning if all of them are zero.
+        """Warn on rank 0 if the last checkpoint was saved in the middle of gradient accumulation: after ``steps``
+        batches, and the next batch adds to gradients that were accumulated before. A checkpoint has no gradients, so
+        training that resumes from it would lose the accumulated ones. ``gradients``: the accumulated gradients; there
+        is no warning if all of them are zero.
         """
         if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
             warnings.warn(
@@ -410,12 +409,11 @@ def agree_on_target(
     own: str = OWN,
 ) -> CheckpointTarget:
     """Prepare to write a checkpoint or an export to the folder ``final``: return the paths to use, which are the same
-    on all ranks. All ranks call this.
+    on all ranks. All ranks call this. Rank 0 removes incomplete files that earlier, failed writes have left.
 
-    ``before``: called first on each rank. Rank 0 then removes incomplete files that earlier, failed writes have left.
-    ``own``: regular expression of the names of the files in ``final`` that the new ones replace. Raise what ``before``
-    raises, or :class:`CheckpointError` if ``before`` or the removal failed on another rank. ``world_size``: number of
-    ranks. ``communicator``: connects this rank with the others.
+    ``before``: called first on each rank. ``own``: regular expression of the names of the files in ``final`` that the
+    new ones replace. Raise what ``before`` raises, or :class:`CheckpointError` if ``before`` or the removal failed on
+    another rank. ``world_size``: number of ranks. ``communicator``: connects this rank with the others.
     """
     error: Exception | None = None
     token = 0

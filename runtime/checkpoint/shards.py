@@ -232,8 +232,8 @@ def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, 
     """Return the part of a checkpoint from which a 0-dimensional optimizer state is read into ``tensor``.
 
     The key is ``prefix``, the parameter's ``name`` and ``suffix``. ``state``: the description of the parameter. If it
-    is a stack of several parameters of the model, the optimizer state was saved once for each of them with the same
-    value, and that of the first one is read.
+    is a stack of several parameters of the model, the optimizer state was saved for each of them, with the same value;
+    the state of the first one is read.
     """
     return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 

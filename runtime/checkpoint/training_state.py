@@ -77,8 +77,8 @@ class OptimizerState:
     """The state that optimizers hold for a rank's parameters, by parameter name.
 
     ``optimizers``: one optimizer or a list; an item is ``None`` if this rank has none of the parameters of that
-    optimizer. Raise :class:`CheckpointError` if an optimizer has parameters other than ``parameters`` (name ->
-    parameter), if two have the same parameter, or if there are several and a trained parameter is in none.
+    optimizer. ``parameters``: name -> parameter. Raise :class:`CheckpointError` if an optimizer has a parameter that is
+    not in ``parameters``, if two have the same parameter, or if there are several and a trained parameter is in none.
     """
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -174,7 +174,7 @@ class OptimizerState:
         return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
 
     def replace(self, name: str, state: Mapping[str, Tensor]) -> None:
-        """Replace the optimizer state of the parameter ``name`` by ``state`` (key -> tensor); an empty ``state``
+        """Replace the optimizer state of the parameter ``name`` by ``state``, a dict: key -> tensor. An empty ``state``
         removes it.
 
         Numbers stay on the CPU unless the optimizer is fused or capturable.

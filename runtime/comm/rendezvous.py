@@ -86,8 +86,8 @@ def _install_torchrun_hook() -> None:
 
 
 def _report_failure(error: Exception) -> None:
-    """Report to torchrun the exception ``error`` that ends this script; if another rank's failure caused it, wait some
-    seconds first, so that torchrun records that failure as the first.
+    """Report the exception ``error``, which ends this script, to torchrun. If another rank's failure caused it, wait
+    some seconds first, so that torchrun records the other failure as the first.
     """
     from partitioner.runtime.comm.failure_origin import find_user_line, is_secondary  # which import what imports this
 

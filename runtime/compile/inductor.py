@@ -55,12 +55,12 @@ def generate_code(
     """Generate code for ``module``, a graph without side effects, for tensors with the shapes, strides and types of
     ``arguments``. Return the code as :class:`NamedCode`, which :func:`build_functions` compiles. Return a compiled
     function instead if this graph was compiled before (its code is then loaded from disk), or if Inductor must compile
-    it at once: on a GPU, or if the code cannot be stored on disk.
+    it at once: on a GPU, or if the code cannot be stored on disk. A compiled function takes a list of arguments, which
+    it empties, and returns a sequence of results with the strides that the operators of the graph give them. The
+    function raises ``AssertionError`` for arguments of other shapes or strides.
 
     ``device``: where the function gets its arguments; the tensors ``arguments`` may be elsewhere, such as on the meta
-    device. A compiled function takes a list of arguments, which it empties, and returns a sequence of results with the
-    strides that the operators of the graph give them. The function raises ``AssertionError`` for arguments of other
-    shapes or strides.
+    device.
     """
     function: BoxedFunction | None
     if device.type != "cpu":

@@ -107,9 +107,9 @@ def _iterate_code_objects(code: CodeType) -> Iterator[CodeType]:
 
 
 def _has_known_products(functions: str, external: Any) -> bool:
-    """Return whether the source ``functions`` can run in another process: it calls no operator that Inductor itself
-    defines, and of Inductor's external kernels (such as torch's matrix products) only those for which this module has
-    the same function. ``external``: the namespace of the external kernels that the generated module uses.
+    """Return whether the source ``functions`` can run in another process. It can if it calls no operator that Inductor
+    itself defines, and if this module has the same function for each external kernel of Inductor that it calls (such as
+    torch's matrix products). ``external``: the namespace of the external kernels that the generated module uses.
     """
     for node in ast.walk(ast.parse(functions)):
         if isinstance(node, ast.Attribute):

@@ -53,8 +53,8 @@ class BatchShare:
 
 
 def get_share(rank: RankProgram) -> BatchShare:
-    """Return the part of a global batch that ``rank`` reads: the inputs that its program loads, and the rows of its
-    ``dp`` coordinate.
+    """Return the part of a global batch that ``rank`` reads: the inputs that its program loads, and in them the samples
+    for its coordinate on the axis ``dp``.
     """
     loaded = {name for i in rank.instructions if i.op == "LOAD" for name in i.values}
     paths = frozenset(i.path for i in rank.program.inputs if i.value in loaded)

@@ -309,10 +309,11 @@ class ConsistencyChecks:
         )
 
     def _list_replica_kinds(self) -> list[_Kind]:
-        """Return all kinds of replication of the trained parameters, sorted; the list is equal on all ranks.
+        """Return the distinct ways in which the trained parameters are replicated, sorted; the list is equal on all
+        ranks.
 
-        A kind is a pair: the mesh axes along which ranks hold equal shards, and the pipeline stages that share a tied
-        parameter (empty if only one stage has the parameter).
+        Each is a pair: the mesh axes along which ranks hold equal shards of a parameter, and the pipeline stages that
+        share it because it is tied (empty if only one stage has it).
         """
         return sorted({self._find_replica_kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 
@@ -360,10 +361,10 @@ class ConsistencyChecks:
 
     def _find_extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
         """Return, for each of ``length`` positions, the maximum and the minimum of the numbers that ranks have at this
-        position, as two int64 tensors of ``length`` elements. All ranks call this.
+        position, as two int64 tensors of ``length`` elements. All ranks call this. Where no rank has a number, both
+        results have the same value.
 
-        ``numbers``: position -> number of this rank, for the positions at which it has one. Where no rank has a number,
-        both results have the same value.
+        ``numbers``: position -> number of this rank, for the positions at which it has one.
         """
         bounds = torch.full((2, length), -_MASK - 1, dtype=torch.int64, device=self.communicator.device)
         for place, number in numbers.items():

@@ -411,9 +411,9 @@ class Engine:
         return torch.cat([before, made], 1)
 
     def _run_further(self, name: str, values: Mapping[str, Tensor]) -> Executor:
-        """Run the further program of the plan that is called ``name``, such as an evaluation, on this rank. ``values``:
-        name of an input tensor in the program -> this rank's part of it. Return the executor that ran the program,
-        which has its loss and outputs.
+        """Run the further program of the plan that is called ``name``, such as an evaluation, on this rank. Return the
+        executor that ran the program, which has its loss and outputs. ``values``: name of an input tensor in the
+        program -> this rank's part of it.
         """
         executor = self._further.executor(name)
         with allow_tf32_products(executor.program, self.device):
@@ -482,10 +482,11 @@ class Engine:
 
     @typed_errors("Engine.on_disk()", passing=is_rank_error)
     def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
-        """Move the states of ``optimizer`` to disk if the plan keeps them there, and return ``optimizer``.
+        """Move the states of ``optimizer`` to disk if the plan keeps them there, and return ``optimizer``. Call this
+        before its first step, and before creating a learning-rate scheduler.
 
-        ``optimizer``: an optimizer of :meth:`parameters`. Call this before its first step, and before creating a
-        learning-rate scheduler. Raises :class:`OffloadError` if the optimizer does not update each parameter by itself.
+        ``optimizer``: an optimizer of :meth:`parameters`. Raises :class:`OffloadError` if the optimizer does not update
+        each parameter by itself.
         """
         if self._disk is not None:
             keep_on_disk(optimizer, self._disk, self._saver.wait_until_copied)

@@ -130,8 +130,9 @@ class TokenGenerator:
 
     ``name``: the name under which the plan has the two programs. ``family``: all programs of the plan.
     ``communicator``: connects this rank with the others. ``caches``: path of a cache among the inputs of the program ->
-    this rank's part; empty while no text is generated. ``run``: called with the name of one of the two programs and
-    with this rank's inputs (name in the program -> tensor), it runs the program and returns the executor that ran it.
+    this rank's part; empty while no text is generated. ``run``: a function that runs one of the two programs and
+    returns the executor that ran it; its arguments are the name of the program and this rank's inputs, as a dict: name
+    in the program -> tensor.
     """
 
     name: str
@@ -252,11 +253,10 @@ class TokenGenerator:
     ) -> Tensor:
         """Generate at most ``new`` tokens after each of the prompts ``prompt``. Return the new tokens on every rank,
         ``[samples, positions]``, for the samples that the caller passed; those that were added to fill the planned
-        batch are left out.
+        batch are left out. The key/value caches are allocated here, and are released at the end.
 
         ``sampling``: how a token is chosen from the logits. ``ends``: tokens after which a sample has ended; it then
         gets the token ``pad_token`` at each further position. ``generator``: draws random numbers, alike on all ranks.
-        The key/value caches are allocated here, and are released at the end.
         """
         self.caches = self._allocate_caches()
         try:
@@ -318,10 +318,10 @@ class TokenGenerator:
         return self._run("decode", prompt, chosen[rows, None], place)
 
     def _run(self, purpose: str, prompt: Prompt, tokens: Tensor, start: int) -> Tensor | None:
-        """Run one of the two programs that generate text on ``tokens`` ``[batch, positions]``, whose keys and values
-        are written to the caches from the position ``start`` on; with an encoder they are the decoder's. ``purpose``:
-        "prefill", which reads prompts, or "decode", which reads one further token of each sample. ``prompt``: the
-        prompts, with the mask and the positions of all tokens.
+        """Run one of the two programs that generate text on ``tokens`` ``[batch, positions]``. Their keys and values
+        are written to the caches from the position ``start`` on. In a model with an encoder, ``tokens`` are those of
+        the decoder. ``purpose``: "prefill", which reads prompts, or "decode", which reads one further token of each
+        sample. ``prompt``: the prompts, with the mask and the positions of all tokens.
 
         Return the logits of the last position of ``tokens`` for the samples of this rank, ``[samples, vocabulary]``;
         ``None`` on a rank that does not compute them.
@@ -351,13 +351,13 @@ class TokenGenerator:
         self, logits: Tensor | None, samples: int, sampling: Sampling, generator: torch.Generator
     ) -> Tensor:
         """Choose the next token of each sample, and return the tokens ``[samples]``, the same on all ranks. All ranks
-        call this.
+        call this. For the samples of each data-parallel rank, one rank chooses. The tokens are then summed over all
+        ranks, to which the other ranks contribute zeros.
 
         ``logits``: of this rank's samples, ``[batch of the rank, vocabulary]``; ``None`` on ranks that do not compute
         them. ``samples``: the number of samples that the user passed; others, which only fill the planned batch, get no
         token. ``sampling``: how a token is chosen from the logits. ``generator``: draws random numbers, alike on all
-        ranks. For the samples of each data-parallel rank, one rank chooses. The tokens are then summed over all ranks,
-        to which the other ranks contribute zeros.
+        ranks.
         """
         batch, device = self.shape[0], self.communicator.device
         tokens = torch.zeros(batch, dtype=torch.int64, device=device)

@@ -38,8 +38,8 @@ _Seen = tuple[int, ...]  # how many parameters the groups of an optimizer have
 
 
 class OptimizerCheck:
-    """Checks optimizers before they step: whether they update the parameters of one rank, which are shards of the
-    model's, as they would update the whole parameters.
+    """Checks optimizers before they step. The parameters of one rank are shards of the model's parameters; an optimizer
+    must update them as it would update the same parts of whole parameters.
 
     ``parameters``: name -> this rank's shard. ``more``: further tensors that the engine gives to optimizers, such as an
     empty one on ranks without parameters.
@@ -55,8 +55,8 @@ class OptimizerCheck:
 
     def attach(self, engine: object) -> None:
         """Install a hook on the ``step`` of all torch optimizers. Before an optimizer steps a parameter of this rank,
-        the hook checks that it updates shards as it would update whole parameters. The hook is active as long as
-        ``engine`` exists.
+        the hook checks that it updates shards as it would update the same parts of whole parameters. The hook is active
+        as long as ``engine`` exists.
         """
         if self.rank.program.objective == "train":
             step_hook.add(engine, self.before_step)
@@ -65,10 +65,11 @@ class OptimizerCheck:
         self._trusted.add(optimizer)
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise :class:`OptimizerError` if ``optimizer`` updates a rank's parts differently from whole parameters.
+        """Check ``optimizer`` before its first step, and again after parameters were added to it. Raise
+        :class:`OptimizerError` if it updates the part of a parameter that a rank holds differently from the same part
+        of the whole parameter.
 
-        ``args``, ``kwargs``: arguments of its ``step``, the optimizer first. The check runs before the first step, and
-        again after parameters were added to the optimizer.
+        ``args``, ``kwargs``: the arguments of the call of ``optimizer.step``; the first of ``args`` is the optimizer.
         """
         seen = tuple(len(group["params"]) for group in optimizer.param_groups)
         if self._checked.get(optimizer) == seen:
@@ -185,8 +186,9 @@ class OptimizerCheck:
         )
 
     def _list_uncut_constraints(self, found: TrialFinding) -> str:
-        """Return the constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter with which
-        the optimizer has the problem ``found`` (found by stepping small tensors whole and in parts).
+        """Return constraints, such as ``tp=1, zero=0``, under which a plan would not shard the parameter that the
+        optimizer updates wrongly. ``found``: the problem and the parameter, found by stepping small tensors whole and
+        in parts.
         """
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.unit == "stages":
@@ -215,8 +217,8 @@ def _build_options_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return a key that is equal for parameter groups whose options are of the same kind, so that an optimizer is tried
     once for all of them.
 
-    Options are of the same kind if they are equal, where numbers only need to be both zero or both not zero, and
-    learning rates may differ. ``group``: a parameter group of a torch optimizer (``params`` and options by name).
+    Options are of the same kind if they are equal. Two numbers count as equal if both are zero or neither is, and
+    learning rates are not compared. ``group``: a parameter group of a torch optimizer (``params`` and options by name).
     """
     kinds = []
     for name, value in sorted(group.items()):

@@ -66,9 +66,9 @@ class ParameterCut:
         return not (self.dims or self.flat or self.stacked)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Return the parts of ``whole``, a small tensor on which an optimizer is tried in place of a parameter, cut in
-        the way in which the plan shards the parameter: into halves along each sharded dim and, under ZeRO, into thirds
-        of the flattened halves.
+        """Cut ``whole`` like the plan shards the parameter, and return the parts: halves along each sharded dim and,
+        under ZeRO, thirds of the flattened halves. ``whole``: a small tensor on which an optimizer is tried in place of
+        the parameter.
 
         Empty parts are left out.
         """
@@ -173,11 +173,11 @@ class NotCopied(Exception):
 def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
     """Try copies of ``optimizer`` on small tensors with random values, which stand for its parameters: compare how they
     update the whole tensors, and parts of them that are cut as the plan shards the parameters. Return the problem that
-    is found; ``None`` if there is none.
+    is found; ``None`` if there is none. The optimizer, its parameters and all random generators are unchanged
+    afterwards.
 
     ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of the tensors, as
-    on one pipeline stage. ``call``: how the script calls ``step``. The optimizer, its parameters and all random
-    generators are unchanged afterwards.
+    on one pipeline stage. ``call``: how the script calls ``step``.
     """
     device = samples[0].device
     if stages and len(samples) == 1:
@@ -210,10 +210,10 @@ def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, c
     """Try copies of ``optimizer`` on small tensors that stand for its parameters: compare the updates of whole tensors
     and of parts, cut as the plan shards the parameters. Return the problem that is found; ``None`` if there is none.
 
-    There are several ways to copy an optimizer and to call its ``step``. The result is that of the first way in which a
-    copy can step whole tensors and changes them; if there is no such way, the problem is that the optimizer cannot be
-    tried. ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of them, as
-    on one pipeline stage. ``call``: how the script calls ``step``.
+    There are several ways to copy an optimizer and to call its ``step``. The first way in which a copy can step whole
+    tensors and changes them decides. If there is no such way, the result says that the optimizer cannot be tried.
+    ``samples``: descriptions of the small tensors. ``stages``: also compare with steps on only some of them, as on one
+    pipeline stage. ``call``: how the script calls ``step``.
     """
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)
@@ -236,8 +236,8 @@ def _report_untried(samples: Sequence[Sample], reason: str) -> TrialFinding:
 
 
 class _WholeStepFailed(Exception):
-    """Raised in the trial of an optimizer if a copy of it cannot step whole tensors, so that there is nothing with
-    which its updates of parts of tensors could be compared.
+    """Raised in the trial of an optimizer if a copy of it cannot step whole tensors. Its updates of parts of tensors
+    can then not be compared with anything.
     """
 
 
@@ -260,8 +260,9 @@ class _SteppedCopy:
     before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
 
     def list_updates(self, index: int) -> list[Tensor]:
-        """Return the changes that the last step of this copy of an optimizer made to a small tensor, which stands for a
-        parameter: one tensor for each part of it that is stepped. ``index``: the index of the small tensor.
+        """Return the changes that the last step of this copy of an optimizer made to one of its small tensors, each of
+        which stands for a parameter. The result has one tensor for each part of the small tensor that is stepped.
+        ``index``: the index of the small tensor.
         """
         return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
 
@@ -358,8 +359,8 @@ class _Trial:
         parameters. Each is compared with a step of the whole tensors.
 
         A way is a pair: index of a small tensor -> function that selects the part to step; and "parts", or "stages" if
-        only every other small tensor is stepped, as on one of two pipeline stages. ``stages``: whether to yield those,
-        too.
+        only every other small tensor is stepped, as on one of two pipeline stages. ``stages``: whether to yield the
+        ways with "stages", too.
         """
         if any(not s.cut.is_whole for s in self.samples):
             for place in (0, -1):  # of the first rank, and of the last
@@ -525,7 +526,7 @@ def find_optimizer_class(optimizer: Optimizer) -> type[Any]:
 
 class _UncopiedPlaceholder:
     """A placeholder for an object that is not copied with an optimizer, such as a model to which the optimizer refers.
-    ``unit``: name of the object's class, such as ``Linear``. Any use of it raises :class:`NotCopied`.
+    Any use of it raises :class:`NotCopied`. ``unit``: name of the object's class, such as ``Linear``.
     """
 
     def __init__(self, unit: str) -> None:

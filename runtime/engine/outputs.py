@@ -66,11 +66,9 @@ class RunOutputs:
 
 
 def select_outputs(rank: RankProgram, outputs: Shards) -> dict[str, dict[int, Tensor]]:
-    """Return those of ``outputs`` that ``rank`` contributes to the whole results: replicas are contributed by one rank
-    only.
-
-    ``outputs``: name of an output tensor in the program -> microbatch -> this rank's shard. The result has the same
-    form.
+    """Return the part of ``outputs`` that ``rank`` contributes to the whole results. Of several ranks with equal
+    replicas, only one contributes. ``outputs`` and the result are nested dicts: name of an output tensor in the program
+    -> microbatch -> this rank's shard.
     """
     layouts = {o.value: (Layout.parse(o.layout), Layout.parse(o.context)) for o in rank.program.outputs if o.value}
     at = rank.coordinates

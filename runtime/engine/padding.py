@@ -217,12 +217,11 @@ def _pad_dim(leaf: Tensor, dim: int, size: int, fill: float | None) -> Tensor:
 def trim_outputs(
     rank: RankProgram, padding: BatchPadding, real: BatchShape, outputs: Mapping[str, Mapping[int, Tensor]]
 ) -> dict[str, dict[int, Tensor]]:
-    """Return ``outputs`` (value name -> microbatch -> this rank's tensor) without padded samples and positions, in the
-    same form.
+    """Return ``outputs`` without padded samples and positions, as nested dicts: value name -> microbatch -> this rank's
+    tensor. The tensor of a microbatch in which all samples are padding becomes empty.
 
-    ``padding``: says which dims of each output count samples and positions. ``real``: the shape of the batch before it
-    was padded. The tensor of a microbatch in which all samples are padding becomes empty. ``rank``: the program of this
-    rank.
+    ``rank``: the program of this rank. ``padding``: says which dims of each output count samples and positions.
+    ``real``: the shape of the batch before it was padded. ``outputs``: value name -> microbatch -> this rank's tensor.
     """
     trimmed: dict[str, dict[int, Tensor]] = {value: dict(parts) for value, parts in outputs.items()}
     for output in rank.program.outputs:

@@ -89,11 +89,10 @@ class SharedDerivatives:
             )
 
     def get(self, key: tuple[Any, ...], make: Callable[[], BlockDerivatives]) -> BlockDerivatives:
-        """Return the forward and backward graphs of a block, from the folder if another process has stored them.
-
-        ``key``: a tuple that identifies the block and the gradients that it needs. The first process that calls this
-        with ``key`` calls ``make`` and stores the result; the others wait, and import the compiler meanwhile. If that
-        process fails or is killed, the next one calls ``make``.
+        """Return the forward and backward graphs of a block, from the folder if another process has stored them. The
+        first process that calls this with ``key`` calls ``make`` and stores the result; the others wait, and import the
+        compiler meanwhile. If the first process fails or is killed, the next one calls ``make``. ``key``: a tuple that
+        identifies the block and the gradients that it needs.
         """
         name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.graphs"
         found = self._read(name)
@@ -167,10 +166,10 @@ def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
-    """Return the FX graph that ``nodes`` describe: for each node a tuple, as :func:`_serialize_nodes` yields it, of:
-    kind (``node.op``), name, operator, arguments, keyword arguments, (shape, strides, type) of its tensor or ``None``
-    if its value is no tensor, and a dict with the entries of ``node.meta`` that are named in ``_KEPT`` (module path,
-    source line). In the arguments a :class:`_Node` stands for an earlier node.
+    """Return the FX graph that ``nodes`` describe, the inverse of :func:`_serialize_nodes`. Each of ``nodes`` is a
+    tuple for one node: kind (``node.op``), name, operator, arguments, keyword arguments, (shape, strides, type) of its
+    tensor or ``None`` if its value is no tensor, and a dict with the entries of ``node.meta`` that are named in
+    ``_KEPT`` (module path, source line). In the arguments a :class:`_Node` stands for an earlier node.
     """
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
@@ -369,11 +368,11 @@ class Binder:
 
     def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> CompiledGraph:
         """Compile one of the functions of the forward and backward of a block (a piece of the model, such as a layer).
+        The function does not return gradients of parameters, but adds them to accumulators that it gets as arguments.
 
         ``name``: the block's name. ``needs``: the gradients to compute. ``kind``: ``forward``, ``backward``,
         ``backward_input``, ``backward_weight``, or one half of ``forward``: ``outputs`` or ``saved`` (the tensors that
-        backward needs). The function does not return gradients of parameters, but adds them to accumulators that it
-        gets as arguments.
+        backward needs).
         """
         derived = self.library.differentiated(name, needs)
         return self._compile_once(name, needs, kind, lambda: _PIECES[kind](derived))
@@ -508,8 +507,8 @@ def _reduce_max(group: RankGroup, **_: Any) -> Binding:
 
 
 def _bind_reduction(group: RankGroup, maximum: bool) -> Binding:
-    """Return how a compiled graph runs an all-reduce over ``group``, a sum or with ``maximum`` a maximum: two functions
-    that start it, one that copies its operand first, and one that overwrites it.
+    """Return two functions with which a compiled graph starts an all-reduce over ``group``: one copies its operand
+    first, the other overwrites it. The all-reduce is a sum or, with ``maximum``, a maximum.
     """
 
     def start(x: Tensor) -> Pending:
@@ -609,10 +608,10 @@ def _bind_inplace(node: fx.Node, binding: Binding) -> Binding:
 
 
 def _bind_pieces(node: fx.Node, group: RankGroup, weights: list[fx.Node], dim: int, pieces: int, **how: Any) -> Binding:
-    """Return how a compiled graph runs ``node``, an all-gather or reduce-scatter that communicates in pieces while it
-    multiplies: as a function of the node's distinct operands that starts it. ``group``: the ranks. ``weights``: the
-    matrices. ``dim``: the dim along which shards are joined or a sum is cut. ``pieces``: the number of pieces. ``how``:
-    the other arguments of the operator by name.
+    """Return the function with which a compiled graph starts ``node``, an all-gather or reduce-scatter that
+    communicates in pieces while it multiplies. The function takes the node's distinct operands. ``group``: the ranks.
+    ``weights``: the matrices. ``dim``: the dim along which shards are joined or a sum is cut. ``pieces``: the number of
+    pieces. ``how``: the other arguments of the operator by name.
     """
     given = node.all_input_nodes
     place = {operand: i for i, operand in enumerate(given)}
@@ -715,9 +714,8 @@ def _select_whole_piece(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Gr
 
 
 def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
-    """Return two values: a graph that computes only the outputs ``[start:stop]`` of ``piece``, a graph of a block's
-    forward or backward (indices are those of its outputs); and the number of these outputs that are accumulated
-    gradients, which is always 0.
+    """Return a graph that computes only the outputs ``[start:stop]`` of ``piece``, a graph of a block's forward or
+    backward, and the number of these outputs that are accumulated gradients, which is always 0.
     """
     graph = fx.Graph()
     outputs = graph.graph_copy(piece.graph, {})

@@ -147,7 +147,7 @@ class BoundCall:
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
         """Run the forward of this call (an execution of a block, such as a layer) on the microbatch with the index
-        ``microbatch``: read the inputs from ``values`` (name -> tensor), and store the outputs there.
+        ``microbatch``: read the inputs from ``values``, and store the outputs there. ``values``: name -> tensor.
 
         The tensors that backward needs are saved in ``env``, the object that holds the tensors of the step.
         """

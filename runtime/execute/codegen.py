@@ -254,8 +254,8 @@ class _CodeWriter:
         """Find the gradients of stacked expert weights that nothing but their accumulator reads, so that the
         accumulator can compute them in place.
 
-        Return a dict and a list. The dict has the node that computes such a gradient -> whether the last two dims of
-        its result are swapped afterwards. The list has views and copies of gradients that need not run, because an
+        Return a dict and a list. The dict is: node that computes such a gradient -> whether the last two dims of its
+        result are swapped afterwards. The list has views and copies of gradients that need not run, because an
         accumulator accepts any strides.
         """
         stacks: dict[fx.Node, bool] = {}
@@ -304,10 +304,11 @@ class _CodeWriter:
         return CompiledGraph(self.name, self.globals["run"], code, filename, self.line_nodes)
 
     def unpack_arguments(self, sinks: Mapping[fx.Node, list[int]]) -> None:
-        """Write the source lines that take the function's arguments out of their list and delete those that nothing
-        reads.
+        """Write the source lines that assign the function's arguments to variables, and that delete the variables that
+        nothing reads. If an argument is itself the gradient of a parameter from one microbatch, also write the line
+        that adds it to the parameter's accumulator (a sum over microbatches).
 
-        ``sinks``: node -> indices of the accumulators that add up its value.
+        ``sinks``: node -> indices of the accumulators to which the node's value is added.
         """
         for node in self.placeholders:
             self.names[node] = f"v{len(self.names)}"
@@ -435,8 +436,8 @@ class _CodeWriter:
 
     def write_product(self, node: fx.Node, to: list[int]) -> bool:
         """Write a line in which an accumulator of gradients computes the matrix product or sum of ``node`` in place,
-        and return ``True``. ``to``: indices of the accumulators that add up the result. Return ``False`` and write
-        nothing if something else reads the result of ``node``, or if ``node`` is no product or sum.
+        and return ``True``. Return ``False`` and write nothing if something else reads the result of ``node``, or if
+        ``node`` is no product or sum. ``to``: indices of the accumulators that add up the result.
         """
         if len(to) > 1 or not (node in self.stacks or self.is_only_accumulated(node)):
             return False

@@ -63,8 +63,8 @@ class KeyExchange:
     Queries are ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]`` for ``n`` ranks. ``band`` says which keys each
     query sees, by positions in the whole sequence. ``scale``: the factor of the scores; ``None`` means ``1 / sqrt(d)``.
     Each rank has a consecutive part of the sequence or, with ``zigzag``, two parts from opposite ends. ``algorithm``:
-    ``"ring"`` (keys and values are passed on from rank to rank, step by step) or ``"all_gather"`` (every rank gathers
-    all of them at once).
+    with ``"ring"``, keys and values are passed on from rank to rank, step by step; with ``"all_gather"``, every rank
+    gathers all of them at once.
     """
 
     group: RankGroup
@@ -85,8 +85,8 @@ class KeyExchange:
 
     def exchange_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Call ``attend`` with the keys and values of all ranks, at once or ring step by ring step, to compute
-        gradients. ``q``, ``k``, ``v``: queries, keys and values of this rank. Return the gradients of this rank's keys
-        and values, summed over the queries of all ranks.
+        gradients. Return the gradients of this rank's keys and values, summed over the queries of all ranks. ``q``,
+        ``k``, ``v``: queries, keys and values of this rank.
         """
         if self.algorithm == "ring":
             grad_k, grad_v = self._ring_backward(attend, q, k, v)
@@ -143,9 +143,9 @@ class KeyExchange:
         return list_ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
     def _ring_forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Call ``attend`` once for each step of the ring, with the keys and values that this rank has then. ``q``,
-        ``k``, ``v``: queries, keys and values of this rank. While ``attend`` computes, the keys and values for the next
-        step are transferred.
+        """Call ``attend`` once for each step of the ring, with the keys and values that this rank has then. While
+        ``attend`` computes, the keys and values for the next step are transferred. ``q``, ``k``, ``v``: queries, keys
+        and values of this rank.
         """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
@@ -158,8 +158,8 @@ class KeyExchange:
 
     def _ring_backward(self, attend: AttendBackward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Call ``attend`` once for each step of the ring to compute gradients, with the keys and values that this rank
-        has then. ``q``, ``k``, ``v``: queries, keys and values of this rank. Gradients of keys and values travel with
-        these around the ring. Return the gradients of this rank's keys and values.
+        has then. Gradients of keys and values travel with these around the ring. Return the gradients of this rank's
+        keys and values. ``q``, ``k``, ``v``: queries, keys and values of this rank.
         """
         steps = self._compute_ring_steps(q, k)
         travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
@@ -305,13 +305,13 @@ class ContextDocumentAttention(KeyExchange):
 class ContextScoredAttention(KeyExchange):
     """Attention over a sequence that is sharded over ``group``, as one rank computes it, with changed scores or
     prefixes. Each query sees the keys of its own document within ``band``, a range of positions relative to its own,
-    and the keys of the document's prefix.
+    and the keys of the document's prefix. Every rank gathers document ids and prefixes of all positions, so that it
+    knows which keys its queries see.
 
     ``cap``: a score ``s`` becomes ``cap * tanh(s / cap)``; ``None`` for no cap. ``given``: which of the operands
     document ids, prefix and slopes follow the keys and values. Without ids, every row is one document. ``prefix_band``:
     the positions around a query's own within which it sees keys of the prefix. ``trained``: whether :meth:`backward`
-    computes the gradient of the slopes. Every rank gathers ids and prefixes of all positions, so that it knows which
-    keys its queries see."""
+    computes the gradient of the slopes."""
 
     cap: float | None
     given: tuple[bool, bool, bool]
@@ -336,9 +336,9 @@ class ContextScoredAttention(KeyExchange):
         return attention.result()
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``, and that of the slopes
-        through this rank's queries, which has no elements unless they are trained. ``grad``: gradient of the attention
-        result. ``data``: the operands that ``given`` names, as in :meth:`forward`, then the attention result and the
+        """Return the gradients of this rank's queries, keys and values ``q``, ``k``, ``v``, and the part of the slopes'
+        gradient that comes from this rank's queries; it has no elements unless slopes are trained. ``grad``: gradient
+        of the attention result. ``data``: the optional operands that ``given`` names, then the attention result and the
         logarithms of the softmax sums ``[b, h, s/n]``.
         """
         *rest, out, lse = data
@@ -426,11 +426,12 @@ def _unpack_keys_values(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange with all ranks of ``group`` which expert each row (token) goes to.
 
+    Return three tensors: the order ``[n]`` of this rank's rows by expert; the numbers of rows sent to and received from
+    each rank, ``[2, ranks]`` on the CPU; and the expert ``[m]`` of every received row, counted from this rank's first
+    expert. Rows without a valid expert go to the first or the last rank, where their expert is invalid, too.
+
     ``experts`` ``[n]``: the expert of each of this rank's rows, counted over all ranks. ``num_experts``: experts on all
-    ranks. Return three tensors: the order ``[n]`` of this rank's rows by expert; the numbers of rows sent to and
-    received from each rank, ``[2, ranks]`` on the CPU; and the expert ``[m]`` of every received row, counted from this
-    rank's first expert. Rows without a valid expert go to the first or the last rank, where their expert is invalid,
-    too.
+    ranks.
     """
     own = num_experts // group.size
     by_expert, order = experts.sort(stable=True)

@@ -23,8 +23,9 @@ def describe_failure(
     error: BaseException, rank: RankProgram, index: int, compiled: Iterable[CompiledGraph], step: int | None = None
 ) -> Failure:
     """Return a description of ``error``, raised by the program ``rank``: the instruction at ``index``, the module that
-    ran, and the node of its graph. ``compiled``: the functions compiled from graphs. The node is known if the error
-    passed through the code of one of them. ``step``: number of the step, from 1; ``None`` if unknown.
+    ran, and the node of its graph. The node is known if the error passed through the code of a function in
+    ``compiled``. ``compiled``: the functions compiled from graphs. ``step``: number of the step, from 1; ``None`` if
+    unknown.
     """
     call = ""
     walk = error.__traceback__

@@ -140,7 +140,7 @@ class ReplayableCall:
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
         """Run the forward of this call (an execution of a block, such as a layer) on the microbatch with the index
-        ``microbatch``: read the inputs from ``values`` (name -> tensor), and store the outputs there.
+        ``microbatch``: read the inputs from ``values``, and store the outputs there. ``values``: name -> tensor.
         """
         self._run(lambda: self.bound.forward(microbatch, values), values, self.bound.inputs, self.bound.outputs)
 
@@ -170,8 +170,8 @@ class ReplayableCall:
         """Run the forward or backward of this call by calling ``run``. If the call cannot be part of the recording of a
         step, suspend the recording meanwhile, and store a function that repeats it in each replay.
 
-        ``table``: the dict (name -> tensor) that ``run`` reads and changes. ``read``: the names that it reads there.
-        ``written``: the names that it writes.
+        ``table``: the dict that ``run`` reads and changes: name -> tensor. ``read``, ``written``: the names that
+        ``run`` reads and writes there.
         """
         tape = self.replay.tape
         if not tape.recording:
@@ -228,8 +228,8 @@ class StepReplay:
         _log.warning("rank %d runs without replay: %s", self.rank.rank, reason)
 
     def wrap_call(self, call: BoundCall) -> ReplayableCall:
-        """Return a wrapper of ``call``, one execution of a block, that runs it inside the recording of a step, or
-        outside of it if the host reads values from the device in it.
+        """Return a wrapper of ``call``, one execution of a block. The wrapper runs the call inside the recording of a
+        step. If the host reads values from the device in the call, it runs it outside of the recording.
         """
         why = find_replay_obstacle(self.rank.program.blocks[call.call.block], self.device.type)
         wrapped = ReplayableCall(call, self, why)
@@ -359,9 +359,11 @@ class _CallWatch(AbstractContextManager[None]):
 
 
 def _group_entries(tape: Tape, actions: Sequence[tuple[int, Action]]) -> list[tuple[int, Action]]:
-    """Return the actions of a replayed step, as pairs (index of the instruction, function). ``actions``: the actions of
-    a step that is not replayed, as such pairs. ``tape``: the recording of a step. Action ``k`` of the result repeats
-    what was recorded while ``actions[k]`` ran, so that the times of actions can be compared with and without replay.
+    """Return the actions of a replayed step, as pairs (index of the instruction, function). Action ``k`` of the result
+    repeats what was recorded while ``actions[k]`` ran, so that the times of actions can be compared with and without
+    replay.
+
+    ``actions``: the actions of a step that is not replayed, as such pairs. ``tape``: the recording of a step.
     """
     found: list[list[Action]] = [[] for _ in actions]
     for place, entry in tape.entries:

@@ -88,8 +88,9 @@ def find_changed_scalars(base: Any, other: Any) -> dict[int | str, int | str]:
     """Return the integers and strings of ``base`` that become another one in ``other``, as old -> new, such as the old
     and the new batch size.
 
-    ``base`` and ``other``: JSON data of similar structure. Places that both have are compared, for lists those of
-    similar entries; for each scalar of ``base`` the most frequent counterpart in ``other`` counts.
+    ``base`` and ``other``: JSON data of similar structure. Values at the same place are compared; entries of lists are
+    first matched by similarity. If a value of ``base`` has different counterparts in ``other``, the most frequent one
+    counts.
     """
     counts: dict[int | str, Counter[int | str]] = {}
     for old, new in _pair_scalars(base, other):
@@ -138,8 +139,8 @@ def _pair_scalars(base: Any, other: Any) -> Iterator[tuple[int | str, int | str]
 
 def _list_pieces(base: list[Any], other: list[Any]) -> list[Any]:
     """Return how to build the list ``other`` from entries of the list ``base``, as a list of pieces of JSON data in
-    order: ``[start, end]`` (entries of ``base`` as they are), ``{"of": index, ...}`` (an entry of ``base`` with a
-    difference) or ``{"=": entry}`` (a new entry)."""
+    order. A piece is one of: ``[start, end]``, the entries ``base[start:end]`` unchanged; ``{"of": i, ...}``, the entry
+    ``base[i]`` changed by the difference that the other keys describe; ``{"=": entry}``, a new entry."""
     pieces, at = list[Any](), 0
     for start, end, first, last in _match_entries(base, other):
         pieces += [{"=": entry} for entry in other[at:first]]
@@ -170,9 +171,10 @@ def _match_entries(base: list[Any], other: list[Any]) -> Iterator[tuple[int, int
 
 
 def _join_pieces(base: list[Any], pieces: list[Any]) -> list[Any]:
-    """Return the list that is built from entries of the list ``base`` as ``pieces`` say: ``[start, end]`` stands for
-    these entries of ``base``, ``{"of": index, ...}`` for one of them with a difference applied, and ``{"=": entry}``
-    for a new entry. Raise ``IndexError`` if the pieces do not follow the order of ``base``."""
+    """Return the list that is built from entries of the list ``base`` as ``pieces`` say. A piece is one of: ``[start,
+    end]``, the entries ``base[start:end]`` unchanged; ``{"of": i, ...}``, the entry ``base[i]`` changed by the
+    difference that the other keys describe; ``{"=": entry}``, a new entry. Raise ``IndexError`` if the pieces do not
+    follow the order of ``base``."""
     found, at = list[Any](), 0
     for piece in pieces:
         if isinstance(piece, list):

@@ -58,9 +58,10 @@ def load_family(plan: Any) -> ProgramFamily:
 
 def fold_programs(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a plan file in its compact form, where each program under ``"further"`` (such as an
-    evaluation) is stored as its difference from the earlier program that it resembles most.
+    evaluation) is stored as its difference from the earlier program that it resembles most. A plan with one program
+    only is returned unchanged.
 
-    ``content``: the content with whole programs, as JSON data. Returned unchanged if it has one program only.
+    ``content``: the content with whole programs, as JSON data.
     """
     if not content.get("further"):
         return content
@@ -110,9 +111,9 @@ def _fold_program(programs: list[Any], program: Any, forms: list[dict[str, Count
 
 
 def _fold_block(programs: list[Any], block: Any, name: str, forms: list[dict[str, Counter[str]]]) -> Delta | None:
-    """Return ``block`` (a piece of the model, such as a layer) as its difference from the block ``name`` of one of the
-    earlier ``programs``: of the one in which the most nodes of the block's graph have the same form. Return ``None`` if
-    no earlier program has a block with this name. All data are JSON data.
+    """Return ``block`` (a piece of the model, such as a layer) as its difference from the block ``name`` of an earlier
+    program: of ``programs``, the one in which the most nodes of the block's graph have the same form as in ``block``.
+    Return ``None`` if no earlier program has a block with this name. All data are JSON data.
 
     ``forms``: for each of ``programs``, and last for the program of ``block``, how many nodes of each form the graph of
     a block has: name of the block -> form -> count.
@@ -133,7 +134,9 @@ def _only_numbers(scalars: dict[int | str, int | str]) -> dict[int | str, int | 
 
 
 def _as_keys(numbers: dict[int | str, int | str]) -> dict[str, int | str]:
-    """Return ``numbers`` (old -> new) with each old number as text, because keys of JSON objects are texts."""
+    """Return ``numbers``, a dict old number -> replacement, with each old number as text, because keys of JSON objects
+    are texts.
+    """
     return {str(a): b for a, b in numbers.items()}
 
 
@@ -168,9 +171,9 @@ def _unfold_program(programs: list[Any], folded: Any) -> Any:
 
 
 def _unfold_part(base: Any, folded: Any) -> Any:
-    """Return JSON data computed from ``base``: the numbers and names in it are replaced as ``folded`` says under
-    ``numbers`` and ``names`` (old -> new), except below the keys that ``folded`` lists under ``constant``; then the
-    difference ``folded["rest"]`` is applied."""
+    """Return JSON data computed from ``base`` and the stored difference ``folded``. First, numbers and names in
+    ``base`` are replaced, except below the keys that ``folded`` lists under ``constant``: ``folded["numbers"]`` and
+    ``folded["names"]`` are dicts old -> new. Then the difference ``folded["rest"]`` is applied."""
     numbers, names = folded["numbers"], folded.get("names", {})
     if any(type(b) is not int for b in numbers.values()) or any(type(b) is not str for b in names.values()):
         raise TypeError("a number must be replaced by a number, and a name by a name")  # lists could double the data

@@ -169,7 +169,9 @@ def serve(fd: int) -> None:
 
 
 def _reap_children(running: set[int], statuses: dict[int, int]) -> None:
-    """Move the processes in ``running`` (PIDs) that have ended to ``statuses`` (PID -> exit status)."""
+    """Move the processes that have ended from ``running`` to ``statuses``. ``running``: PIDs. ``statuses``: PID -> exit
+    status.
+    """
     for pid in list(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:

@@ -162,8 +162,8 @@ def _join_state(program: Program, state: str, shards: Mapping[int, Tensor]) -> T
 
 
 def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
-    """Return the model's result in its own structure of tuples, lists and dicts, or ``leaves`` (path -> value) if the
-    structure cannot be rebuilt. ``program``: the plan's program, which has the structure.
+    """Return the model's result in its own structure of tuples, lists and dicts, or ``leaves`` if the structure cannot
+    be rebuilt. ``program``: the plan's program, which has the structure. ``leaves``: path in the structure -> value.
     """
     if program.tree is not None:
         # A tree of a class that this process does not know stays a dict by path.
@@ -466,10 +466,9 @@ def _forward_requests(
     main_thread: int,
 ) -> None:
     """Forward requests from ``connection`` to ``requests``, the queue of the main thread, until the connection closes.
-    This runs in a thread.
+    This runs in a thread. The request "where" is answered here with where the main thread is, even if that hangs.
 
-    ``answer``: sends a message (kind, content) back. ``main_thread``: identifier of the main thread. The request
-    "where" is answered here with where the main thread is, even if that hangs.
+    ``answer``: sends a message (kind, content) back. ``main_thread``: identifier of the main thread.
     """
     while True:
         try:

@@ -191,8 +191,8 @@ class _MetricsWriter:
         self._step = 0  # of the last entry
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
-        """Write the entry of ``step`` (a number) to ``metrics.jsonl`` and to TensorBoard. ``content``: name of the
-        metric -> number. Entries of this and later steps are replaced.
+        """Write the entry of ``step`` (a number) to ``metrics.jsonl`` and to TensorBoard. Entries of this and later
+        steps are replaced. ``content``: name of the metric -> number.
         """
         if self._file is None or step <= self._step:
             self._resume_at_step(step)
@@ -252,8 +252,9 @@ def measure_peak_memory(device: torch.device) -> int:
 
 def _compute_peak_step_seconds(plan: Any) -> float | None:
     """Return the seconds that a step would take at the peak FLOPs of all devices; ``None`` if ``plan`` has no estimate.
+    The result is the estimated step time, multiplied by the estimated MFU.
 
-    ``plan``: a plan or the path of its file. The result is the estimated step time, multiplied by the estimated MFU.
+    ``plan``: a plan or the path of its file.
     """
     estimate: Any = getattr(plan, "estimate", None)
     if estimate is not None:
@@ -334,8 +335,8 @@ class LossSpikes:
         return found
 
     def _detect_spike(self, step: int, loss: float) -> LossSpike | None:
-        """Return a :class:`LossSpike` if ``loss``, that of ``step``, is not finite or far above the recent losses, else
-        ``None``.
+        """Return a :class:`LossSpike` if ``loss``, the loss of the step with number ``step``, is not finite or far
+        above the recent losses, else ``None``.
         """
         if not math.isfinite(loss):
             return LossSpike(step, loss, median(self._usual) if self._usual else math.nan, math.inf)

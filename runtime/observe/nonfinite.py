@@ -61,10 +61,11 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
     """Raise :class:`NonFiniteError` on all ranks if the loss, or with ``gradients`` a gradient, of any rank is NaN or
     infinite.
 
-    All ranks call this after ``engine.step(batch, local=local)`` and before they use the gradients. ``batch``: the
-    batch of that step. ``local``: whether it has only this rank's samples; otherwise it is the whole global batch. The
-    check reads every gradient once. If a value is not finite, the step is repeated to find the operator that produced
-    it.
+    All ranks call this after ``engine.step(batch, local=local)`` and before they use the gradients. The check reads
+    every gradient once.
+
+    ``batch``: the batch of that step. ``local``: whether it has only this rank's samples; otherwise it is the whole
+    global batch. If a value is not finite, the step is repeated to find the operator that produced it.
     """
     engine._executor.updates.keep = True  # what a step to come read, should it be run again
     bad = engine.loss is not None and not bool(torch.isfinite(engine.loss))
@@ -79,11 +80,10 @@ def check_finite(engine: Engine, batch: Any, *, gradients: bool = True, local: b
 
 def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
     """Repeat the last step of ``engine`` on ``batch``, and return a description of the first operator that produced a
-    NaN or infinity. It names rank, instruction and graph node.
+    NaN or infinity. It names rank, instruction and graph node. All ranks call this before the optimizer changes the
+    weights. The engine's step count and loss scale are not changed; the gradients are computed again.
 
-    ``local``: whether ``batch`` has only this rank's samples; otherwise it is the whole global batch. All ranks call
-    this before the optimizer changes the weights. The engine's step count and loss scale are not changed; the gradients
-    are computed again.
+    ``local``: whether ``batch`` has only this rank's samples; otherwise it is the whole global batch.
     """
     told = _gather_records(
         engine, _find_nonfinite_inputs(engine, batch, local)

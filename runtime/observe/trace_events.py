@@ -58,9 +58,10 @@ def load_measured_steps(folder: str | Path) -> list[MeasuredStep]:
 
 
 def list_spans(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
-    """Return the times of all instructions of one step, over all ranks, in seconds from the start of the step.
+    """Return the times of all instructions of one step, over all ranks, in seconds from the start of the step. An
+    instruction that starts a transfer and ends it later occurs twice.
 
-    ``steps``: the measured step of each rank. An instruction that starts a transfer and ends it later occurs twice.
+    ``steps``: the measured step of each rank.
     """
     begin = min(_convert_to_wall_clock(s, s.starts[0] * 1e-9) for s in steps)
     spans = []
@@ -83,10 +84,10 @@ def _convert_to_wall_clock(step: MeasuredStep, seconds: float) -> float:
 
 
 def build_events(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
-    """Return the events, in the Trace Event Format, of a measured step.
+    """Return the events, in the Trace Event Format, of a measured step. A rank's process in the trace has the number
+    ``first_process + rank``.
 
-    ``spans``: times of the instructions. ``steps``: the measured step of each rank. A rank's process in the trace has
-    the number ``first_process + rank``.
+    ``spans``: times of the instructions. ``steps``: the measured step of each rank.
     """
     events: list[Event] = []
     for step in steps:
@@ -106,10 +107,10 @@ def build_events(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], firs
 
 
 def _list_flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first_process: int) -> list[Event]:
-    """Return the trace events of arrows from the start of each send to the end of its receive.
+    """Return the trace events of arrows from the start of each send to the end of its receive. A rank's process in the
+    trace has the number ``first_process + rank``.
 
-    ``spans``: times of the instructions. ``steps``: the measured step of each rank. A rank's process in the trace has
-    the number ``first_process + rank``.
+    ``spans``: times of the instructions. ``steps``: the measured step of each rank.
     """
     about = {s.header.rank: s.header for s in steps}
     stride = _compute_stride(steps)
@@ -164,10 +165,10 @@ def make_flow_events(
     number: int, source: int, start: float, target: int, end: float, threads: tuple[int, int] = (0, 0)
 ) -> list[Event]:
     """Return the two trace events of an arrow from the time ``start`` in one process to the time ``end`` in another, in
-    seconds.
+    seconds. Other events must contain these times, because the ends of the arrow are attached to them.
 
     ``number``: identifies the arrow. ``source``, ``target``: numbers of the processes in the trace; ``threads``:
-    numbers of their threads. Other events must contain these times, because the ends of the arrow are attached to them.
+    numbers of their threads.
     """
     both = {"name": "transfer", "cat": "transfer", "id": number}
     return [

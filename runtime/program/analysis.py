@@ -83,10 +83,9 @@ class CallFacts:
 
     def collectives(self, op: str) -> tuple[CollectiveUse, ...]:
         """Return the collectives, in execution order, that this call (an execution of a block, such as a layer) runs in
-        an instruction of kind ``op``.
+        an instruction of kind ``op``. B and I include the forward collectives if backward recomputes the call.
 
-        ``op``: "F" forward, "B" backward, "I" its half for inputs, "W" its half for weights. B and I include the
-        forward collectives if backward recomputes the call.
+        ``op``: "F" forward, "B" backward, "I" its half for inputs, "W" its half for weights.
         """
         again = self.forward if self.recomputed else ()
         parts = {
@@ -245,9 +244,9 @@ class ProgramFacts:
         return self._get_sizes(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes that the gradients of ``bucket`` take on one rank: with ZeRO, those of this rank's parts of
-        the flattened gradients; without, those of its tensor-parallel shards. A bucket is a set of parameters whose
-        gradients are reduced together.
+        """Return the bytes that the gradients of ``bucket`` take on one rank. With ZeRO, the rank's parts of the
+        flattened gradients count; without, its tensor-parallel shards. A bucket is a set of parameters whose gradients
+        are reduced together.
         """
         return sum(map(self.gradient_piece_bytes, bucket.states))
 

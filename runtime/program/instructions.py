@@ -183,9 +183,9 @@ class Listing(Data, Sequence[Instruction]):
     """A compact instruction list of a pipeline stage. It stores instructions that repeat with the microbatches once,
     and can be read like the full sequence.
 
-    ``parts``: groups of instructions, with their numbers of repetitions in the shortest form of the list, that with the
-    fewest microbatches. The full list is this form after ``steps`` extensions, each of which adds ``unit``
-    microbatches. See :class:`Part` for an example.
+    The shortest form of the list is the one with the fewest microbatches. ``parts``: the groups of instructions of this
+    form, with their numbers of repetitions. The full list is this form after ``steps`` extensions, each of which adds
+    ``unit`` microbatches. See :class:`Part` for an example.
     """
 
     steps: Annotated[int, Field(ge=0)]

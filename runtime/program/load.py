@@ -69,11 +69,12 @@ def load_disk_bytes(plan: Any, stage: int) -> int:
 
 
 def check_program(program: Program, source: object) -> None:
-    """Raise :class:`UntrustedOperatorError` if ``program`` calls an operator that plan files may not name.
+    """Raise :class:`UntrustedOperatorError` if ``program`` calls an operator that plan files may not name. Nothing is
+    checked in a process that has not loaded PyTorch, such as one that only reports on a plan: it runs no operator, and
+    the schemas of operators are not at hand. Whatever runs a program checks its operators again when it reads their
+    graphs.
 
-    ``source``: the file that it was read from, for the message. Nothing is checked in a process that has not loaded
-    PyTorch, such as one that only reports on a plan: it runs no operator, and the schemas of operators are not at hand.
-    Whatever runs a program checks its operators again when it reads their graphs.
+    ``source``: the file that it was read from, for the message.
     """
     if "torch" not in sys.modules:
         return

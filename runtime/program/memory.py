@@ -163,11 +163,11 @@ def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
 ) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
     """Yield for each instruction a pair of records of the bytes that a rank holds, by kind: a list with the peak of
-    each of the instruction's block calls (such as layers), and the bytes after the instruction.
+    each of the instruction's block calls (such as layers), and the bytes after the instruction. The first item of a
+    pair is empty if the memory is never higher than after the instruction.
 
-    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. The first item of a pair is empty
-    if the memory is never higher than after the instruction. ``facts``: the program of all ranks, with the gradients,
-    collectives and memory of its block calls (such as layers).
+    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. ``facts``: the program of all
+    ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     holder = _MemoryCounter(facts, stage)
     for instruction in instructions:
@@ -205,10 +205,10 @@ def peak_bytes(
 
 def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> int:
     """Return the peak bytes that a rank holds in host memory: offloaded activations, and offloaded parameters with
-    their gradients and the copies that the optimizer updates.
+    their gradients and the copies that the optimizer updates. Optimizer states are not counted.
 
-    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. Optimizer states are not counted.
-    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    ``stage``: index of the rank's pipeline stage. ``instructions``: the rank's list. ``facts``: the program of all
+    ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     holder = _MemoryCounter(facts, stage)
     most = 0
@@ -433,10 +433,10 @@ class _MemoryCounter:
 
     def settle_gradients(self, states: Sequence[str]) -> None:
         """Count the ZeRO pieces of gradients that a SYNC instruction creates on this rank. A SYNC sums the gradients of
-        parameters that several pipeline stages share.
+        parameters that several pipeline stages share. Pieces are created here only if this stage has not
+        reduce-scattered their gradients.
 
-        ``states``: names of these parameters. Pieces are created here only if this stage has not reduce-scattered their
-        gradients.
+        ``states``: names of these parameters.
         """
         for number, held in enumerate(self.shared):
             if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
@@ -470,8 +470,8 @@ class _MemoryCounter:
             self.host += self.facts.moved_bytes(call)
 
     def fetch_activations(self, i: Instruction) -> None:
-        """Count tensors as on the device again: those that the calls (executions of blocks, such as layers) of the
-        FETCH instruction ``i`` saved for backward, and that were moved to host memory.
+        """Count the tensors that the FETCH instruction ``i`` moves back from host memory as on the device again. The
+        instruction's calls (executions of blocks, such as layers) saved them for backward.
         """
         for call in self.list_moved_calls(i):
             for value in call.moves:

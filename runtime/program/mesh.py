@@ -14,19 +14,17 @@ ALL_AXES = (*AXES, *HYBRID_AXES, *EXPERT_AXES)
 
 
 def num_ranks(mesh: Mapping[str, int]) -> int:
-    """Return the number of ranks of a mesh (axis -> size). The axis ``ep`` does not count, because it reuses the ranks
-    of ``dp``, ``cp`` and ``tp``.
+    """Return the number of ranks of ``mesh``, a dict: axis -> size. The axis ``ep`` does not count, because it reuses
+    the ranks of ``dp``, ``cp`` and ``tp``.
     """
     return math.prod(mesh.get(axis, 1) for axis in AXES)
 
 
 def expert_mesh(mesh: Mapping[str, int], etp: int = 0) -> dict[str, int]:
-    """Return the mesh of the ranks as mixture-of-experts layers use it (axis -> size): ``pp``, ``edp``, ``ep`` and
-    ``etp``.
-
-    Size of ``edp``: number of replicas of an expert. ``ep``: number of groups of ranks with different experts. ``etp``:
-    number of ranks over which one expert is sharded. ``mesh``: axis -> size. The argument ``etp``: the same number, or
-    0 for as many as ``tp``.
+    """Return the mesh of the ranks as mixture-of-experts layers use it: axis -> size. Its axes are ``pp``; ``edp``, the
+    replicas of an expert; ``ep``, the groups of ranks with different experts; and ``etp``, the ranks over which one
+    expert is sharded. ``mesh``: axis -> size. ``etp``: number of ranks over which one expert is sharded; 0 for as many
+    as ``tp``.
     """
     ep, shared = mesh.get("ep", 1), etp or mesh.get("tp", 1)
     room = num_ranks(mesh) // mesh.get("pp", 1)

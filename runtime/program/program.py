@@ -79,11 +79,11 @@ class BlockGraph(Data):
     """The graph of a block (a piece of the model that may occur repeatedly, such as a layer) on one rank, with its
     collectives.
 
-    ``nodes``: the graph's nodes as JSON data (see ``passes/ir/serialize.py``). ``states``, ``inputs``: names of the
-    placeholders for parameters and buffers, and for other tensors. ``again``: names of nodes that are cheap to
-    recompute; selective recomputation does not save their results. ``pieces``: in how many pieces the ranks of
-    ``tp`` communicate next to matrix products: in all-gathers and reduce-scatters of forward, then in those of backward
-    (``passes/shard/overlap_products.py``); 0: not in pieces.
+    ``nodes``: the graph's nodes as JSON data, in the form that ``passes/ir/serialize.py`` writes. ``states``,
+    ``inputs``: names of the placeholders for parameters and buffers, and for other tensors. ``again``: names of nodes
+    that are cheap to recompute; selective recomputation does not save their results. ``pieces``: four numbers of pieces
+    in which collectives over ``tp`` run next to matrix products: all-gathers and reduce-scatters of forward,
+    all-gathers and reduce-scatters of backward; 0: not in pieces.
     """
 
     nodes: tuple[dict[str, Any], ...]
@@ -199,11 +199,11 @@ class ArgumentData(Data):
 
 
 class GuardData(Data):
-    """A condition on numbers of the batch that decides which branch the model's ``forward`` takes.
+    """A condition on numbers of the batch that decides which branch the model's ``forward`` takes. The plan's program
+    is valid only for batches for which the condition has the recorded outcome.
 
     ``expression``: the condition, as JSON of nested lists (see ``passes/ir/lifted_numbers.py``). ``outcome``: its
-    result when the model was traced. ``where``: its position in the source (``file:line``). The plan's program is valid
-    only for batches with this outcome.
+    result when the model was traced. ``where``: its position in the source (``file:line``).
     """
 
     expression: str
@@ -531,10 +531,10 @@ def list_updated_states(program: Program) -> list[str]:
 
 def keep_first_microbatches(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
     """Return the instructions for a rank that runs only the first ``num_microbatches`` microbatches of its pipeline
-    stage: ``instructions`` without those of later microbatches.
+    stage: ``instructions`` without those of later microbatches. Instructions that run once per step, such as reductions
+    of gradients, are kept, because all ranks take part in reductions.
 
-    ``instructions``: the list of the stage, for all ``program.num_microbatches`` microbatches. Instructions that run
-    once per step, such as reductions of gradients, are kept, because all ranks take part in reductions.
+    ``instructions``: the list of the stage, for all ``program.num_microbatches`` microbatches.
     """
     if num_microbatches >= program.num_microbatches:
         return instructions

@@ -170,11 +170,12 @@ def list_all_reduce_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
 def list_remaining_axes(
     axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Callable[[str], int]
 ) -> tuple[str, ...]:
-    """Return the mesh axes of a gradient reduction that remain for an all-reduce after the reduce-scatters.
+    """Return the mesh axes of a gradient reduction that remain for an all-reduce after the reduce-scatters. Axes with
+    one rank are left out.
 
     ``axes``: all axes of the reduction. ``shared``: axes over which ZeRO scatters. ``levels``: the axes of each step of
     a hierarchical reduction. ``size``: gives the number of ranks of an axis. If one half of a split axis (``dp_shard``)
-    is removed, the other one (``dp_replicate``) remains. Axes with one rank are left out.
+    is removed, the other one (``dp_replicate``) remains.
     """
     scattered = {*shared, *(axis for level in levels for axis in level)}
     return tuple(a for a in subtract_axes(axes, scattered) if a not in scattered and size(a) > 1)
@@ -182,19 +183,18 @@ def list_remaining_axes(
 
 def list_reduction_collectives(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
     """Return the collectives that reduce the gradients of ``bucket``, in order, as pairs (SCATTER, REDUCE or GATHER;
-    mesh axes).
+    mesh axes). The collectives start once these gradients are computed and, under ZeRO, are reduce-scattered to shards.
 
-    ``bucket``: the parameters whose gradients are reduced together. The collectives start once these gradients are
-    computed and, under ZeRO, are reduce-scattered to shards. ``program``: the program of all ranks.
+    ``bucket``: the parameters whose gradients are reduced together. ``program``: the program of all ranks.
     """
     return list_level_collectives(bucket.levels, list_all_reduce_axes(program, bucket))
 
 
 def list_level_collectives(levels: Levels, remaining: tuple[str, ...]) -> tuple[Turn, ...]:
-    """Return the collectives of a hierarchical reduction, in order, as pairs (name, mesh axes).
+    """Return the collectives of a hierarchical reduction, in order, as pairs (name, mesh axes). They are SCATTER over
+    each level, REDUCE over the axes ``remaining`` (if any), then GATHER over the levels in reverse order.
 
-    ``levels``: axes of each step. SCATTER over each level, REDUCE over the axes ``remaining`` (if any), then GATHER
-    over the levels in reverse order."""
+    ``levels``: axes of each step."""
     return (
         *(("SCATTER", level) for level in levels),
         *((("REDUCE", remaining),) if remaining else ()),

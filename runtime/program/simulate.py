@@ -47,11 +47,10 @@ class OverlappedCollective:
 
 @dataclass
 class RankClock:
-    """The clock of one simulated rank, in seconds since its start, with the collectives that run while it computes
-    (``in_progress``: those that have not ended, in order).
-
-    Collectives run one after another, in the order in which they are posted, because they share the links. While a
-    collective and a computation overlap, each takes ``slowdown`` times as long.
+    """The clock of one simulated rank, in seconds since its start, and the collectives that run while the rank
+    computes. Collectives run one after another, in the order in which they are posted, because they share the links.
+    While a collective and a computation overlap, each takes ``slowdown`` times as long. ``in_progress``: the
+    collectives that have not ended, in order.
     """
 
     slowdown: float = 1.0
@@ -137,10 +136,10 @@ class Durations(Protocol):
 
     def call(self, stage: int, call: int, part: Part) -> float:
         """Return the seconds of one part of a call (an execution of a block, such as a layer) on one microbatch, with
-        the collectives in its graph.
+        the collectives in its graph. Recomputation is not included.
 
         ``call``: position in the calls of the pipeline stage ``stage``. ``part``: "F" forward, "B" backward, "I" and
-        "W" its halves for inputs and weights. Recomputation is not included.
+        "W" its halves for inputs and weights.
         """
         ...
 

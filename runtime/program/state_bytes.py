@@ -55,10 +55,9 @@ def state_bytes(program: Program, state: str) -> int:
 
 def gradient_bytes(program: Program, state: str) -> int:
     """Return the bytes of the gradient of one rank's shard over ``ep`` and ``tp`` of a parameter, before ZeRO divides
-    it.
+    it. Gradients have the type in which they are summed, which may be wider than the parameter's.
 
-    ``state``: its name. Gradients have the type in which they are summed, which may be wider than the parameter's.
-    ``program``: the program of all ranks.
+    ``state``: its name. ``program``: the program of all ranks.
     """
     return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 
@@ -79,8 +78,8 @@ class StateSizes(NamedTuple):
 def state_sizes(program: Program, state: str) -> StateSizes:
     """Return the bytes that a parameter or buffer and its gradient take on one rank. ``state``: its name.
 
-    With ZeRO, the sizes are those of this rank's part of the flattened shard, padding included; without, those of the
-    whole shard. ``program``: the program of all ranks.
+    With ZeRO, only this rank's part of the flattened shard counts, padding included; without, the whole shard.
+    ``program``: the program of all ranks.
     """
     part, gradient = state_bytes(program, state), gradient_bytes(program, state)
     ranks = math.prod(program.size(a) for a in program.states[state].zero_axes)

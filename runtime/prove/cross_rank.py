@@ -395,8 +395,8 @@ class TraceRunner:
         return Mismatch("deadlock", message, first, index, node)
 
     def describe_wait(self, rank: int) -> tuple[str, list[int], int, str]:
-        """Return four values for ``rank``, which cannot proceed: what it does (as text), the ranks for which it waits,
-        the position of its instruction, and the name of the graph node (empty if the instruction runs no graph).
+        """Return four values for ``rank``, which cannot proceed: its current operation as text, the ranks for which it
+        waits, the position of its instruction, and the name of the graph node (empty if the instruction runs no graph).
         """
         if rank in self.inside:
             group, number = self.inside[rank]

@@ -98,9 +98,9 @@ class ActivationOffloads:
         self.back[run] = index
 
     def read(self, run: Run) -> None:
-        """Raise :class:`Refusal` if the activations that a forward saved are in host memory, because a backward reads
-        them now. ``run``: the pair (call position, microbatch) whose forward saved them; a call is one execution of a
-        block, such as a layer.
+        """Raise :class:`Refusal` if the activations that a forward saved are in host memory. It is called when a
+        backward reads them. ``run``: the pair (call position, microbatch) whose forward saved them; a call is one
+        execution of a block, such as a layer.
         """
         if run in self.away:
             message = (

@@ -63,9 +63,11 @@ def prove_same_caches(programs: Mapping[str, FurtherProgram]) -> None:
     key/value caches in the same way and write to them in place.
 
     Their caches must have the same shapes, types and layouts over ``tp``, and be read by the same pipeline stages. The
-    operand of each write must be a cache itself, not a copy of it, such as one from a collective. ``programs``: name of
-    a further program of a plan -> program; programs whose names differ only in the last word, such as ``generate
-    prefill`` and ``generate decode``, belong together. Programs without caches are skipped.
+    operand of each write must be a cache itself, not a copy of it, such as one from a collective. Programs without
+    caches are skipped.
+
+    ``programs``: name of a further program of a plan -> program; programs whose names differ only in the last word,
+    such as ``generate prefill`` and ``generate decode``, belong together.
     """
     known: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {}
     for name, further in programs.items():

@@ -140,8 +140,8 @@ def _check_lists_together(facts: ProgramFacts, rank_lists: Mapping[int, Instruct
 
 
 def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
-    """Return the numbers of collectives and transfers of all ranks of a program whose instruction lists repeat a steady
-    state (equal groups of instructions, one for each further microbatch).
+    """Return two numbers, of collectives and of transfers of all ranks, for a program whose instruction lists repeat a
+    steady state: equal groups of instructions, one for each further microbatch.
 
     They are extrapolated from checks of lists in which these groups occur once and twice. ``None`` if the lists have no
     common steady state or have a fault; the whole lists must be checked then. ``facts``: the program of all ranks, with
@@ -168,7 +168,7 @@ def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram
     the list of their pipeline stage.
 
     ``rank_programs``: rank -> its program. Raise :class:`ProofError` if a rank's program is derived from another
-    program than ``program``, or is that of another rank.
+    program than ``program``, or belongs to another rank.
     """
     rank_lists: dict[int, Instructions] = {}
     compared = {id(program)}
@@ -197,11 +197,10 @@ def _trace_lists(
     facts: ProgramFacts, rank_lists: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
     """Return the communication events of every rank, as pairs (instruction index, event), and the instructions of every
-    rank.
+    rank. Ranks whose whole pipeline runs the same lists share one tuple of events.
 
-    ``rank_lists``: rank -> instructions, for ranks whose own list replaces that of their pipeline stage. Ranks whose
-    whole pipeline runs the same lists share one tuple of events. ``facts``: the program of all ranks, with the
-    gradients, collectives and memory of its block calls (such as layers).
+    ``rank_lists``: rank -> instructions, for ranks whose own list replaces that of their pipeline stage. ``facts``: the
+    program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     program, lists = facts.program, _select_rank_lists(facts.program, rank_lists)
     stride, num_stages = program.strides["pp"], len(program.stages)

@@ -93,8 +93,8 @@ def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list
     """Return, for each parameter, buffer and input of ``call`` (an execution of a block), "alike" if ranks along the
     mesh axis ``axis`` hold equal tensors according to its layout, or else "different".
 
-    The order is that of the graph's placeholders. ``facts``: the program of all ranks, with the gradients, collectives
-    and memory of its block calls (such as layers).
+    They are in the order of the graph's placeholders. ``facts``: the program of all ranks, with the gradients,
+    collectives and memory of its block calls (such as layers).
     """
     program = facts.program
     states: list[Sameness] = [

@@ -88,8 +88,8 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
     """Return why ZeRO cannot divide the parameter ``name`` as the program says, as the end of an error message; an
     empty string if it can.
 
-    Ranks that divide it must hold the same shard of it and sum its gradient over their axes. ``facts``: the program of
-    all ranks, with the gradients, collectives and memory of its block calls (such as layers).
+    Ranks that divide a parameter must hold the same shard of it, and must sum its gradient over the mesh axes of ZeRO.
+    ``facts``: the program of all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
     program, state = facts.program, facts.program.states[name]
     if not state.zero_axes:
@@ -308,10 +308,10 @@ class PendingReductions:
 
     def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
         """Record the reduce-scatter over ZeRO axes of the gradients of ``bucket``, parameters that are reduced
-        together.
+        together. Return the keys of the collectives that must end first, and the key on which all participants must
+        agree.
 
-        ``number``: index of the bucket. Return the keys of the collectives that must end first, and the key on which
-        all participants must agree.
+        ``number``: index of the bucket.
         """
         waits = [what for _, what in self._scattering.list_blocking()]
         self._scatters[number] += 1
@@ -327,9 +327,9 @@ class PendingReductions:
 
     def add_collective(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
         """Record the next collective that reduces the gradients of ``bucket``, parameters that are reduced together.
+        Return the keys of the collectives that must end first, and the key on which all participants must agree.
 
-        ``number``: index of the bucket. ``turn``: (SCATTER, REDUCE or GATHER; mesh axes). Return the keys of the
-        collectives that must end first, and the key on which all participants must agree.
+        ``number``: index of the bucket. ``turn``: (SCATTER, REDUCE or GATHER; mesh axes).
         """
         waits = [*self.ended(number)]
         if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:

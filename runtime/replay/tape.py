@@ -113,9 +113,9 @@ class Tape:
 
 
 class RecordedPending:
-    """A collective or transfer in progress in a step that is recorded on ``tape``. ``kind``: a word for it, under which
-    it is counted. ``started``: the same collective as the underlying communicator has returned it, in the recorded step
-    or in the last replay. A replay copies the result to the memory that it had in the recorded step.
+    """A collective or transfer in progress in a step that is recorded on ``tape``. A replay copies the result to the
+    memory that it had in the recorded step. ``kind``: a word for it, under which it is counted. ``started``: the same
+    collective as the underlying communicator has returned it, in the recorded step or in the last replay.
     """
 
     def __init__(self, tape: Tape, kind: str, started: Pending | TransferHandle | None = None) -> None:

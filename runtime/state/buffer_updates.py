@@ -98,8 +98,8 @@ class BufferUpdates:
 
     @contextmanager
     def repeat_last(self) -> Iterator[None]:
-        """Let a step inside the ``with`` block repeat the last one: until the end of the block, the buffers that a step
-        changes have the values from before the last step.
+        """Return a context in which the last step can be repeated. Until its end, the buffers that a step changes have
+        the values from before the last step.
 
         These values exist only if they were stored. At the end of the block the current values are restored.
         """

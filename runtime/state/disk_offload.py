@@ -52,9 +52,8 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Remove the memory pages of ``tensor`` if they are those of a mapped file; else do nothing.
-
-    They are read from the file when they are used again.
+    """Remove the pages of ``tensor`` from memory if the tensor is a mapped file; else do nothing. The pages are read
+    from the file when they are used again.
     """
     if is_mapped(tensor) and tensor.numel():
         _advise_kernel(*_compute_page_span(tensor), mmap.MADV_DONTNEED)
@@ -181,9 +180,10 @@ class Disk:
             _advise_kernel(file.start, file.size, mmap.MADV_DONTNEED)
 
     def _write_back(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Write memory ranges to disk and remove their pages from memory. This runs in a thread.
+        """Write memory ranges to disk and remove their pages from memory. This runs in a thread. An ``OSError`` is
+        stored; :meth:`wait` raises it.
 
-        ``spans``: pairs (start address, length in bytes). An ``OSError`` is stored; :meth:`wait` raises it.
+        ``spans``: pairs (start address, length in bytes).
         """
         try:
             for start, size in spans:
@@ -512,8 +512,8 @@ class DiskOptimizerStates:
 
 
 def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Yield those tensors in ``holder``, a parameter's optimizer state (a dict or list, perhaps nested), that are moved
-    to disk, as (dict or list that has it, key, full name).
+    """Yield the tensors in ``holder`` that are moved to disk, each as a tuple: the dict or list that has the tensor,
+    its key there, and its full name. ``holder``: a parameter's optimizer state, a dict or list, perhaps nested.
 
     Numbers, tensor subclasses and tensors outside of host memory are not moved. ``prefix``: start of the full name.
     """

@@ -77,10 +77,10 @@ class Sink:
 
     def add_grouped_product(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
         """Compute the gradient of the stacked weight matrices of experts, one matrix per expert, and add it to the
-        accumulated gradient of one parameter.
+        accumulated gradient of one parameter. With ``transposed``, the last two dims of the result are swapped.
 
         ``rows`` and ``grads``: inputs and output gradients of all experts, sorted by expert. ``ends``: for each expert,
-        the index behind its last row. With ``transposed``, the last two dims of the result are swapped.
+        the index behind its last row.
         """
         if rows.device.type == "cpu":
             total = self.view.transpose(1, 2) if transposed else self.view
@@ -157,11 +157,11 @@ class ScatteredBucket:
 
     ``sinks`` accumulate whole gradients in backward; ``pieces`` are this rank's pieces of the sums, which an optimizer
     reads. ``keep``: the whole gradients keep their memory until the next step (ZeRO 1). Otherwise they are released
-    after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on.
+    after each reduce-scatter, and the pieces have memory only from the first reduce-scatter of a step on. Pieces start
+    at multiples of ``grain`` elements, and the length of their buffer is a multiple of ``whole`` elements.
 
     ``number``: the bucket's index. ``group``: ranks that divide the parameters. ``all_reduce_group``: ranks with the
-    same pieces. Pieces start at multiples of ``grain`` elements, and the length of their buffer is a multiple of
-    ``whole`` elements.
+    same pieces.
     """
 
     def __init__(
@@ -418,8 +418,8 @@ class RankGradients:
         """Start to reduce-scatter the gradients of the bucket (parameters that are reduced together) with index
         ``bucket``.
 
-        The collective runs over the mesh axes of ZeRO or, with ``level``, over the next step of a hierarchical
-        reduction.
+        ``level``: this is one level of a hierarchical reduction; the collective then runs over the ranks of the next
+        level, such as those of one node. Otherwise it runs over the mesh axes of ZeRO.
         """
         if level:
             self._complete_bucket(bucket)
@@ -475,10 +475,10 @@ class RankGradients:
             self._gathering.append(bucket)
 
     def _complete_bucket(self, bucket: int) -> None:
-        """Make the gradients of one bucket complete before they are reduced.
-
-        ``bucket``: index of a set of parameters that are reduced together. Wait for its reduce-scatters or, without
+        """Make the gradients of one bucket complete before they are reduced. Wait for its reduce-scatters or, without
         ZeRO, set those gradients to zero to which nothing was added.
+
+        ``bucket``: index of a set of parameters that are reduced together.
         """
         if bucket in self.scattered:
             self._await_scatters(bucket)
@@ -550,7 +550,8 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
     """Return the parameters or buffers ``states`` grouped by the ranks on different pipeline stages that share them:
     tuple of ranks -> names. ``rank``: the program of this rank.
 
-    The ranks are those on the tensor's stages whose other mesh coordinates equal this rank's, in order of the stages.
+    A tensor is shared by one rank of each of its stages, in order of the stages: the rank whose other mesh coordinates
+    equal this rank's.
     """
     groups: dict[tuple[int, ...], list[str]] = {}
     for state in states:
@@ -561,12 +562,11 @@ def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tupl
 
 def _compute_alignments(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
     """Return two alignments, in elements, for the flat gradient buffer of ``bucket`` on this rank: the start of each
-    parameter in the buffer is a multiple of the first, and the buffer's length a multiple of the second. ``rank``: the
-    program of this rank.
+    parameter in the buffer is a multiple of the first, and the buffer's length a multiple of the second. Compression
+    scales chunks of gradients. A chunk must not contain parts of two parameters: ranks along ``tp`` may hold the same
+    shard of one and different shards of the other, and would round the first one differently.
 
-    ``bucket``: the parameters whose gradients are reduced together. Compression scales chunks of gradients. A chunk
-    must not contain parts of two parameters: ranks along ``tp`` may hold the same shard of one and different shards of
-    the other, and would round the first one differently.
+    ``rank``: the program of this rank. ``bucket``: the parameters whose gradients are reduced together.
     """
     chunk = CODECS[bucket.compression].chunk if bucket.compression else 1
     return chunk, chunk * count_gradient_shards(rank.program, bucket, len(bucket.levels))

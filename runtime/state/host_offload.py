@@ -116,11 +116,11 @@ class _View:
 
 
 class OffloadedActivations:
-    """Tensors saved for backward that are moved to host memory. Tensors that share memory are moved together.
+    """Tensors saved for backward that are moved to host memory. Tensors that share memory are moved together. Device
+    memory is released with the last reference to it, so the caller must drop ``saved``.
 
     ``saved``: the saved tensors, and other values, which stay. ``stay``: addresses of storages that remain on the
-    device. ``copier``: starts the copies. Device memory is released with the last reference to it, so the caller must
-    drop ``saved``.
+    device. ``copier``: starts the copies.
     """
 
     def __init__(self, saved: Sequence[Any], stay: Collection[int], copier: HostCopier) -> None:

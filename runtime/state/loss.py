@@ -215,8 +215,8 @@ class LossScale:
         """Divide ``gradients`` by the loss scale in place, and set :attr:`overflowed` to whether a gradient of any rank
         is infinite or NaN.
 
-        All ranks call this. ``world_group``: the process group of all ranks. ``device``: where the tensors that it
-        exchanges are. A dynamic loss scale is then adapted.
+        All ranks call this. A dynamic loss scale is then adapted. ``world_group``: the process group of all ranks.
+        ``device``: where the tensors that it exchanges are.
         """
         self.applied = self.value
         where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
@@ -328,8 +328,8 @@ def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
 
 def _is_counted_shard(rank: RankProgram, state: str) -> bool:
     """Return whether this rank adds its shard of the parameter ``state`` to the 2-norm of the gradients of the whole
-    model. ``rank``: the program of this rank. Of several ranks with equal shards, or several stages with a tied
-    parameter, only one adds it.
+    model. Of several ranks with equal shards, or several stages with a tied parameter, only one adds it. ``rank``: the
+    program of this rank.
     """
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)

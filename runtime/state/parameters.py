@@ -64,10 +64,10 @@ def list_names_read(program: Program) -> set[str]:
 
 class StackedWeights:
     """Weights in the form that a plan's program reads if it stacks several parameters of the model, such as those of
-    experts, to one tensor.
+    experts, to one tensor. Reading a shard of it reads only the parameters that are needed.
 
     ``weights``: the weights with the model's own parameters. ``stacks``: name of the stacked tensor -> names of the
-    parameters that it consists of, along dim 0. Reading a shard of it reads only the parameters that are needed.
+    parameters that it consists of, along dim 0.
     """
 
     def __init__(self, weights: Weights, stacks: dict[str, tuple[str, ...]]) -> None:
@@ -248,8 +248,8 @@ def make_rank_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
 
 
 def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
-    """Fill ``shards`` (name -> this rank's shard or ZeRO piece) in place from the safetensors file or folder ``path``.
-    ``rank``: the program of this rank.
+    """Fill the tensors in ``shards`` in place from the safetensors file or folder ``path``. ``rank``: the program of
+    this rank. ``shards``: name -> this rank's shard or ZeRO piece.
 
     Raise :class:`WeightsError` if the files do not have the weights of the program.
     """
@@ -317,8 +317,8 @@ def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], par
 
 
 def make_parameters(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Return this rank's parameters as ``nn.Parameter``, by name. They share memory with ``shards`` (name -> parameter
-    or buffer). ``rank``: the program of this rank, which says which of them are parameters.
+    """Return this rank's parameters as ``nn.Parameter``, by name. They share memory with ``shards``: name -> parameter
+    or buffer. ``rank``: the program of this rank, which says which of them are parameters.
     """
     states = rank.program.states
     return {
@@ -376,8 +376,8 @@ class MasterParameters:
     def _get_shard(self, name: str) -> Tensor:
         """Return the tensor on the device with which the rank computes, for the parameter or buffer ``name``.
 
-        For a parameter that is on the device only for part of a step, that is a placeholder, which has the shape of
-        this rank's shard but the memory of one element.
+        If a parameter is on the device only for a part of the step, the result is a placeholder with the shape of this
+        rank's shard and the memory of one element.
         """
         state = self._rank.program.states[name]
         if name in self._gone and not state.zero_axes:  # of its shape, without its memory
@@ -393,8 +393,8 @@ class MasterParameters:
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
 
     def replace_pieces(self, pieces: Mapping[str, Tensor]) -> None:
-        """Use ``pieces`` (name -> tensor) as this rank's ZeRO pieces of parameters from now on, in place of the tensors
-        held so far. They have the same values, but lie in the buffers from which the parameters are all-gathered.
+        """Replace the tensors that hold this rank's ZeRO pieces of parameters by ``pieces``: name -> tensor. The new
+        tensors have the same values, but lie in the buffers from which the parameters are all-gathered.
         """
         self.shards.update(pieces)
         self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})

@@ -273,8 +273,8 @@ def get_number_attribute(module: nn.Module, name: str) -> Tensor | None:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> Path:
-    """Write ``tensors`` (name -> tensor) to the safetensors file ``path``, which :class:`FileWeights` reads, and return
-    the path.
+    """Write ``tensors`` to the safetensors file ``path`` and return the path. :class:`FileWeights` reads such files.
+    ``tensors``: name -> tensor.
 
     Complex types that safetensors lacks are stored as real tensors with one more dim, which is what other software
     sees. Raise :class:`WeightsError` for a type that cannot be stored.
@@ -304,11 +304,10 @@ Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
 
 def open_weights(source: Source, names: Collection[str] = ()) -> Weights:
     """Return ``source``, the weights that the user passed (a module, a dict of tensors, a path of safetensors files, or
-    :class:`Weights`), as an object from which shards of tensors can be read.
+    :class:`Weights`), as an object from which shards of tensors can be read. Weights saved from a compiled or wrapped
+    model, such as ``_orig_mod.layers.0.weight``, are renamed to these.
 
-    ``names``: the names that a plan reads. Weights saved from a compiled or wrapped model, such as
-    ``_orig_mod.layers.0.weight``, are renamed to these. Raise :class:`WeightsError` for another source, or if a file
-    has no weights.
+    ``names``: the names that a plan reads. Raise :class:`WeightsError` for another source, or if a file has no weights.
     """
     if isinstance(source, nn.Module):
         return ModuleWeights(source).for_names(names)
@@ -371,10 +370,9 @@ def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Return which file has each tensor in a folder of safetensors files (name of the tensor -> name of the file), from
-    the file ``index`` of this folder.
-
-    Raise :class:`WeightsError` if it cannot be read, or if it names files outside of its folder.
+    """Return which file of a folder of safetensors files has each tensor: name of the tensor -> name of the file.
+    ``index``: the folder's index file. Raise :class:`WeightsError` if it cannot be read, or if it names files outside
+    of its folder.
     """
     try:
         found = parse_json(index.read_text(encoding="utf-8"))["weight_map"]

@@ -40,8 +40,9 @@ class KeyValueStore(Protocol):
 
 
 class Mirror:
-    """Copies the status files of ranks (progress and failures) between hosts: those of this host's ranks from
-    ``folder`` to all other hosts, and those of the other hosts' ranks to ``folder``.
+    """Exchanges the status files of ranks (progress and failures) between hosts. It sends the files of this host's
+    ranks to all other hosts, and writes the files of other hosts' ranks to ``folder``, where those of this host lie,
+    too.
 
     Args:
         store: a store client that nothing else uses, because a client that waits for a key is blocked.

@@ -61,10 +61,9 @@ def find_failure_cause(
 
 
 def describe_failure_at(state: RankState, kind: str, error: str) -> Failure:
-    """Return a description of the failure of a rank, whose last report is ``state``, at its current position, which is
-    its graph node if known, or its instruction.
-
-    ``kind``: kind of failure, such as "ProcessDied". ``error``: its text.
+    """Return a description of the failure of a rank at its current position: the graph node if it is known, otherwise
+    the instruction. ``state``: the last report of the rank. ``kind``: kind of failure, such as "ProcessDied".
+    ``error``: its text.
     """
     place, spot = state.place, state.spot
     source = f"from {spot.source}" if spot is not None and spot.source else ""
@@ -194,11 +193,10 @@ def _blame_left_rank(reporting: Sequence[RankState], states: Sequence[RankState]
 
 
 def _blame_lost_rank(reporting: Sequence[RankState]) -> Failure:
-    """Return the failure to report if connections broke but no process is known to have ended.
-
-    ``reporting``: ranks that reported a failure, the earliest first. The failure is that of the rank to which most
-    others (at least two) have lost their connection, if there is one such rank and it reported; otherwise that of the
-    rank that reported first."""
+    """Return the failure to report if connections broke but no process is known to have ended. If more ranks (at least
+    two) have lost their connection to one rank than to any other, and that rank reported a failure, the result is its
+    failure. Otherwise it is the failure of the rank that reported first. ``reporting``: ranks that reported a failure,
+    the earliest first."""
     blamed = Counter(rank for s in reporting for rank in set(s.lost))
     order = {s.rank: place for place, s in enumerate(reporting)}
     ranks = {s.rank: s for s in reporting}

@@ -181,11 +181,12 @@ class StatusBoard:
         )
 
     def _find_lost_ranks(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
-        """Return the ranks to which the failed rank ``rank`` has lost its connection.
+        """Return the ranks to which the failed rank ``rank`` has lost its connection. The result has the ranks whose
+        network address occurs in the report's error text or, if there are none, all ranks for which the failed rank
+        waited.
 
         ``failed``: the report that the rank wrote about its failure: a dict with the error text under ``failure`` and
-        ``error``, and the ranks for which it waited under ``waits``. The result has the ranks whose network address
-        occurs in the report's error text or, if there are none, all ranks for which the failed rank waited.
+        ``error``, and the ranks for which it waited under ``waits``.
         """
         ends = {r: (self._read_file(r, "addresses") or {"own": []})["own"] for r in self._recordings}
         own = ends.pop(rank)

@@ -99,8 +99,9 @@ def slow_ranks(
     factor: float,
     spreads: float = _SPREADS,
 ) -> list[SlowRank]:
-    """Return the ranks that are slow now. The expected time of a rank is that of ranks with the same work or, if there
-    are none, its own earlier time. The rank with the largest ratio of its time to its expected time comes first.
+    """Return the ranks that are slow now. The expected time of a rank is the time of other ranks with the same work or,
+    if there are none, its own earlier time. The rank with the largest ratio of its time to its expected time comes
+    first.
 
     Args:
         samples: rank -> for each recorded step, instruction index -> seconds of computation.
@@ -137,9 +138,9 @@ def _own_past(
     """Return the computation time that is expected of ``rank`` if no other rank has the same work, as instruction index
     -> seconds: its own earlier time, scaled by the change of the other ranks.
 
-    The change is the median of their ratios of present to past time. ``samples``: rank -> for each step, instruction
-    index -> seconds. ``current``: rank -> instruction index -> present seconds. Return ``None`` if some rank has too
-    few earlier steps."""
+    The change is the median of their ratios of present to past time. Return ``None`` if some rank has too few earlier
+    steps. ``samples``: rank -> for each step, instruction index -> seconds. ``current``: rank -> instruction index ->
+    present seconds."""
     before = {r: list(samples[r])[:-_WINDOW] for r in current}
     if any(len(steps) < _MIN_PAST_STEPS for steps in before.values()):
         return None
@@ -231,10 +232,9 @@ class Monitor:
 
     def wait_for_cause(self, seconds: float, died: int | None = None) -> Failure | None:
         """Wait up to ``seconds`` until :meth:`check` finds the cause of a failure that is known to have happened, and
-        return it.
+        return it. Return ``None`` if no cause is found in this time.
 
-        ``died``: the rank whose process was seen to end first, if known. Return ``None`` if no cause is found in this
-        time.
+        ``died``: the rank whose process was seen to end first, if known.
         """
         deadline = time.monotonic() + seconds
         while (found := self.check(died)) is None and time.monotonic() < deadline:

@@ -287,7 +287,7 @@ class Watch:
 
 class Launcher:
     """The torchrun that started this process. A torchrun that is killed, for example for lack of memory, cannot end its
-    ranks, which would train on beside those of the next start.
+    ranks. Without further action they would continue to train, at the same time as the ranks of the next start.
     """
 
     def __init__(self) -> None:
@@ -372,8 +372,8 @@ _watches = itertools.count()  # the same on all ranks: they enter each watch tog
 
 
 def _create_mirror(engine: Engine, folder: Path) -> Mirror | None:
-    """Return the object that copies the status files (progress and failures) in ``folder`` of this host's ranks to
-    other hosts, and those of the other hosts' ranks to ``folder``.
+    """Return the object that exchanges status files (progress and failures) of ranks between hosts. It sends the files
+    of this host's ranks in ``folder`` to other hosts, and writes the files of other hosts' ranks to ``folder``.
 
     Only the rank with ``LOCAL_RANK`` 0 has one; return ``None`` on other ranks. ``engine``: the engine of this rank,
     which knows the ranks on this host.

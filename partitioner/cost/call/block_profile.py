@@ -133,9 +133,9 @@ class KernelTable:
     each: Marks
 
     def cut_rows(self, places: Sequence[int], rows: int, pieces: int) -> KernelTable:
-        """Return a table of some of these kernels, as they run on a part of their rows. ``places``: indices of the
-        kernels to return, which are matrix products with ``rows`` rows. ``pieces``: the number of equal parts into
-        which the rows are cut; each returned kernel processes one part. Every part reads the whole weight."""
+        """Return a table of the kernels at ``places``, each cut to one part of its rows. Every part reads the whole
+        weight. ``places``: indices of matrix products with ``rows`` rows in this table. ``pieces``: the number of equal
+        parts into which the rows are cut."""
         here = np.array(places)
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         found = replace(self, **{name: c[here] for name, c in columns.items() if isinstance(c, np.ndarray)})
@@ -283,12 +283,12 @@ def asked_by(
     ``block``: a piece of the model, such as a layer, as the graph that one rank runs, with its collectives.
 
     ``train``: include the backward. ``fp8``: if matrix products with weights run in fp8, which numbers share a scale:
-    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; ``None``: they do not run in fp8. With ``fused_casts`` the
-    kernels in front of these products write the operands in fp8. ``again``: the nodes that selective recomputation runs
-    a second time. ``expert_kernels``: how the matrix products of experts run: ``"grouped"`` (one kernel for all
-    experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels that also do the work of the operators between
-    the products). ``current_scaling``: the fp8 scale of a tensor comes from its own maximum. ``fused_kernels``: a
-    compiler merges operators between products and collectives.
+    all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``); ``None``: they do not run in fp8.
+    With ``fused_casts`` the kernels in front of these products write the operands in fp8. ``again``: the nodes that
+    selective recomputation runs a second time. ``expert_kernels``: how the matrix products of experts run:
+    ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels that also do
+    the work of the operators between the products). ``current_scaling``: the fp8 scale of a tensor comes from its own
+    maximum. ``fused_kernels``: a compiler merges operators between products and collectives.
     """
     profiler = _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling)
     return profiler.read(FusedRegions(block, train) if fused_kernels else None)
@@ -297,12 +297,12 @@ def asked_by(
 class _BlockProfiler:
     """Collects the kernels and collectives of the operators of a block, such as a layer.
 
-    ``train``: the block has a backward. ``fp8``: if products with weights are in fp8, which numbers share a scale:
-    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; else ``None``. ``again``: the nodes that selective
-    recomputation runs a second time, in backward. ``fused_casts``: the kernels in front of products write operands in
-    fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the experts'
-    products run: ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels
-    that also do the work of the operators between the products).
+    ``train``: the block has a backward. ``fp8``: if products with weights are in fp8, which numbers share a scale: all
+    of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``); else ``None``. ``again``: the nodes that
+    selective recomputation runs a second time, in backward. ``fused_casts``: the kernels in front of products write
+    operands in fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the
+    experts' products run: ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"``
+    (kernels that also do the work of the operators between the products).
     """
 
     def __init__(
@@ -638,13 +638,13 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Return the additional time in which the host launches each linear layer of ``block`` if Transformer Engine runs
-    it instead of torch: first matrix product of the layer -> additional time, as a number of operator launches that
-    take as long.
+    """Return how much longer the host takes to launch each linear layer of ``block`` if Transformer Engine runs it
+    instead of torch: first matrix product of the layer -> additional time, in multiples of the time of one operator
+    launch. Products that read the same value are one linear layer. ``block``: a piece of the model, such as a decoder
+    layer. ``region``: the products of experts, which are left out.
 
-    ``block``: a piece of the model, such as a decoder layer. Products that read the same value are one linear layer.
-    ``region``: the products of experts, which are left out. One forward takes 2.7 times the host time of torch's linear
-    layer (100 us over 37 on GB200, 91 over 33 on GH200: NVIDIA/TransformerEngine issue 2053).
+    One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
+    NVIDIA/TransformerEngine issue 2053).
     """
     states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
     for node in block.graph.nodes:

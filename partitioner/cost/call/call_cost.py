@@ -214,12 +214,12 @@ class _Computed:
 
 class CallWork:
     """The work of one call of ``block`` (such as a layer), from which :meth:`cost` computes seconds and bytes for any
-    device type and groups of ranks.
+    device type and groups of ranks. Kernel times are cached by device and by how experts are distributed over ranks.
 
     ``train``: the call has a backward. ``again``: a function from the block and the values that come from other ranks
     to the nodes that selective recomputation runs a second time, in backward. ``pieces``: into how many pieces
     collectives are cut to overlap with matrix products; ``None``: as many as the training framework uses, by its
-    execution profile. Kernel times are cached by device and by how experts are distributed over ranks.
+    execution profile.
     """
 
     def __init__(
@@ -254,8 +254,8 @@ class CallWork:
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
         """Return the graph nodes of the block (such as a layer) that selective recomputation runs a second time, in
-        backward, if experts are distributed over several ranks: nodes whose values come from other ranks are then not
-        recomputed. Empty without training.
+        backward, if experts are distributed over several ranks. Nodes whose values come from other ranks are not among
+        them. Empty without training.
         """
         entries = self.asked(False).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
@@ -531,9 +531,9 @@ def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: D
     deepseek-v3-gb200-optimization, section 3.1). 0 if one kernel serves all experts, if CUDA graphs contain the
     kernels, or if each expert's rows are padded to a fixed number.
 
-    ``asked``: kernels and operators of the block (such as a layer). ``spread``: how experts are distributed over ranks.
-    ``device``: has the time in which the host launches an operator. ``device_s``: seconds that the device takes for
-    these kernels.
+    ``asked``: kernels and operators of the block (such as a layer). ``device_s``: seconds that the device takes for
+    these kernels. ``spread``: how experts are distributed over ranks. ``device``: has the time in which the host
+    launches an operator.
     """
     profile = spread.profile
     if profile.expert_kernels != "each" or profile.graphs == "all" or profile.even_experts == "padded":
@@ -621,7 +621,7 @@ def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType,
 
 def compute_exchange_seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
     """Return the seconds of ``exchange``, one collective of a block (such as a layer), on ``device``; 0 if its mesh
-    axis is not in ``groups`` (axis -> group of ranks) or has one rank.
+    axis is not in ``groups`` or has one rank. ``groups``: mesh axis -> group of ranks.
     """
     group = groups.get(exchange.axis)
     if group is None or group.size == 1:

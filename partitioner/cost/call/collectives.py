@@ -77,8 +77,8 @@ def moved_share(op: str, size: int) -> float:
 
 def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
     """Return the seconds of an all-to-all over ``group`` that sends each row (token) to ``copies`` ranks, as in DeepEP:
-    a row is sent once to each node that needs it, and is copied to further ranks inside the node. ``num_bytes``: bytes
-    of all copies on all ranks together. With one copy the time is that of a plain all-to-all.
+    a row is sent once to each node that needs it, and is copied to further ranks inside the node. With one copy it
+    takes as long as a plain all-to-all. ``num_bytes``: bytes of all copies on all ranks together.
     """
     if group.size == 1:
         return 0.0
@@ -105,9 +105,10 @@ def message_time(num_bytes: float, link: Link) -> float:
 
 
 def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
-    """Return a link whose message time is that of sending a tensor between two pipeline stages in parts. Each of
-    ``size`` ranks sends its part over ``link`` to its peer in the next stage, and the peers then all-gather the parts
-    (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the peers; ``None``: the all-gather takes no time.
+    """Return a link that stands for sending a tensor between two pipeline stages in parts: its message time is the time
+    of the whole transfer. Each of ``size`` ranks sends its part over ``link`` to its peer in the next stage, and the
+    peers then all-gather the parts (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the peers;
+    ``None``: the all-gather takes no time.
     """
     latency, per_byte = link.latency, 1 / (size * link.bandwidth)
     if gathering is not None:
@@ -175,9 +176,9 @@ def select_exchanges(asked: BlockProfile, place: int) -> list[ProductExchange]:
 def choose_pieces(
     asked: BlockProfile, whole_s: Mapping[int, float], groups: Mapping[str, Group], device: DeviceType, forced: bool
 ) -> PieceCounts:
-    """Return the numbers of pieces of the collectives of a block (such as a layer) that run beside matrix products,
-    with which the block takes the least time on ``device``. There is one number for each kind of collective (all-gather
-    or reduce-scatter, in forward or backward); it is 0 if they are faster in one piece.
+    """Return the numbers of pieces into which collectives that run beside matrix products are cut, so that a block
+    (such as a layer) takes the least time on ``device``. There is one number for each kind of collective (all-gather or
+    reduce-scatter, in forward or backward). It is 0 if collectives of the kind are faster in one piece.
 
     ``asked``: the kernels and collectives of the block. ``whole_s``: index of a collective -> its seconds in one piece.
     ``groups``: mesh axis -> group of ranks. ``forced``: whether all collectives that can run in pieces do so, even if

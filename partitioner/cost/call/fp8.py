@@ -20,8 +20,8 @@ _SHOWN = 3  # products that a note names
 def products_in_fp8(block: Block, asked: Scaling | None, region: ExpertProducts) -> frozenset[fx.Node]:
     """Return the matrix products of ``block`` (such as a layer) that run in fp8: the nodes that are fp8 operators
     already and, with ``asked``, the products that will be converted. ``asked``: if the user requested fp8 and the model
-    is not converted yet, which numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"``; otherwise
-    ``None``.
+    is not converted yet, which numbers share a scale: all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row
+    (``"block"``); otherwise ``None``.
 
     ``region``: the products of experts. If a whole tensor shares a scale, the cost model counts them as fp8 products if
     the planner can distribute them, although the runtime does not execute them in fp8.
@@ -40,8 +40,8 @@ def is_expert_product_in_fp8(node: fx.Node) -> bool:
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Return those matrix products among ``products`` for which a cast of their operand to fp8 is counted: of several
-    products of ``block`` (such as a layer) that read one operand, only the first. Software such as Transformer Engine
+    """Return the matrix products in ``products`` for which a cast of the operand to fp8 is counted. If several products
+    of ``block`` (such as a layer) read one operand, only the first of them is. Software such as Transformer Engine
     casts an operand once: the projections to queries, keys and values read one operand, so the last two reuse the cast
     of the first."""
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
@@ -117,9 +117,9 @@ def _convert_kernel_to_fp8(kernel: Kernel, matrices: Sequence[Operand], result: 
 
 
 def _build_product_casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast to fp8 the tensors that ``product`` reads. ``operands``, ``result``: the tensors that
-    the forward product reads and writes. ``backward``: ``product`` is one of the backward. In forward, both operands
-    are cast. In backward, the gradient of the result and, transposed, the other operand are cast.
+    """Yield the kernels that cast to fp8 the tensors that ``product`` reads. In forward, both operands are cast. In
+    backward, the gradient of the result and, transposed, the other operand are cast. ``operands``, ``result``: the
+    tensors that the forward product reads and writes. ``backward``: ``product`` is one of the backward.
     """
     if not backward:
         yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))
@@ -131,9 +131,11 @@ def _build_product_casts(product: Kernel, operands: list[Operand], result: Opera
 
 
 def _build_cast_kernels(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast ``operand`` to fp8 for ``product``: one kernel finds the largest absolute value and
-    computes the scale, in four launches, and another scales and rounds every element to a byte, in two. ``transposed``:
-    the second also copies the bytes to a transposed tensor, in one more launch.
+    """Yield the cost of casting ``operand`` to fp8 for ``product``, as two kernels. The first stands for finding the
+    largest absolute value and computing the scale, which takes four kernel launches. The second stands for scaling
+    every element and rounding it to a byte, which takes two.
+
+    ``transposed``: the bytes are also copied to a transposed tensor, which takes one more launch.
     """
     whole = float(operand.nbytes)
     bytes_out = operand.numel * (1.0 + 2.0 * transposed)
@@ -177,8 +179,8 @@ def notes_on_fp8(
 ) -> tuple[str, ...]:
     """Return a note for the user as a tuple with one sentence: how many products with weights run in fp8, and for some
     that do not, why. The tuple is empty if all run in fp8. ``model``: the graphs of one rank. ``scaling``: which
-    numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"``. ``converted``: names of the blocks
-    (such as layers) in fp8; ``None``: all."""
+    numbers share a scale: all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``).
+    ``converted``: names of the blocks (such as layers) in fp8; ``None``: all."""
     left = {name: list(_left_out(block, scaling)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, scaling, expert_region(b))) for name, b in model.blocks.items()}
     slower = [call for call in model.calls if converted is not None and call.block not in converted]
@@ -208,8 +210,8 @@ def notes_on_fp8(
 
 def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
     """Yield the matrix products with weights of ``block`` (such as a layer) that are not in fp8, as pairs (index of the
-    weight among the block's parameters and buffers, reason). ``scaling``: which numbers share a scale: those of a
-    ``"tensor"``, a ``"row"`` or a ``"block"``."""
+    weight among the block's parameters and buffers, reason). ``scaling``: which numbers share a scale: all of a tensor
+    (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``)."""
     states, short = list(block.states), products_in_fp8(block, scaling, expert_region(block))
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
@@ -222,8 +224,8 @@ def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
 
 def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str], scaling: Scaling) -> str:
     """Return the reason why the product ``node`` does not run in fp8, for a note to the user. ``states``: the names of
-    the parameters and buffers of its block (such as a layer). ``scaling``: which numbers share a scale: those of a
-    ``"tensor"``, a ``"row"`` or a ``"block"``."""
+    the parameters and buffers of its block (such as a layer). ``scaling``: which numbers share a scale: all of a tensor
+    (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``)."""
     product = match_weight_product(node, states)
     if product is None:
         return f"no kernel in fp8 for {operator_name(node)}"

@@ -53,11 +53,11 @@ class RegionTraffic:
 
 
 class FusedRegions:
-    """The regions of operators that a compiler merges to one kernel, in ``block`` (such as a layer), a graph with the
-    shapes of one rank. ``train``: whether the block has a backward.
+    """The regions of operators of ``block`` that a compiler merges to one kernel each. ``region``: operator -> number
+    of its region. Operators that are not merged are left out, and so are views, which take no time.
 
-    ``region``: operator -> number of its region. Operators that are not merged are left out, and so are views, which
-    take no time.
+    ``block``: the graph of a piece of the model (such as a layer) with the shapes of one rank. ``train``: whether the
+    block has a backward.
     """
 
     def __init__(self, block: Block, train: bool) -> None:
@@ -217,8 +217,8 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _reduces_rows(node: fx.Node) -> bool:
-    """Return whether ``node`` is a reduction or softmax over other dims than the innermost ones, or over all dims of a
-    tensor with several.
+    """Return whether ``node`` is a reduction or softmax that combines rows: it works over other dims than the innermost
+    ones, or over all dims of a tensor that has several.
     """
     if kind_of(node, operator_name(node)) not in ("reduction", "softmax"):
         return False

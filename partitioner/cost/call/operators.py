@@ -220,9 +220,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def repeats_of(node: fx.Node, copied: bool = False) -> float:
-    """Return how many times the view ``node`` repeats each element of the tensor that it is a view of, such as after
-    ``expand``; 1 if it repeats none. ``copied``: a reshape that has to copy counts as a view, too, so that repetitions
-    before it are included.
+    """Return how many times each element of the original tensor occurs in the view ``node``, for example after
+    ``expand``; 1 if no element is repeated. ``copied``: a reshape that has to copy counts as a view, too, so that
+    repetitions before it are included.
     """
     found = 1.0
     while node.op == "call_function" and operator_name(node) in VIEWS and (copied or is_view(node)):
@@ -247,8 +247,8 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _only_sends(node: fx.Node) -> bool:
-    """Return whether ``node`` is a collective without computation of its own. All collectives are, except attentions
-    over a sharded sequence.
+    """Return whether ``node`` is a collective that only communicates. The only collectives that also compute are the
+    attention operators over a sharded sequence.
     """
     name = collective_name(node.target)
     return name is not None and name not in CONTEXT
@@ -444,10 +444,10 @@ def backward_kernels(
 def _pointwise_backward(
     kind: str, name: str, wanted: Operand, operands: Sequence[Operand], result: Operand
 ) -> list[Kernel]:
-    """Return the kernels that compute the gradient of the operand ``wanted`` of a pointwise operator: one that
-    multiplies the gradient of the result by the other operands (none for additions), and a sum if ``wanted`` was
-    broadcast. ``kind``: the key in the device's table of memory efficiencies. ``name``: the operator's name.
-    ``operands``, ``result``: the tensors that its forward reads and writes.
+    """Return the kernels that compute the gradient of the operand ``wanted`` of a pointwise operator. The first
+    multiplies the gradient of the result by the other operands; an addition does not need it. The second is a sum; it
+    is needed if ``wanted`` was broadcast. ``kind``: the key in the device's table of memory efficiencies. ``name``: the
+    operator's name. ``operands``, ``result``: the tensors that its forward reads and writes.
     """
     broadcast = [_gradient_kernel("reduction", wanted, [result])] if wanted.numel < result.numel else []
     if name in _ADDITIONS or (name in _ADDED_TO and wanted is operands[0]):

@@ -167,7 +167,7 @@ def kept_by(
     """Return the bytes that one call of ``block`` (a piece of the model, such as a layer) keeps for backward, and those
     that it needs while it runs. ``train``: whether there is a backward; otherwise nothing is kept. ``without``: nodes
     whose results are not kept but computed a second time in backward. ``copies``: count the copies that products make
-    of their operands; they depend on how the operands are sharded, so that lower bounds leave them out.
+    of their operands. Lower bounds leave these out, because they depend on how the operands are sharded.
     """
     states = set(block.states)
     saved: dict[Value, int] = {}
@@ -473,9 +473,9 @@ def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
 
 
 def _same_gradient(node: fx.Node, outputs: Collection[fx.Node]) -> fx.Node:
-    """Return the last node after ``node`` whose gradient equals that of ``node``, or ``node`` itself. Views, additions
-    and all-reduces pass a gradient on unchanged. The search stops at ``outputs``, the block's outputs. A block is a
-    piece of the model, such as a layer.
+    """Return the last node in the chain after ``node`` that has the same gradient as ``node``, or ``node`` itself.
+    Views, additions and all-reduces pass a gradient on unchanged. The search stops at ``outputs``, the block's outputs.
+    A block is a piece of the model, such as a layer.
     """
     while node not in outputs:
         users = [user for user in node.users if user.op == "call_function" and needs_gradient(user)]

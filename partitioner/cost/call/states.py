@@ -278,8 +278,7 @@ def kinds_of(
     complete: Collection[str] = (),
     left_whole: Collection[str] = (),
 ) -> StateKinds:
-    """Group ``states`` (name -> parameter or buffer) by equal cost, and return the groups.
-
+    """Group parameters and buffers of equal cost, and return the groups. ``states``: name -> parameter or buffer.
     ``layouts``: name -> layout over ``tp``; replicated if absent. ``experts``: names of weights of experts.
     ``complete``: names of parameters whose whole gradient every rank of ``cp`` computes. ``left_whole``: names of
     parameters that ZeRO-3 does not shard.
@@ -381,6 +380,6 @@ def _build_state_cost(
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:
-    """Return the seconds of the optimizer's step over the parameters with these ``costs`` on ``device``. Parameters
-    whose optimizer states are in host memory do not count. The step is bound by memory bandwidth."""
+    """Return the seconds of the optimizer's step on ``device``, which is bound by memory bandwidth. Parameters whose
+    optimizer states are in host memory do not count. ``costs``: the costs of the parameters."""
     return sum(cost.update for cost in costs if not cost.hosted) / memory_rate("optimizer", device)

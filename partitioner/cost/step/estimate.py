@@ -268,11 +268,10 @@ def _build_stage_paces(
     by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
 ) -> tuple[Pace, ...]:
     """Return, for each stage, the costs of all block calls (such as layers) on its devices, and the summed cost of the
-    calls that every stage runs.
+    calls that every stage runs. Stages with the same dict share one result object.
 
-    ``by_stage``: for each stage, a dict from block name to the cost of a call on its devices. ``placed``: the block
-    name of each call that belongs to one stage. ``everywhere``: the block names of the calls that every stage runs.
-    Stages with the same dict share one result object.
+    ``by_stage``: for each stage, a dict: block name -> cost of a call on its devices. ``placed``: the block name of
+    each call that belongs to one stage. ``everywhere``: the block names of the calls that every stage runs.
     """
     made: dict[SameObject[Mapping[str, CallCost]], Pace] = {}
     for costs in by_stage:
@@ -427,13 +426,14 @@ def _compute_contended_seconds(
     chunks: int | None,
 ) -> float:
     """Return the seconds of the pipeline plus the seconds of the optimizer's update, if the ranks of a node compete for
-    its processor cores. 0 if every node has enough cores for all its devices to compute at the same time.
+    its processor cores. 0 if every node has enough cores for all its devices to compute at the same time. Collectives
+    get no further slowdown: their measured times contain it already.
 
     ``problem``: the block calls (such as layers) of the model with their costs, to be cut into pipeline stages.
     ``split``: the block calls of each pipeline stage. ``updates``: for each stage, seconds of its update if each rank
     has a core of its own. ``machine``: the devices and links that the mesh is laid over. ``schedule``: name or table of
     the pipeline schedule. ``chunks``: number of virtual stages of each rank; ``None``: the number that the schedule
-    fixes. Collectives get no further slowdown: their measured times contain it already.
+    fixes.
     """
     if not machine.topology.concurrent:
         return 0.0
@@ -572,14 +572,14 @@ def _reduction_tail(
     """Return the seconds that data-parallel collectives add to the pipeline: gathers of updated parameters delay its
     start, and gradient reductions end after it.
 
-    ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of its parameters and
-    buffers. ``how``: the reduction scheme (one collective or a hierarchical reduction, with or without compression).
-    ``owned``: if each parameter is whole on one owner rank, for each stage a dict (axes over which ZeRO shards ->
-    number of parameters); otherwise empty. ``problem``: the block calls (such as layers) of the model with their costs.
-    ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh is laid over.
-
-    A stage reduces its gradients while the stages in front of it still run their last backwards, which hides these
-    seconds. Nothing is hidden if consecutive steps overlap, because the stage begins the next step in this time.
+    A stage reduces its gradients while the stages in front of it still run their last backwards, which hides a part of
+    the reduction. Nothing is hidden if consecutive steps overlap, because the stage begins the next step in this time.
+    ``problem``: the block calls (such as layers) of the model with their costs. ``split``: the block calls of each
+    pipeline stage. ``states``: the cost of each parameter and buffer by name. ``held``: for each stage, the costs of
+    its parameters and buffers. ``machine``: the devices and links that the mesh is laid over. ``how``: the reduction
+    scheme (one collective or a hierarchical reduction, with or without compression). ``owned``: if each parameter is
+    whole on one owner rank, one dict for each stage: axes over which ZeRO shards -> number of parameters; otherwise
+    empty.
     """
     first_s = _added_up(problem, machine)
     if not problem.train:

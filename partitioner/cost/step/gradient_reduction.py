@@ -190,8 +190,10 @@ class Reducer:
 
 def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
     """Return the object that computes the seconds of gradient collectives of the stage with index ``stage`` under the
-    reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression). ``machine``: the
-    devices and links that the mesh is laid over. Copies of ``machine`` with the same groups share one object.
+    reduction scheme ``how`` (one collective or a hierarchical reduction, with or without compression). Copies of
+    ``machine`` with the same groups share one object.
+
+    ``machine``: the devices and links that the mesh is laid over.
     """
     used = machine.zero, machine.dp_shard, machine.ep, machine.etp, machine.precision
     return machine.compute_once(("reducer", stage, how, *used), lambda: _build_reducer(machine, stage, how))
@@ -228,12 +230,12 @@ def _over_data(reducer: Reducer) -> Reducer:
 
 
 def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
-    """Return a list with one :class:`Reducer` for lower bounds: the object that computes the seconds of gradient
-    collectives as if each of them ran over ``group``. The bounds hold if no collective of as many ranks on ``topology``
+    """Return a list with one :class:`Reducer`, which computes lower bounds on the seconds of gradient collectives: each
+    collective is priced as if it ran over ``group``. The bounds hold if no collective of as many ranks on ``topology``
     is faster than over ``group``.
 
-    The list is empty if there is no such bound, because gradients may be compressed or reduced hierarchically, which
-    can be faster. ``device``: the type of the devices. ``constraints``: the choices that the user fixed.
+    The list is empty if gradients may be compressed or reduced hierarchically, because this can be faster. ``device``:
+    the type of the devices. ``constraints``: the choices that the user fixed.
     """
     if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
         return []
@@ -370,8 +372,8 @@ def exposed_seconds(
 
 
 def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> GradientReduction:
-    """Return ``work``, the seconds of a stage's gradient reduction, with the additional latency that it has if ZeRO-1
-    keeps each parameter whole on one rank, its owner, instead of sharding it.
+    """Return a copy of ``work``, the seconds of a stage's gradient reduction, for a ZeRO-1 that keeps each parameter
+    whole on one rank, its owner, instead of sharding it. The copy has more latency.
 
     Gradients are reduced to their owners, and each owner broadcasts its updated parameters. The bytes are those of a
     ring, but each owner needs a message of its own (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and
@@ -393,9 +395,9 @@ Sizes = dict[CollectiveKey, float]
 def compute_gradient_reduction(
     costs: Collection[StateCost], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """Return the seconds of reducing the gradients of parameters with the given ``costs``. ``reducer``: computes the
-    seconds of single collectives. Gradients that are reduced over the same mesh axes are put into common buckets (sets
-    that one collective reduces).
+    """Return the seconds of reducing the gradients of parameters with the given ``costs``. Gradients that are reduced
+    over the same mesh axes are put into common buckets (sets that one collective reduces). ``reducer``: computes the
+    seconds of single collectives.
 
     With ``overlap`` the buckets are small, so that the first ones are sent during the backward. Without, each
     combination of axes has one bucket. Under ZeRO-1 and ZeRO-2 the reduction is a reduce-scatter and, in the next step,
@@ -437,7 +439,8 @@ def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
 def reduction_of(
     sizes: Sizes, last_level: Mapping[tuple[str, ...], bool], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """Return the seconds of reducing gradients.
+    """Return the seconds of reducing gradients: of all reductions, of the part that no computation hides, of gathers of
+    parameters, and of compression.
 
     ``sizes``: the bytes that each collective moves; a key is (name of the collective, its mesh axes, ZeRO stage, axes
     of an earlier reduce-scatter). ``last_level``: axes of a reduce-scatter -> whether no other data-parallel reduction

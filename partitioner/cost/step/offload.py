@@ -130,13 +130,12 @@ def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
 
 
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
-    """Return the seconds that a step takes longer because gradients are sent to the host and updated parameters are
-    sent back, as far as computation does not hide this.
+    """Return the seconds by which a step is longer because gradients are sent to the host and updated parameters are
+    sent back. Transfers that computation hides do not count: the backward of one microbatch hides the transfer of all
+    gradients but the last bucket (gradients that are sent together), and the forward hides the transfer of parameters.
 
     ``costs``: the costs of the parameters of a rank. ``host``: the part of a host's memory and bandwidth that the rank
-    has. ``backward_s``: seconds of the backward of one microbatch, which hides the transfer of all gradients but the
-    last bucket (gradients that are sent together, complete only after the backward). ``forward_s``: seconds of the
-    forward, which hides the transfer of parameters.
+    has. ``forward_s``, ``backward_s``: seconds of the forward and of the backward of one microbatch.
     """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)

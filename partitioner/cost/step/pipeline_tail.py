@@ -284,9 +284,9 @@ class _ReductionTails:
         pipeline if the stage with index ``stage`` consists of the block calls ``start:stop`` (such as layers). A
         negative value means that they end before the pipeline does.
 
-        ``windows``: a table with the same indices: the seconds of one backward of these calls; infinite for calls that
-        the stage may not have. ``ahead``: for each possible ``start``, the largest number of seconds that one backward
-        takes on all stages in front of this one; these seconds hide reductions.
+        ``windows``: a table whose entry ``[start, stop]`` is the seconds of one backward of the calls; infinite if the
+        stage may not consist of them. ``ahead``: for each possible ``start``, the largest number of seconds that one
+        backward takes on all stages in front of this one; these seconds hide reductions.
         """
         waits = np.zeros_like(windows)
         start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])

@@ -173,9 +173,9 @@ class PlacedMesh:
     def _find_slowest_groups(
         self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False
     ) -> tuple[Group, ...]:
-        """Return, for each pipeline stage, the slowest of the groups that its ranks form along ``axes`` of ``mesh``
-        (axis -> number of ranks). ``ring``: compute also the links of messages that each rank of a group sends to the
-        next one, around a ring."""
+        """Return, for each pipeline stage, the slowest of the groups that its ranks form along ``axes`` of ``mesh``.
+        ``mesh``: axis -> number of ranks. ``ring``: compute also the links of messages that each rank of a group sends
+        to the next one, around a ring."""
 
         def find() -> tuple[Group, ...]:
             if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):
@@ -187,9 +187,9 @@ class PlacedMesh:
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """Return a mesh of the same ranks (axis -> size) for the groups of experts. In it, ``cp`` is the axis over
-        which experts are distributed (``ep``), ``tp`` has the ranks over which one expert is sharded (``etp``), and
-        ``dp`` has the replicas of an expert.
+        """Return a second mesh of this mesh's ranks, for the groups of experts: axis -> size. In it, ``cp`` is the axis
+        over which experts are distributed (``ep``), ``tp`` has the ranks over which one expert is sharded (``etp``),
+        and ``dp`` has the replicas of an expert.
         """
         room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
         etp = self.expert_tp
@@ -200,8 +200,9 @@ class PlacedMesh:
         return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
 
     def hybrid_grid(self, experts: bool) -> dict[str, int]:
-        """Return a mesh of the same ranks (axis -> size, outermost first) in which ``dp`` is divided into ``dp_shard``
-        (the ranks that shard a parameter together) and ``dp_replicate`` (the ranks that hold the same shard of it).
+        """Return a second mesh of this mesh's ranks for hybrid sharding: axis -> size, outermost first. In it, two axes
+        replace ``dp``: ``dp_shard`` has the ranks that shard a parameter together, ``dp_replicate`` the ranks that hold
+        the same shard of it.
 
         ``experts``: return the mesh for parameters of experts instead. It has the axes ``ep`` and ``etp`` (ranks over
         which one expert is sharded), and ``edp_shard`` and ``edp_replicate`` in place of ``dp_shard`` and
@@ -405,9 +406,9 @@ class PlacedMesh:
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:
-        """Return the least part of a host's memory and bandwidth that a rank of the stage with index ``stage`` has: the
-        smallest memory and bandwidths and the longest latency of its ranks. ``None`` if the topology does not describe
-        the host of one of them.
+        """Return the part of a host's memory and bandwidth that every rank of the stage with index ``stage`` has at
+        least: over its ranks, the smallest memory and bandwidths and the longest latency. ``None`` if the topology does
+        not describe the host of one of these ranks.
         """
 
         def find() -> tuple[HostShare | None, ...]:

@@ -91,8 +91,9 @@ class CallCostCache:
     def of_stage(self, seats: tuple[RankProfile, ...], spread: Spread = NO_SPREAD) -> Costs:
         """Return the costs of one call of each block (such as a layer), by block name, on a stage whose ranks have the
         profiles ``seats`` (device type, speed, groups). The slowest rank counts, since ranks wait for each other in
-        collectives. ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks. Equal arguments give
-        one dict.
+        collectives. Equal arguments give one dict.
+
+        ``spread``: how expert parallelism and ZeRO-3 distribute the calls over ranks.
         """
         key = seats, spread
         if key not in self._of_stage:

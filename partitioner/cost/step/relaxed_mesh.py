@@ -141,9 +141,11 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
     """Return imaginary groups of ``size`` ranks for a lower bound: no collective over ``size`` devices of ``topology``
-    takes less time than over the slowest of these groups. ``everywhere``: the real groups together contain all devices,
-    and the bound is needed only for the slowest of them. The returned groups have no data about messages between single
-    ranks."""
+    takes less time than over the slowest of these groups. The returned groups have no data about messages between
+    single ranks.
+
+    ``everywhere``: the real groups together contain all devices, and the bound is needed only for the slowest of them.
+    """
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
     if topology.own_links or not joins_all:
@@ -284,8 +286,8 @@ def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> It
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
     """Return an upper bound on the bandwidth that each device of a group has on a level of links, as a fraction of the
-    level's bandwidth. One part of the cluster (such as a node) has ``devices`` devices of the group, one of them slow,
-    and they divide the part's bandwidth among each other.
+    level's bandwidth. ``devices`` devices of the group, one of them slow, are in one part of the cluster (such as a
+    node), and divide the part's bandwidth among each other.
 
     ``shares``: bandwidth of each device of the cluster as a fraction of the level's; ``None`` if all have 1. ``parts``:
     index of the part of each device. ``farthest``: a device is slow if its fraction is at most this number.
@@ -305,9 +307,9 @@ def _compute_fewest_parts(storey: Storey, size: int) -> int:
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Return whether, if all devices are divided into groups of ``size``, some group has to span several parts of the
-    cluster (such as nodes), because ``size`` does not divide the numbers of devices in the parts. ``storey``: a level
-    of links, which joins devices into these parts."""
+    """Return whether a division of all devices into groups of ``size`` has to have a group that spans several parts of
+    the cluster (such as nodes), because ``size`` does not divide the numbers of devices in the parts. ``storey``: the
+    links at one depth; they join devices into the parts."""
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())
 

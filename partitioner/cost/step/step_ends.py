@@ -235,12 +235,13 @@ def reduction_delays(
     *,
     by_halves: bool = False,
 ) -> Delays:
-    """Return the seconds that the gradient reductions of a stage add to its last backward.
+    """Return how the gradient reductions of a stage delay the end of a step: the seconds by which they lengthen the
+    stage's last backward, and the seconds from the end of an undelayed last backward until all gradients are reduced.
 
-    ``plan``: the block calls (such as layers) of the stage. ``buckets``: its gradient buckets (gradients that one
-    collective reduces). ``slowdown``: factor on the time of computation and of a collective while both run.
-    ``by_halves``: the schedule splits each backward in two halves, and only the half for gradients of weights runs
-    last. ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
+    ``problem``: the block calls (such as layers) of the model with their costs, to be cut into pipeline stages.
+    ``plan``: the block calls of the stage. ``buckets``: its gradient buckets (gradients that one collective reduces).
+    ``slowdown``: factor on the time of computation and of a collective while both run. ``by_halves``: the schedule
+    splits each backward in two halves, and only the half for gradients of weights runs last.
     """
     run = plan.runs[0]  # the virtual stage whose backwards end last
     clock = RankClock(slowdown)
@@ -275,9 +276,11 @@ def reduction_delays(
 
 
 def _list_backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
-    """Return, for each block call (such as a layer) of the virtual stage ``run`` (index of the call -> seconds), the
-    seconds of its backward with recomputation. ``plan``: the stage to which ``run`` belongs. ``problem``: the block
-    calls of the model with their costs, to be cut into pipeline stages.
+    """Return the seconds of the backward, with recomputation, of each block call (such as a layer) of the virtual stage
+    ``run``: index of the call -> seconds.
+
+    ``plan``: the stage to which ``run`` belongs. ``problem``: the block calls of the model with their costs, to be cut
+    into pipeline stages.
     """
     costs, work = problem.pace(plan.number).costs, {}
     for place in range(run.start, run.stop):

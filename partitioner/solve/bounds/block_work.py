@@ -67,12 +67,12 @@ class BlockCallTime:
 
     def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
         """Return a lower bound in seconds on one call of a block (such as a layer) on one rank, for the fraction
-        ``share`` of the batch and with the work divided over ``tp`` ranks.
+        ``share`` of the batch and with the work divided over ``tp`` ranks. Copies and sums that a sharded graph, or a
+        graph for one sample, may not need count only if ``several`` is 1 and ``tp`` is 1. All weights are counted as if
+        they were divided over ``ep`` ranks as well as over ``tp``, because some may belong to experts.
 
-        ``several``: 1 if the microbatch has more than one sample, else 0. Copies and sums that a sharded graph, or a
-        graph for one sample, may not need count only if ``several`` is 1 and ``tp`` is 1. ``ep``: number of ranks that
-        share the experts. All weights are counted as if they were divided over ``ep`` ranks as well as over ``tp``,
-        because some may belong to experts.
+        ``several``: 1 if the microbatch has more than one sample, else 0. ``ep``: number of ranks that share the
+        experts.
         """
         seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
         seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
@@ -289,9 +289,9 @@ def _take_bytes(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
 
 def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
     """Return the memory traffic of ``kernels`` that occurs only if repeated elements of tensors are read repeatedly, as
-    kernels without FLOPs and launches. The bytes of each are those of the kernel in ``kernels`` minus those of the
-    kernel at the same position in ``least``. ``least``: the same kernels if a tensor that only repeats the elements of
-    a smaller one is read without repetition."""
+    kernels without FLOPs and launches. ``least``: for each entry of ``kernels``, the same kernel if a tensor that only
+    repeats the elements of a smaller one is read without repetition. The bytes in the result are the difference of the
+    two."""
     pairs = zip(kernels, least, strict=True)
     return [k._replace(num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
@@ -375,9 +375,9 @@ class DeviceKinds:
 
     def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
         """Return lower bounds on the forward and the backward seconds of one call of each block (such as a layer) with
-        one microbatch: two arrays of shape ``[blocks, candidates]``. ``blocks``: block name -> its work on one device
-        type. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage. The blocks are in
-        the order of ``self.often`` (block name -> number of its calls in the model)."""
+        one microbatch: two arrays of shape ``[blocks, candidates]``. The blocks are in the order of the dict
+        ``self.often``: block name -> number of its calls in the model. ``blocks``: block name -> its work on one device
+        type. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         fields = ("cp", "tp", "ep", "microbatch_size")
         cp, tp, ep, size = (np.array([getattr(p, a) for p in candidates], dtype=np.float64) for a in fields)
         share, several = size / self.samples / cp, (size > 1).astype(np.float64)
@@ -391,8 +391,8 @@ class DeviceKinds:
 
     def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Return lower bounds on the forward and the backward seconds of one call of each block (such as a layer) with
-        one microbatch on every device type, shape ``[2, kinds, blocks, candidates]``. Blocks are in the order of
-        ``self.often`` (block name -> number of its calls in the model), device types in the order of the topology.
+        one microbatch on every device type, shape ``[2, kinds, blocks, candidates]``. Device types are in the order of
+        the topology, blocks in the order of the dict ``self.often``: block name -> number of its calls in the model.
         ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
         return np.stack([self.seconds(paced, candidates) for paced in self.works.paced], axis=1)
 
@@ -406,10 +406,10 @@ class DeviceKinds:
         return longest
 
     def speeds(self, candidates: Sequence[MeshCandidate]) -> Matrix:
-        """Return the relative speed of each device type, shape ``[kinds, candidates]``. The best type has speed 1. A
-        type may be faster in some blocks (such as layers) than in others; its greatest speed over all blocks, forward
-        and backward, is returned, so speeds are upper bounds. ``candidates``: combinations of mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        """Return an upper bound on the relative speed of each device type for each mesh candidate, shape ``[kinds,
+        candidates]``; the best type has speed 1. A type may be faster in some blocks (such as layers) than in others.
+        The result is its greatest speed over all blocks, forward and backward. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         best = np.maximum(np.concatenate(self.seconds(self.works.best, candidates)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, candidates)), _TINY_S) for paced in self.works.paced]

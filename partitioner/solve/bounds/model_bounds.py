@@ -63,8 +63,8 @@ BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same if faster r
 
 
 def by_all(candidate: MeshCandidate) -> MeshCandidate:
-    """Return ``candidate`` itself, as the key under which a result for it is cached if no other candidate may have the
-    same result. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+    """Return ``candidate`` itself as a cache key, for results that no two candidates share. ``candidate``: mesh sizes,
+    microbatch size, schedule and ZeRO stage."""
     return candidate
 
 
@@ -258,12 +258,12 @@ class ModelBounds:
         self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector, busiest: Vector
     ) -> Vector:
         """Return a lower bound in seconds on the pipeline in a step of each candidate, shape ``[candidates]``, without
-        gradient reduction and update.
+        gradient reduction and update. The busiest rank takes at least an even share of the forward and backward
+        seconds.
 
         ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers),
-        shape ``[candidates]``. The busiest rank takes at least an even share of them. ``busiest``: another lower bound
-        on the seconds of one microbatch on the busiest rank, shape ``[candidates]``. ``candidates``: combinations of
-        mesh sizes, microbatch size, schedule and ZeRO stage.
+        shape ``[candidates]``. ``busiest``: another lower bound on the seconds of one microbatch on the busiest rank,
+        shape ``[candidates]``. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
@@ -351,12 +351,12 @@ class ModelBounds:
     def _bound_drain_seconds(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
         """Return a lower bound in seconds on the step of each candidate, shape ``[candidates]``: the mean over the
         stages of their computation, plus the part of their gradient reduction that the last backward cannot hide. A
-        stage can begin to reduce its gradients at the start of its last backward. ``candidates``: combinations of mesh
-        sizes, microbatch size, schedule and ZeRO stage.
+        stage can begin to reduce its gradients at the start of its last backward. The gradient reduction counts as 0
+        with a single stage, with several virtual stages on a rank, or if all placements (assignments of ranks to
+        devices) are known; other bounds are tighter there.
 
-        ``ahead``, ``back``: forward and backward seconds of one microbatch through all block calls (such as layers), by
-        candidate. The gradient reduction counts as 0 with a single stage, with several virtual stages on a rank, or if
-        all placements (assignments of ranks to devices) are known; other bounds are tighter there.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage. ``ahead``, ``back``:
+        forward and backward seconds of one microbatch through all block calls (such as layers), by candidate.
         """
 
         def reduced(candidate: MeshCandidate) -> float:
@@ -387,9 +387,9 @@ class ModelBounds:
         return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
 
     def share_of_states(self, candidate: MeshCandidate) -> StateCosts:
-        """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, a lower
-        bound in bytes. Parameters and buffers are assumed to be sharded evenly. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        """Return lower bounds on the bytes of parameters and buffers on one rank of ``candidate``: name -> cost.
+        Parameters and buffers are assumed to be sharded evenly. ``candidate``: mesh sizes, microbatch size, schedule
+        and ZeRO stage.
         """
         key = candidate.states_kind
         if key not in self._shares:
@@ -511,9 +511,9 @@ class ModelBounds:
         return self.least(candidate, self.model, calls, self.share_of_states(candidate), **how)
 
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
-        """Return a dict from block name to a lower bound on the cost of one call of the block with one microbatch of
-        ``candidate``, on the best device type, without collectives. A block is a repeated piece of the model, such as a
-        decoder layer. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return lower bounds on the costs of calls with one microbatch of ``candidate``, on the best device type,
+        without collectives: block name -> cost of one call of the block. A block is a repeated piece of the model, such
+        as a decoder layer. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:
@@ -591,10 +591,11 @@ class ModelBounds:
 
     def staged(self, candidates: Sequence[MeshCandidate], least: LeastTime) -> float:
         """Return a lower bound in seconds on the step of every one of ``candidates``, which differ only in their ZeRO
-        stage and therefore share one bound on their stage times. ``least``: lower bounds on the stage times, in seconds
-        per microbatch. The result adds up lower bounds on the pipeline, which follows from ``least``, on the gradient
-        reduction and on the optimizer's update. ``candidates``: combinations of mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        stage and therefore share one bound on their stage times. The result adds up lower bounds on the pipeline, which
+        follows from ``least``, on the gradient reduction and on the optimizer's update.
+
+        ``least``: lower bounds on the stage times, in seconds per microbatch. ``candidates``: combinations of mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         candidate, m = candidates[0], candidates[0].num_microbatches(self.global_batch)
         pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.constraints.overlap_steps)

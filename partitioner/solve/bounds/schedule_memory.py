@@ -42,9 +42,9 @@ class ActivationBytes:
         self._sizes, self._seconds = np.cumsum(pairs[:, order], axis=1)
 
     def within(self, seconds: float) -> float:
-        """Return the greatest number of activation bytes of one microbatch that block calls (such as layers) can have
-        which together take at most ``seconds`` seconds. Any calls may be chosen, also fractions of them (a fractional
-        knapsack problem), so this is an upper bound for the calls of one rank.
+        """Return the most activation bytes that a set of block calls (such as layers) can have for one microbatch, if
+        the calls together take at most ``seconds`` seconds. Any calls, and fractions of calls, may be in the set (a
+        fractional knapsack problem), so the result is an upper bound for the calls of one rank.
         """
         return float(np.interp(seconds, [0.0, *self._seconds], [0.0, *self._sizes]))
 
@@ -168,7 +168,9 @@ class RecomputeCosts:
 
     @classmethod
     def of(cls, calls: Iterable[tuple[CallCost, int]]) -> RecomputeCosts:
-        """Return the sums over ``calls``, pairs (cost of a block call, how often the model has such a call)."""
+        """Return the costs of recomputation, summed over all block calls (such as layers) of the model. ``calls``:
+        pairs (cost of a call, how often the model has such a call).
+        """
         every = list(calls)
 
         def total(of_call: Callable[[CallCost], float]) -> float:
@@ -186,13 +188,13 @@ class RecomputeCosts:
         )
 
     def estimate_seconds(self, free: float, schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> float:
-        """Return approximately how many seconds for each microbatch the busiest rank of a pipeline recomputes
-        activations; infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has
-        an equal share of the work and bytes of the model.
+        """Estimate the seconds that the busiest rank of a pipeline needs to recompute activations, per microbatch;
+        infinite if even full recomputation frees too few bytes. It is assumed that each virtual stage has an equal
+        share of the work and bytes of the model. A rank either recomputes some of its virtual stages selectively, or
+        whole block calls (such as layers), or both.
 
         ``free``: bytes of a rank for activations. ``schedule``: name or table. ``p``: number of pipeline ranks. ``m``:
         number of microbatches. ``v``: number of virtual stages of a rank; ``None``: the number that the schedule fixes.
-        A rank either recomputes some of its virtual stages selectively, or whole block calls (such as layers), or both.
         """
         whole, half = _count_in_flight_moments(schedule, p, m, v)
         saved, inputs, stages = self.saved_bytes, self.input_bytes, len(ranks_of(schedule, p, v))
@@ -264,7 +266,7 @@ def _least_mean(counts: Sequence[Sequence[int]]) -> float:
     """Return a lower bound on the largest value that the smallest component of a weighted mean of the vectors
     ``counts`` can have. Each vector is for one time in a step: the number of microbatches in flight in each virtual
     stage of a rank. The memory of the rank divided by the result is an upper bound on the memory of one microbatch. The
-    largest value is that of a matrix game; it is approximated by multiplicative weights."""
+    largest value is the value of a matrix game; it is approximated by multiplicative weights."""
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
     total = np.zeros(len(rows))

@@ -51,9 +51,9 @@ class BlockLowerBound:
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
-        """Return a copy of these lower bounds in which every dict of seconds was replaced by ``change(dict)``.
-        ``change``: function from a dict (name of a block, such as a layer -> pair of forward and backward seconds) to
-        the new dict."""
+        """Return a copy of these lower bounds in which the function ``change`` has replaced every dict of seconds.
+        ``change`` takes and returns a dict: name of a block, such as a layer -> pair of forward and backward seconds.
+        """
         return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
@@ -90,9 +90,11 @@ class Gathers:
 
     def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
         """Return lower bounds on the seconds of each block (such as a layer) of ``candidate`` that include the gathers
-        of weights and scatters of gradients under ZeRO-3. ``floor``: lower bounds without these, or ``None`` if none
-        are known. The result is ``floor`` itself if the candidate does not gather weights. ``candidate``: mesh sizes,
-        microbatch size, schedule and ZeRO stage.
+        of weights and scatters of gradients under ZeRO-3. The result is ``floor`` itself if the candidate does not
+        gather weights.
+
+        ``floor``: lower bounds without these, or ``None`` if none are known. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage.
         """
         gathers, copies = self.floor(candidate)
         if not gathers:
@@ -122,10 +124,10 @@ class Gathers:
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
-        """Return two dicts from the name of each block (such as a layer) to a pair of seconds (forward, backward):
-        lower bounds on the ZeRO-3 collectives, and on copying gathered weights. Forward gathers the weights; backward
-        gathers them again and scatters gradients. Both dicts are empty if the candidate does not shard weights.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return two dicts with lower bounds on seconds: of the ZeRO-3 collectives, and of copying gathered weights.
+        Both are: name of a block (such as a layer) -> (forward seconds, backward seconds). Forward gathers the weights;
+        backward gathers them again and scatters gradients. Both dicts are empty if the candidate does not shard
+        weights. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
@@ -138,10 +140,10 @@ class Gathers:
         return self._floors[key]
 
     def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
-        """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
-        backward) of copies that ZeRO-3 makes under ``candidate``: gathered weights are copied out of the buffers of
-        collectives, and gradients are copied into such buffers. Kernel launches are not included. ``candidate``: mesh
-        sizes, microbatch size, schedule and ZeRO stage."""
+        """Return lower bounds on the seconds of copies that ZeRO-3 makes under ``candidate``: name of a block (such as
+        a layer) -> (forward seconds, backward seconds). Gathered weights are copied out of the buffers of collectives,
+        and gradients are copied into such buffers. Kernel launches are not included. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
@@ -156,14 +158,13 @@ class Gathers:
 
     def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
         """Return a lower bound in seconds on a step of ``candidate`` under ZeRO-2, where each of the ``m`` backwards of
-        a stage except the last scatters gradients. ``m``: number of microbatches. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        a stage except the last scatters gradients.
 
-        ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
-        through all stages. A backward can hide scatters for as long as it takes itself, so a shorter step hides less.
-        The bound is computed for a stage with the mean work of all stages. The slowest stage takes at least as long,
-        because the exposed seconds are a convex function of the work, and no stage waits for the exposed seconds of an
-        earlier one.
+        A backward can hide scatters for as long as it takes itself, so a shorter step hides less. The bound is computed
+        for a stage with the mean work of all stages. The slowest stage takes at least as long, because the exposed
+        seconds are a convex function of the work, and no stage waits for the exposed seconds of an earlier one.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``m``: number of microbatches. ``known_s``:
+        a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch through all stages.
         """
         again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
@@ -212,9 +213,9 @@ class Gathers:
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
     def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
-        """Return a dict from the name of each block (such as a layer) to a lower bound on the seconds (forward,
-        backward) of the ZeRO-3 collectives of ``candidate`` over the fastest group. ``shards``: the groups over which
-        weights outside of experts may be sharded. ``experts``: the groups over which weights of experts may be sharded.
+        """Return lower bounds on the seconds of the ZeRO-3 collectives of ``candidate`` over the fastest group: name of
+        a block (such as a layer) -> (forward seconds, backward seconds). ``shards``: the groups over which weights
+        outside of experts may be sharded. ``experts``: the groups over which weights of experts may be sharded.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
 
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
@@ -266,12 +267,12 @@ class LeastReduced:
         self._known: dict[tuple[int, ...], float] = {}
 
     def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
-        """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other.
+        """Return a lower bound in seconds on reducing the gradients of all stages, one stage after the other. The bound
+        is 0 with one replica, under ZeRO-3 (where gradients are scattered block by block instead) and under hybrid
+        sharding, where a reduction inside nodes may take next to no time.
 
         ``candidate``: the mesh sizes, the schedule and the ZeRO stage. ``states``: a function that returns lower bounds
-        on the bytes of the parameters on a rank. The bound is 0 with one replica, under ZeRO-3 (where gradients are
-        scattered block by block instead) and under hybrid sharding, where a reduction inside nodes may take next to no
-        time.
+        on the bytes of the parameters on a rank.
         """
         if (
             candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard
@@ -296,9 +297,9 @@ def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...]
     """Return the bytes of gradients that each collective of a step reduces, and which reductions are the last of their
     gradients, as two dicts. All ranks with equal weights are treated as one mesh axis ``dp``.
 
-    The first dict maps (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) to bytes. The
-    second maps the mesh axes of a reduce-scatter to whether it is the last reduction of its gradients. ``states``:
-    costs of parameters, one entry for each parameter; equal parameters share one object.
+    The first dict is: (name of the collective, mesh axes, ZeRO stage, axes of an earlier reduce-scatter) -> bytes. The
+    second is: mesh axes of a reduce-scatter -> whether it is the last reduction of its gradients. ``states``: costs of
+    parameters, one entry for each parameter; equal parameters share one object.
     """
     costs = list(states)
     often = Counter(map(id, costs))

@@ -324,10 +324,10 @@ class PlacementEvaluator:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings that decide costs:
-        those of the candidate, such as the ZeRO stage and the distribution of experts, and those of the planning
-        problem, such as the precision. Calls with equal arguments return the same object, by whose identity other
-        results are cached."""
+        """Return the placement ``machine`` (a topology with the mesh laid over it) with the settings that decide costs.
+        Some are settings of the candidate, such as the ZeRO stage and the distribution of experts; others of the
+        planning problem, such as the precision. Calls with equal arguments return the same object, because other
+        results are cached by its identity."""
         key = SameObject(machine)
         if key not in self._dressed:
             self._dressed[key] = self.job.dressed(machine, self.candidate)

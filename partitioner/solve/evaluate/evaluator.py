@@ -72,9 +72,9 @@ class SolvedCandidate:
 
 
 def _check_refused(job: Job, candidate: MeshCandidate) -> None:
-    """Raise the error that ``job.refused`` (candidates whose programs do not fit in memory) or ``job.unfollowed``
-    (candidates in whose layout a further program has no plan) has for ``candidate``, if any. ``job``: the planning
-    problem. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    """Raise the error that is recorded for ``candidate``, if any. ``job.refused`` has the errors of candidates whose
+    programs do not fit in memory, ``job.unfollowed`` those of candidates in whose layout a further program has no plan.
+    ``job``: the planning problem. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     unfollowed = job.unfollowed.get(candidate) or job.unfollowed.get(candidate.axes)
     error = job.refused.get(candidate) or unfollowed
@@ -237,11 +237,11 @@ class CandidateEvaluator:
         return local, self.costs.cache_call_costs(self.job, key, local)
 
     def list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
-        """Return the distinct dicts (name of a block, such as a layer -> cost of a call) that occur on the stages of
-        the placements (assignments of ranks to devices) of ``candidate``. If not all possible placements are known,
-        return instead one dict for each device type, with the best groups that any placement could have, so that lower
-        bounds still hold. ``costs``: the cache from which call costs are taken. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage.
+        """Return the distinct call costs that the stages of ``candidate`` have under its possible placements
+        (assignments of ranks to devices). Each entry is a dict: name of a block, such as a layer -> cost of one call.
+        If not all possible placements are known, return instead one dict for each device type, with the best groups
+        that any placement could have, so that lower bounds still hold. ``costs``: the cache from which call costs are
+        taken. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if not self.placements.complete(candidate.grid):
             return self.list_best_rank_costs(candidate, costs)

@@ -84,9 +84,9 @@ class Job:
     )
 
     def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
-        """Return a copy of ``machine`` with the settings that decide costs: those of the candidate (experts, ZeRO) and
-        those of this planning problem (precision, reserved memory, execution profile). ``machine``: the topology with
-        the candidate's mesh laid over it. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return a copy of ``machine`` with the settings that decide costs: settings of the candidate (experts, ZeRO)
+        and of this planning problem (precision, reserved memory, execution profile). ``machine``: the topology with the
+        candidate's mesh laid over it. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         return replace(
             machine,
@@ -103,15 +103,15 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples of the batch for which the model's graphs were captured: those of one group of
-        interacting samples if the user gave a group size, else those of the global batch."""
+        """Return the number of samples for which the model's graphs were captured. If the user gave a size of groups of
+        interacting samples, it is the size of one group, else the size of the global batch."""
         return self.constraints.group_size or self.global_batch
 
     @cached_property
     def expert_batch(self) -> ShardingSolution:
         """Return the layouts that split the batch into microbatches and data-parallel parts if experts are distributed
         over ranks. Ranks with different samples can hold different experts only if the layouts shard the experts' work
-        by rows (tokens). The layouts are the usual ones of this job if these do so, or if no others exist."""
+        by rows (tokens). If the usual layouts of this job do so, or if no others do, the usual layouts are returned."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)
@@ -124,8 +124,8 @@ class Job:
 
     @cached_property
     def experts(self) -> Mapping[str, int]:
-        """Return a dict from the name of each parameter that belongs to experts of a mixture to the number of experts
-        of its layer; empty for a model without experts."""
+        """Return the parameters that belong to experts of a mixture: name -> number of experts of the parameter's
+        layer. Empty for a model without experts."""
         return {name: count for name, (_, count) in expert_states(self.model, regions_of(self.model)).items()}
 
     @cached_property

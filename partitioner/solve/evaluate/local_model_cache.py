@@ -69,9 +69,9 @@ class LocalModels:
         return candidate.tp, candidate.cp, parts, whole and (apart or self.coupled), apart, split
 
     def is_whole(self, candidate: MeshCandidate, size: int) -> bool:
-        """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples may hold only for ranks with
-        a single microbatch: each rank has one microbatch, of this size, and samples of the batch interact.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        """Return whether the graphs of ``candidate`` for microbatches of ``size`` samples may be valid only for ranks
+        with a single microbatch. That is so if samples of the batch interact, and each rank has one microbatch of this
+        size. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
         whole = size == candidate.microbatch_size and candidate.num_microbatches(self.job.global_batch) == 1
         return whole and self.coupled
 
@@ -167,10 +167,12 @@ class LocalModels:
         return self.job.expert_batch if key[4] else self.job.batch
 
     def _find_sharding_problem(self, model: FoldedModel, key: LocalKey, dp: int) -> ShardingProblem:
-        """Return the problem of sharding ``model`` over ``tp`` at the least cost. ``key``: the cache key of the local
-        model (the sharded graphs of one rank). Variants that distribute experts differently share one problem, because
-        they only differ in the strategies that they allow. A strategy is a way to run an operator on the ranks: the
-        layouts of its operands and results. ``dp``: number of ranks over which the batch is distributed.
+        """Return the problem of sharding ``model`` over ``tp`` at the least cost. Variants that distribute experts
+        differently share one problem, because they only differ in the strategies that they allow. A strategy is a way
+        to run an operator on the ranks: the layouts of its operands and results.
+
+        ``key``: the cache key of the local model (the sharded graphs of one rank). ``dp``: number of ranks over which
+        the batch is distributed.
         """
         if key[:5] not in self._problems:
             costs = self._build_tensor_costs(model, "tp", key)
@@ -316,10 +318,10 @@ class LocalCosts:
     def compute_state_costs(
         self, job: Job, candidate: MeshCandidate, key: LocalKey, local: LocalModel
     ) -> dict[str, StateCost]:
-        """Return a dict from the name of each parameter and buffer to its cost on one rank of ``candidate``, which does
-        not depend on the placement (assignment of ranks to devices). ``job``: the model, batch, cluster and
-        constraints. ``key``: the cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch
-        size, schedule and ZeRO stage."""
+        """Return the costs of parameters and buffers on one rank of ``candidate``: name -> cost. They do not depend on
+        the placement (assignment of ranks to devices). ``job``: the model, batch, cluster and constraints. ``key``: the
+        cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+        stage."""
         held = (
             candidate.dp > 1,
             candidate.kind,

@@ -110,8 +110,8 @@ class PrefetchQueue:
 
     def _solve_problem(self, problem: ProblemKey) -> dict[LocalKey, Solutions]:
         """Solve the sharding of all announced local models (sharded graphs of one rank) that belong to one sharding
-        problem, and return cache key -> solutions over ``cp`` and over ``tp``. ``problem``: the part of the cache key
-        that these models have in common. Models that cannot be sharded are left out."""
+        problem, and return cache key -> solutions over ``cp`` and over ``tp``. Models that cannot be sharded are left
+        out. ``problem``: the part of the cache key that these models have in common."""
         found = {}
         for key, wanted in self._expected[problem].items():
             with suppress(PartitionError):  # the error is raised when the model is requested

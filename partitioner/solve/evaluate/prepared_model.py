@@ -84,10 +84,10 @@ class PreparedModel:
         """Return three values, from which planning starts: the model as calls of blocks (equal layers share one), the
         layouts that split its batch, and the global batch size.
 
-        ``global_batch``: the number of samples; ``None``: that of the given inputs. If ``constraints`` say that samples
-        interact within groups, the graphs are for one group, and the inputs are those of all groups. ``device``: the
-        device type to capture for, such as ``"cpu"``. Raises :class:`InputsError` if there is no batch, and
-        :class:`ConstraintError` if the batch is not a whole number of groups.
+        ``global_batch``: the number of samples of a step; ``None``: as many as the given inputs have. If
+        ``constraints`` say that samples interact within groups, the graphs are for one group, and the inputs are those
+        of all groups. ``device``: the device type to capture for, such as ``"cpu"``. Raises :class:`InputsError` if
+        there is no batch, and :class:`ConstraintError` if the batch is not a whole number of groups.
         """
         whole = isinstance(global_batch, Integral) and not isinstance(global_batch, bool)
         if global_batch is not None and (not whole or global_batch < 1):
@@ -238,8 +238,8 @@ def _explain_input_errors(size: int) -> Iterator[None]:
 
 
 def _warn_about_evaluation_mode(asked: nn.Module | ExportedProgram) -> Iterator[str]:
-    """Yield one warning, a text for the user, if the model is in evaluation mode although it is to be trained, and some
-    of its modules (such as dropout) depend on the mode; otherwise nothing. ``asked``: the model.
+    """Yield one warning, a text for the user, if the model is to be trained but is in evaluation mode, and some of its
+    modules (such as dropout) depend on the mode. Otherwise yield nothing. ``asked``: the model.
     """
     if isinstance(asked, ExportedProgram) or asked.training:
         return

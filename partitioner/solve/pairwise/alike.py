@@ -43,11 +43,11 @@ class MergedProblem:
 
 
 def merge_alike_nodes(costs: Sequence[Vector], edges: Sequence[tuple[int, int, Table]]) -> MergedProblem:
-    """Make an assignment problem (one choice per node, at the least total cost) smaller, and return the result: nodes
-    in equal surroundings become one node, whose costs are the sums of theirs. The surroundings of nodes are equal if
-    the nodes have the same choices, and if their edges allow the same pairs and lead to nodes in equal surroundings.
-    ``costs``: for each node, the cost of each choice. ``edges``: tuples (i, j, table), where ``table[p, q]`` is the
-    cost of choice p of node i and choice q of node j.
+    """Make an assignment problem (one choice per node, at the least total cost) smaller by merging alike nodes, and
+    return the result. The costs of a merged node are the sums of the costs of its nodes. Nodes are alike if they have
+    the same choices, and if their edges allow the same pairs of choices and lead to alike nodes. ``costs``: for each
+    node, the cost of each choice. ``edges``: tuples (i, j, table), where ``table[p, q]`` is the cost of choice p of
+    node i and choice q of node j.
     """
     merged_of = _number(_colour_nodes(costs, edges))
     sums: list[Vector | None] = [None] * (max(merged_of, default=-1) + 1)

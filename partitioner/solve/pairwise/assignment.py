@@ -321,9 +321,10 @@ def _find_known_choices(
     reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
 ) -> dict[int, int] | None:
     """Return the choices that ``nodes`` have in the known assignment ``near``, as node index -> index among the choices
-    that the node has left in the reduced problem ``reduction`` (one choice per node, at the least total cost).
-    ``near``: node index -> index among the node's original choices. Return ``None`` if the reduced problem does not
-    have the choice of one of ``nodes`` any more.
+    that the node has left in the reduced problem ``reduction`` (one choice per node, at the least total cost). Return
+    ``None`` if the reduced problem does not have the choice of one of ``nodes`` any more.
+
+    ``near``: node index -> index among the node's original choices.
     """
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
@@ -425,9 +426,9 @@ class _MixedIntegerProgram:
         self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
 
     def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
-        """Solve this program of an assignment problem (one choice per node, least total cost). Write the choice of each
-        of its nodes into ``choice`` (node index -> index of the choice), and return a lower bound on the cost of these
-        nodes.
+        """Solve this program of an assignment problem (one choice per node, least total cost). Write the solution into
+        the dict ``choice``: node index -> index of the chosen option. Return a lower bound on the cost of the nodes of
+        this program.
 
         ``relative_gap``: the solver stops when its assignment and its bound differ by at most this fraction of the
         cost. ``time_limit_s``: seconds for the solver. Raises :class:`InfeasibleAssignmentError` or

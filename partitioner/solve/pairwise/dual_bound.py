@@ -51,9 +51,9 @@ class Reparametrization:
 
     def sweep(self, forward: bool) -> None:
         """Raise the lower bound by moving costs between nodes and edge tables, through all nodes in order (``forward``)
-        or in reverse. Each node collects the minima of its edge tables, and then moves cost to those of its tables that
-        it shares with nodes that come later in this direction. The total cost of each assignment (one choice for each
-        node) stays unchanged.
+        or in reverse. Each node collects the minima of its edge tables. It then moves cost to the tables that it shares
+        with nodes which come later in this direction. The total cost of each assignment (one choice for each node)
+        stays unchanged.
         """
         for node in self.unary if forward else reversed(self.unary):
             unary = self._gather_messages(node)
@@ -95,8 +95,8 @@ class Reparametrization:
 
     def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
         """Return the cost of each choice of ``node`` of the assignment problem (one choice per node), with its edges,
-        given the choices of other nodes. ``choice``: node -> index of its choice. A neighbour that is not in ``choice``
-        takes the choice that is cheapest on its edge to ``node``."""
+        given the choices of other nodes. A neighbour that is not in ``choice`` takes the choice that is cheapest on its
+        edge to ``node``. ``choice``: node -> index of its choice."""
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])
@@ -134,7 +134,7 @@ class RemainingChoices:
     node, at the least total cost).
 
     ``masks``: node -> boolean array over its choices, true for those that an optimal assignment may contain; only one
-    is true if an optimal assignment was found. ``choice``: a good assignment (node -> index of its choice); ``None`` if
+    is true if an optimal assignment was found. ``choice``: a good assignment, node -> index of its choice; ``None`` if
     none was found. ``bound``: a lower bound on the cost of every assignment.
     """
 

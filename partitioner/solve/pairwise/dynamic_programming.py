@@ -33,9 +33,9 @@ def elimination_order(
     """Return an order in which dynamic programming can eliminate the nodes of an assignment problem (one choice per
     node, at the least total cost), or ``None`` if the order found needs too large tables.
 
-    All tables together have at most ``most_work`` entries, and each has at most 16 million. ``sizes``: node -> number
-    of its choices. ``neighbours``: node -> nodes with which it shares a cost table. The order is greedy: it is found
-    twice, by two criteria, and the better one is returned.
+    All tables together have at most ``most_work`` entries, and each has at most 16 million. The order is greedy: it is
+    found twice, by two criteria, and the better one is returned. ``sizes``: node -> number of its choices.
+    ``neighbours``: node -> nodes with which it shares a cost table.
     """
     orders = [_order_nodes_greedily(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
     allowed = [order for order in orders if order is not None]

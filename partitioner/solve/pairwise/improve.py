@@ -26,9 +26,9 @@ _GAIN = 1e-9  # of the cost
 def improve_assignment(
     costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table], choice: Mapping[int, int], until: float
 ) -> dict[int, int]:
-    """Return an assignment (node -> index of its choice) of a pairwise assignment problem (one choice per node, at the
-    least total cost) that costs no more than the given one, ``choice``. The search ends after three rounds without
-    gain, or after the round in which ``time.perf_counter()`` passes ``until``.
+    """Improve ``choice``, an assignment of a pairwise assignment problem (one choice per node, at the least total
+    cost). Return an assignment that costs no more than it, as a dict: node -> index of its choice. The search ends
+    after three rounds without gain, or after the round in which ``time.perf_counter()`` passes ``until``.
 
     ``costs``: node -> costs of its choices. ``tables``: pair of nodes -> costs of each pair of their choices.
     """

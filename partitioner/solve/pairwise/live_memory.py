@@ -99,10 +99,12 @@ class Usage:
         self.amount = np.concatenate(amount)
 
     def priced(self, prices: Vector) -> Vector:
-        """Return the price of the memory that each choice of each node of the assignment problem uses (one choice per
-        node, at the least total cost): the sum over the rows of this memory times ``prices[row]``. A row is a set of
-        nodes that are in memory together. ``prices``: the price of one byte (or other unit) of memory in each row. The
-        result has one entry per choice, where the choices of all nodes are numbered consecutively."""
+        """Return the price of the memory that each choice of each node of the assignment problem (one choice per node,
+        at the least total cost) uses: the sum, over all rows, of the memory in the row times ``prices[row]``. A row is
+        a set of nodes that are in memory together. The result has one entry per choice, where the choices of all nodes
+        are numbered consecutively.
+
+        ``prices``: the price of one byte (or other unit) of memory in each row."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights = self.amount * (total[self.end] - total[self.begin])
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
@@ -120,8 +122,8 @@ class Usage:
 
     def at(self, row: int) -> Vector:
         """Return the memory in one row that each choice of each node of the assignment problem uses (one choice per
-        node, at the least total cost). ``row``: the index of a set of nodes that are in memory together. The result has
-        one entry per choice, where the choices of all nodes are numbered consecutively."""
+        node, at the least total cost). The result has one entry per choice, where the choices of all nodes are numbered
+        consecutively. ``row``: the index of a set of nodes that are in memory together."""
         live = ((self.begin <= row) & (row < self.end)).nonzero()[0]
         return np.bincount(self.choice[live], self.amount[live], minlength=self.num_choices).astype(np.float64)
 
@@ -140,7 +142,7 @@ def build_memory_stretches(
     that are in memory together. A root is a node whose choice decides the choices of other nodes; its memory includes
     theirs.
 
-    There are three results: for each root node, the part of its memory that depends on its choice; the bytes of the
+    The result has three values: for each root node, the part of its memory that depends on its choice; the bytes of the
     limit that are left in each row; and the bytes that are used in each row under every assignment. ``memory``: the
     limit, and the memory of each choice. ``roots[i]``: the root of node i. ``maps[i]``: the choice of node i for each
     choice of ``roots[i]``.

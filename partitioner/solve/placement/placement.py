@@ -116,9 +116,9 @@ class Placements:
         self._levels = equal_levels(self.topology)
 
     def nested(self, mesh: Mapping[str, int]) -> bool:
-        """Return whether placements of ``mesh`` (axis -> number of ranks) differ only in which part of each axis lies
-        inside a node, between nodes, and so on. This requires that all devices are equal, that all links at one
-        distance are equal, and that no axis straddles a level of links, as an axis of 2 ranks would in nodes of 3
+        """Return whether placements of ``mesh`` differ only in which part of each axis lies inside a node, between
+        nodes, and so on. ``mesh``: axis -> number of ranks. This requires that all devices are equal, that all links at
+        one distance are equal, and that no axis straddles a level of links, as an axis of 2 ranks would in nodes of 3
         devices."""
         return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
@@ -129,8 +129,8 @@ class Placements:
         return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
-        """Return the placements of ``mesh`` that are tried, as topologies with the mesh laid over them. ``mesh``: axis
-        -> number of ranks. Of several placements with equal cost, only one is in the list.
+        """Return the placements of ``mesh`` that are tried, as topologies with the mesh laid over them. Of several
+        placements with equal cost, only one is in the list. ``mesh``: axis -> number of ranks.
         """
         key = _mesh_to_key(mesh)
         if key not in self._candidates:

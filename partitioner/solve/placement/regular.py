@@ -75,16 +75,16 @@ def is_regular_nesting(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
 
 
 def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[tuple[Ints, Steps]]:
-    """Return the best placements of ``mesh`` (axis -> number of ranks) on the equal devices of ``topology``, each as a
-    pair (devices, steps).
+    """Return the best placements of ``mesh`` on the equal devices of ``topology``, each as a pair (devices, steps). A
+    placement divides the size of each axis into factors, one for each level of links (inside a node, between nodes,
+    ...). All such divisions are considered; one is left out if another is at least as fast for every collective. The
+    placement of rank ``i`` on device ``i`` is first unless it is left out.
 
-    A placement divides the size of each axis into factors, one for each level of links (inside a node, between nodes,
-    ...). All such divisions are considered; one is left out if another is at least as fast for every collective.
     ``devices`` is an array of shape ``[ranks]`` with the device index of every rank. ``steps`` has, in ascending order,
-    the numbers of consecutive ranks that are placed alike: the products of these factors, from the innermost axis and
-    level outwards, such as ``(1, 8, 64)``. With them one can tell which groups of ranks have equal links. ``levels``:
-    for each level, the number of devices that its links join. The placement of rank ``i`` on device ``i`` is first
-    unless it is left out.
+    the numbers of consecutive ranks that are placed alike: the products of the factors, from the innermost axis and
+    level outwards, such as ``(1, 8, 64)``. With them one can tell which groups of ranks have equal links.
+
+    ``mesh``: axis -> number of ranks. ``levels``: for each level of links, the number of devices that its links join.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     made = [

@@ -97,12 +97,12 @@ def _solve_set_partition(
     groups: Sequence[Counter[int]], things: Counter[int], goals: Sequence[Sequence[int]]
 ) -> list[int]:
     """Return how often each of ``groups`` occurs in the best division of all devices into groups, as one count for each
-    entry of ``groups``.
+    entry of ``groups``. Each possible group has three values. The division minimizes the sum of the first values, then
+    maximizes the least second value, and then maximizes the sum of the third values.
 
     ``groups``: for each possible group, kind of device -> number of such devices in the group. ``things``: kind of
-    device -> number of such devices in total. ``goals``: three lists with one value for each group. The division
-    minimizes the sum of the first values, then maximizes the least second value, and then maximizes the sum of the
-    third values.
+    device -> number of such devices in total. ``goals``: the first, second and third values, as three lists with one
+    value for each group.
     """
     check_threads()
     model = cp_model.CpModel()

@@ -29,8 +29,8 @@ def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
 def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
     """Yield the meshes whose known placement (assignment of ranks to devices) can also be used for ``candidate``: its
     own mesh, then meshes with half of its ``cp`` and twice its ``tp`` or ``dp``. A mesh is given as a candidate with
-    these sizes and this microbatch size, whose schedule, virtual stages and ZeRO have fixed values. ``candidate``: mesh
-    sizes, microbatch size, schedule and ZeRO stage."""
+    the same microbatch size; schedule, virtual stages and ZeRO have fixed values. ``candidate``: mesh sizes, microbatch
+    size, schedule and ZeRO stage."""
     yield mesh_of(candidate)
     if candidate.cp % 2 == 0:
         for axis in ("tp", "dp"):

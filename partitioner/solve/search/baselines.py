@@ -296,11 +296,11 @@ def _limit_tries(candidates: Sequence[MeshCandidate]) -> list[MeshCandidate]:
 
 def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest of ``rows`` that is a variant of the well-known layout ``standard``, such as ZeRO-3; ``None``
-    if there is none, or if ``standard.family`` is ``None``.
+    if there is none, or if ``standard.family`` is ``None``. A row belongs to a variant if both have the same mesh,
+    microbatch size, schedule, virtual stages and ZeRO settings. A row with an interleaved schedule also belongs to a
+    variant that has the same values under 1F1B.
 
-    ``standard.family.candidates``: the variants. ``rows``: the outcomes of the search, one for each candidate. A row
-    belongs to a variant if both have the same mesh, microbatch size, schedule, virtual stages and ZeRO settings. A row
-    with an interleaved schedule also belongs to a variant that has the same values under 1F1B.
+    ``standard.family.candidates``: the variants. ``rows``: the outcomes of the search, one for each candidate.
     """
     family = standard.family
     if family is None:
@@ -330,15 +330,16 @@ def _tune_standard_layout(
     until: float,
 ) -> Candidate | None:
     """Return the fastest variant of the well-known layout ``standard``, such as ZeRO-3, as its outcome: step time and
-    memory of its plan, or the reason why there is none. ``standard.family.candidates``: the variants, candidates that
-    differ in mesh, microbatch size, schedule and ZeRO settings. If ``standard.family`` is ``None``, or if no variant
-    has a plan, return ``textbook``.
+    memory of its plan, or the reason why there is none. If the layout has no variants, or if no variant has a plan,
+    return ``textbook``. Variants are candidates that differ in mesh, microbatch size, schedule and ZeRO settings.
+
+    The search may have planned some variants: they are found in ``rows`` by mesh, microbatch size, schedule, virtual
+    stages and ZeRO settings, where an interleaved schedule counts as 1F1B. Unless the plan that the search chose is a
+    variant, a few more variants with low bounds on their step times are planned now, until the time ``until``
+    (:func:`time.monotonic`).
 
     ``textbook``: the outcome of the layout itself; ``None``: it was not planned. ``rows``: the outcomes of the search.
-    Those of variants are found by comparing mesh, microbatch size, schedule, virtual stages and ZeRO settings; an
-    interleaved schedule counts as 1F1B. Unless the plan that the search chose is a variant, a few more variants with
-    low bounds on their step times are planned now, until the time ``until`` (:func:`time.monotonic`). ``evaluator``:
-    plans candidates.
+    ``evaluator``: plans candidates.
     """
     family, best = standard.family, textbook
     if family is None:
@@ -502,9 +503,10 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
 
 def _select_fully_sharded_baseline(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
-    """Return the best candidate of ``space`` (cluster, batch, constraints and sizes of the model) in which all ranks
-    are data-parallel and parameters, gradients and optimizer states are sharded over all of them (ZeRO-3): the one with
-    the least lower bound by ``bounds``. ``None`` if the batch does not divide over the ranks.
+    """Return the best candidate with ZeRO-3 over all ranks: all ranks are data-parallel, and parameters, gradients and
+    optimizer states are sharded over all of them. The best is the one with the least lower bound. ``None`` if the batch
+    does not divide over the ranks. ``space``: the search space (cluster, batch, constraints and sizes of the model).
+    ``bounds``: computes the lower bounds.
     """
     world = space.world_size
     if space.units % world:

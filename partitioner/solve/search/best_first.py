@@ -50,8 +50,8 @@ class Bounds(Protocol):
 
     def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
         """Return all candidates of the family of ``candidates``: those that share their first lower bounds with them. A
-        candidate is a combination of mesh sizes, microbatch size, schedule and ZeRO stage. ``candidates``: some members
-        of one family. The result may contain candidates that are new to the search.
+        candidate is a combination of mesh sizes, microbatch size, schedule and ZeRO stage. The result may contain
+        candidates that are new to the search. ``candidates``: some members of one family.
         """
 
     @property
@@ -425,8 +425,8 @@ class BestFirstSearch:
 
     def _tighten_least_bound(self, deadline: float) -> bool:
         """Tighten the least of all lower bounds as long as that is possible, since it is the bound of the certificate.
-        Return ``False`` if time ran out. ``deadline``: end of the search on the clock of :func:`time.monotonic`. The
-        certificate says how near the plan is to the optimum.
+        Return ``False`` if time ran out. The certificate says how near the plan is to the optimum. ``deadline``: end of
+        the search on the clock of :func:`time.monotonic`.
         """
         while self.incumbent is not None:
             row = min((row for row in self.outcomes.values() if row.says), key=lambda row: row.bound, default=None)

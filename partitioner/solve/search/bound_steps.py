@@ -97,8 +97,8 @@ class BoundCascade:
         ``[candidates]``, without a sharding of their own. ``candidates``: combinations of mesh sizes, microbatch size,
         schedule and ZeRO stage.
 
-        The seconds of blocks (such as layers) are those of the shardings that the search has computed for equal ``tp``,
-        ``ep`` and ``etp``, in proportion to the tokens of a rank. More ranks for a sequence (``cp``) only add
+        The seconds of blocks (such as layers) are taken from the shardings that the search has computed for equal
+        ``tp``, ``ep`` and ``etp``, in proportion to the tokens of a rank. More ranks for a sequence (``cp``) only add
         collectives for attention, which are left out. Where the search has computed none, the bound is that of the
         unsharded model.
         """
@@ -158,9 +158,9 @@ class BoundCascade:
     def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
         """Return the functions that compute a lower bound in seconds on the step times of a family, in the order in
         which they are called. A family is candidates (mesh sizes, microbatch size, schedule) that differ only in ZeRO.
-        The first two use the sharding solved for the largest microbatch: one assumes that the work is divided evenly
-        into stages, the next one searches the best stages with which that candidate of the family that needs the least
-        memory fits. The last two do the same with the sharding solved for the family's own microbatch size.
+        The first two use the sharding solved for the largest microbatch. One of them assumes that the work is divided
+        evenly into stages. The other searches the best stages with which the candidate of the family that needs the
+        least memory fits. The last two do the same with the sharding solved for the family's own microbatch size.
         """
         return self._bound_even_split, self._bound_least_memory_stages, self._own_even, self._own_lean
 
@@ -180,9 +180,11 @@ class BoundCascade:
         return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
 
     def bound_tightly(self, candidate: MeshCandidate, cutoff_s: float = np.inf) -> float:
-        """Return the tightest lower bound in seconds on the step of a candidate that has a plan, on any placement
-        (assignment of ranks to devices): the greatest of all bounds that are known for single candidates. ``cutoff_s``:
-        a bound of this value is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        """Return the greatest of several lower bounds in seconds on the step of ``candidate``, on any placement
+        (assignment of ranks to devices).
+
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage; the search has found a plan for it.
+        ``cutoff_s``: a bound of this value is high enough, so the computation may stop there.
         """
         floor, own = (
             self.sharded.bound_blocks(candidate, candidate.microbatch_size),
@@ -213,10 +215,10 @@ class BoundCascade:
 
     def _bound_even_split(self, candidates: Sequence[MeshCandidate], _: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
-        divided evenly into stages. The cost of the work is that of the sharding solved for the largest microbatch with
-        these mesh sizes. The result is 0 if there is no bound. ``candidates``: combinations of mesh sizes, microbatch
-        size, schedule and ZeRO stage. Raises :class:`CapacityError` if one microbatch does not fit. The second argument
-        is not used.
+        divided evenly into stages. Costs are computed with the sharding that was solved for the largest microbatch with
+        these mesh sizes. The result is 0 if there is no bound. The second argument is not used. ``candidates``:
+        combinations of mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`CapacityError` if one
+        microbatch does not fit.
         """
         self.bounds.check_microbatch(candidates[0])
         self._lean[self.family(candidates[0])] = min(candidates, key=self.bounds.state_bytes)
@@ -227,13 +229,13 @@ class BoundCascade:
 
     def _bound_least_memory_stages(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
-        stages with which at least the candidate that needs the least memory fits; 0 for a single candidate, which other
-        bounds cover.
+        stages with which the candidate that needs the least memory fits. 0 for a single candidate, which other bounds
+        cover.
 
-        Costs are those of the sharding solved for the largest microbatch with these mesh sizes. For schedules with
-        several stages on a rank no cuts are examined; the bound is then the work plus the recomputation that memory
-        requires. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidates``: combinations of mesh
-        sizes, microbatch size, schedule and ZeRO stage.
+        Costs are computed with the sharding that was solved for the largest microbatch with these mesh sizes. For
+        schedules with several stages on a rank no cuts are examined; the bound is then the work plus the recomputation
+        that memory requires. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidates``: combinations
+        of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         key = self.family(candidates[0])
         if not is_plain(key.schedule, key.virtual_stages):
@@ -257,10 +259,10 @@ class BoundCascade:
 
     def _own_even(self, candidates: Sequence[MeshCandidate], _: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, if the work is
-        divided evenly into stages. Costs are those of the sharding solved for their microbatch size without ZeRO, which
-        is never slower than with it. The result is 0 if there is no bound, or if an earlier bound used the same
-        sharding. The second argument is not used. ``candidates``: combinations of mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        divided evenly into stages. Costs are computed with the sharding that was solved for their microbatch size
+        without ZeRO; a step is never slower without ZeRO. The result is 0 if there is no bound, or if an earlier bound
+        used the same sharding. The second argument is not used. ``candidates``: combinations of mesh sizes, microbatch
+        size, schedule and ZeRO stage.
         """
         if self._says_most(candidates[0]):
             return 0.0  # an earlier bound included it
@@ -269,9 +271,9 @@ class BoundCascade:
 
     def _own_lean(self, candidates: Sequence[MeshCandidate], cutoff_s: float) -> float:
         """Return a lower bound in seconds on the steps of ``candidates``, which differ only in ZeRO, over all cuts into
-        stages with which at least the candidate that needs the least memory fits; 0 if there is no such bound. Costs
-        are those of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds is tight
-        enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
+        stages with which the candidate that needs the least memory fits. 0 if there is no such bound. Costs are
+        computed with the sharding that was solved for these candidates. ``cutoff_s``: a bound of this many seconds is
+        tight enough. ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage.
         """
         if len(candidates) < 2 or not is_plain(candidates[0].schedule, candidates[0].virtual_stages):
             return 0.0
@@ -308,9 +310,9 @@ class BoundCascade:
 
     def _bound_candidate_stages(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages; 0 if it would not be
-        tighter than earlier bounds. Costs are those of the sharding solved for the largest microbatch with these mesh
-        sizes. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size,
-        schedule and ZeRO stage.
+        tighter than earlier bounds. Costs are computed with the sharding that was solved for the largest microbatch
+        with these mesh sizes. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage.
         """
         if not is_plain(candidate.schedule, candidate.virtual_stages):
             return self._bound_simulated_recompute([candidate], cutoff_s)
@@ -324,9 +326,9 @@ class BoundCascade:
 
     def _has_room(self, candidate: MeshCandidate) -> bool:
         """Return whether memory does not limit ``candidate``: with an even division into stages, all activations fit
-        without recomputation. The lower bound over all its cuts into stages is then that of its family (candidates that
-        differ only in ZeRO), and need not be computed. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
+        without recomputation. The lower bound over all its cuts into stages is then equal to the bound of its family
+        (candidates that differ only in ZeRO), and need not be computed. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         if candidate.zero == 3 or not isinstance(self._shared.get(self.family(candidate)), LeastTime):
             return False
@@ -358,8 +360,9 @@ class BoundCascade:
         known = float(np.min(shared(shared=True)))  # without the largest call, whose time cannot be added
 
         def of_steps(limit_s: float) -> float:
-            """Return a lower bound in seconds that holds for those steps that take at most ``limit_s`` seconds: the
-            work, and the recomputation without which activations do not fit if no rank computes for longer."""
+            """Return a lower bound in seconds on the step, which holds if the step takes at most ``limit_s`` seconds.
+            It is the work plus the least recomputation with which activations fit in memory if no rank computes for
+            longer than ``limit_s``."""
             again = needs.seconds_again(ranks, constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 
@@ -396,10 +399,10 @@ class BoundCascade:
         return m * candidate.pp / speeds * costs.estimate_seconds(free, *how)
 
     def _bound_stages_thoroughly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages, if
-        the quick search, which leaves out very long stages, found no cut that fits in memory; otherwise 0.
-        ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh sizes, microbatch size, schedule
-        and ZeRO stage.
+        """Return a lower bound in seconds on the step of ``candidate`` from a search of all its cuts into stages. It is
+        computed only if the quick search, which leaves out very long stages, found no cut that fits in memory;
+        otherwise the result is 0. ``cutoff_s``: a bound of this many seconds is tight enough. ``candidate``: mesh
+        sizes, microbatch size, schedule and ZeRO stage.
         """
         if candidate not in self._unseen:
             return 0.0
@@ -409,9 +412,9 @@ class BoundCascade:
 
     def _bound_own_microbatch(self, candidate: MeshCandidate, _: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` if the work is divided evenly into stages. Costs
-        are those of the sharding solved for the candidate itself. The result is 0 if there is no bound or an earlier
-        bound is the same. The second argument is not used. ``candidate``: mesh sizes, microbatch size, schedule and
-        ZeRO stage.
+        are computed with the sharding that was solved for the candidate itself. The result is 0 if there is no bound or
+        an earlier bound is the same. The second argument is not used. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
         if self._says_most(candidate):
             return 0.0  # an earlier bound included it
@@ -428,10 +431,13 @@ class BoundCascade:
 
     def _own_leanest(self, candidate: MeshCandidate, cutoff_s: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` over all cuts into stages with which the leanest
-        candidate fits: the one that needs the least memory among those that differ from ``candidate`` only in ZeRO.
-        Return 0 if ``candidate`` itself is the leanest, since a later bound covers that case, or if a rank has several
-        stages. Costs are those of the sharding solved for these candidates. ``cutoff_s``: a bound of this many seconds
-        is tight enough. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+        candidate fits. The leanest candidate is the one that needs the least memory among those that differ from
+        ``candidate`` only in ZeRO. Return 0 if ``candidate`` itself is the leanest, since a later bound covers that
+        case, or if a rank has several stages. Costs are computed with the sharding that was solved for these
+        candidates.
+
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. ``cutoff_s``: a bound of this many seconds
+        is tight enough.
         """
         leanest = self._lean.get(self.family(candidate), candidate)
         if leanest == candidate or not is_plain(candidate.schedule, candidate.virtual_stages):
@@ -441,10 +447,9 @@ class BoundCascade:
 
     def _of_leanest(self, leanest: MeshCandidate, cutoff_s: float) -> LeastTime | None:
         """Return lower bounds on the stage times of candidates that differ only in ZeRO, over all cuts into stages that
-        fit in memory for ``leanest``, the candidate among them that needs the least memory. ``None`` means that there
-        is no bound. ``cutoff_s``: the computation may stop when the bounds imply a step of this many seconds.
-        ``leanest``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if ``leanest``
-        has no plan.
+        fit in memory for ``leanest``, the candidate that needs the least memory. ``None`` means that there is no bound.
+        ``cutoff_s``: the computation may stop when the bounds imply a step of this many seconds. ``leanest``: mesh
+        sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if ``leanest`` has no plan.
         """
         if leanest not in self._own_shared:
             try:

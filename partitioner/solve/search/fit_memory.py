@@ -99,9 +99,11 @@ def plan_to_fit(
     program that fits in memory.
 
     The program of a plan may need more memory than the search estimated. If it exceeds a device, the search is repeated
-    with more memory reserved for this candidate, and finally for all candidates. ``estimate_only``: return no program,
-    because the plan is not to be executed. Repetitions end when ``time_limit_s`` seconds have passed. Raises the
-    exceptions of ``find``, and :class:`CapacityError` if no program fits.
+    with more memory reserved for this candidate, and finally for all candidates. Repetitions end when ``time_limit_s``
+    seconds have passed.
+
+    ``estimate_only``: return no program, because the plan is not to be executed. Raises the exceptions of ``find``, and
+    :class:`CapacityError` if no program fits.
     """
     near: tuple[PlannedProgram, PlanSearchResult] | None = None
     fastest: tuple[float, PlannedProgram, PlanSearchResult] | None = None  # of the plans slower than estimated
@@ -193,8 +195,8 @@ def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> Plann
 
 def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate:
     """Return a copy of ``certificate`` in which the row of the chosen plan has the memory that its emitted program
-    needs, instead of the search's estimate. ``found``: the plan with the program; without a program ``certificate`` is
-    returned unchanged. The certificate says how near the plan is to the optimum.
+    needs, instead of the search's estimate. The certificate says how near the plan is to the optimum. ``found``: the
+    plan with the program; without a program ``certificate`` is returned unchanged.
     """
     if found.program is None:
         return certificate

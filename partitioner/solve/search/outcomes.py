@@ -155,7 +155,8 @@ def build_candidate_report(
     candidate: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = ""
 ) -> Candidate:
     """Return the row of the report on ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage): step time
-    and memory of its best plan ``evaluated``, or, if that is ``None``, the ``reason`` in words why it has no plan.
+    and memory of its best plan, ``evaluated``. If ``evaluated`` is ``None``, the row has the ``reason``, a text, why
+    the candidate has no plan.
     """
     breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(

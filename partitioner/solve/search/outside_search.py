@@ -53,8 +53,8 @@ def list_promising_candidates(
 
     First come the best candidates of the search with several pipeline stages, changed to several virtual stages on a
     rank. Then comes the best plan with each sequence sharded over twice as many ranks. Further candidates of both kinds
-    follow, ordered by expected step time: a lower bound, plus the recomputation that memory requires, times the least
-    ratio of step time to estimate so far.
+    follow, ordered by an estimate of the step time: a lower bound plus the recomputation that memory requires. The
+    expected step time is the estimate times the least ratio of step time to estimate so far.
 
     ``best``: the best plan so far. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.
     ``bounds``: computes lower bounds on the step times of candidates. ``space``: the search space (cluster, batch,
@@ -105,8 +105,8 @@ def list_promising_candidates(
 
 def _list_context_variants(candidate: MeshCandidate, fine: Sequence[MeshCandidate]) -> list[MeshCandidate]:
     """Return variants of ``candidate`` in which twice as many ranks share each sequence: one with half of ``tp``, and
-    one with half of ``dp``, if they are, apart from their schedule, among the candidates ``fine``. ``candidate``: mesh
-    sizes, microbatch size, schedule and ZeRO stage.
+    one with half of ``dp``. A variant is left out unless the candidates ``fine`` contain it, with any schedule.
+    ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
     """
     halves = [axis for axis in ("tp", "dp") if getattr(candidate, axis) % 2 == 0]
     found = [replace(candidate, cp=2 * candidate.cp, **{axis: getattr(candidate, axis) // 2}) for axis in halves]
@@ -250,7 +250,7 @@ def without_limit(
     """Return the faster of two plans of one candidate, and its certificate, the record of how near a plan is to the
     optimum. ``found``: a plan that was solved with a cutoff, above which plans are not searched, with its
     ``certificate``. ``again``: the plan of the same candidate that was solved without a cutoff. If ``again`` is faster,
-    step time, lower bound, gap and chosen row of the returned copy are those of ``again``."""
+    the returned certificate is a copy with the step time, lower bound, gap and chosen row of ``again``."""
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
     told = solved_to_evaluated(again)

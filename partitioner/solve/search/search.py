@@ -77,9 +77,11 @@ class PlanSearchResult:
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
         """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
-        awaited, and they are left out if the user interrupts it. ``lower_bound_s``: a lower bound in seconds on the
-        step times of plans that this search did not consider. If it is smaller than the lower bound of the certificate,
-        it replaces that bound in the result. The certificate says how near the plan is to the optimum.
+        awaited, and they are left out if the user interrupts it. The certificate says how near the plan is to the
+        optimum.
+
+        ``lower_bound_s``: a lower bound in seconds on the step times of plans that this search did not consider. If it
+        is smaller than the lower bound of the certificate, it replaces that bound in the result.
         """
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         try:
@@ -316,8 +318,7 @@ def _space_to_limits(space: SearchSpace) -> Limits:
 
 def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Baseline]:
     """Plan the standard layouts called ``names`` for ``job`` (model, batch, cluster and constraints) without offload to
-    host memory. Return a dict from name to the plan or the reason why there is none; empty if the job has no
-    candidates.
+    host memory. Return a dict: name -> the plan, or the reason why there is none. Empty if the job has no candidates.
     """
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = CandidateEvaluator(alone)

@@ -383,10 +383,10 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 
 
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
-    """Return the pairs (ep, etp) to try: the number of ranks over which the experts are distributed, and the number of
-    ranks over which each single expert is sharded (0: as many as ``tp``). ``room``: the number of ranks of ``dp``,
-    ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space (cluster, batch, constraints and
-    sizes of the model).
+    """Return the pairs (ep, etp) to try. ``ep`` is the number of ranks over which the experts are distributed, ``etp``
+    the number of ranks over which each single expert is sharded (0: as many as ``tp``). ``room``: the number of ranks
+    of ``dp``, ``cp`` and ``tp`` together. ``tp``: size of that axis. ``space``: the search space (cluster, batch,
+    constraints and sizes of the model).
     """
     pinned = space.constraints
     if pinned.etp not in (None, 1, tp) and not space.any_etp:
@@ -547,10 +547,11 @@ def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, 
 
 
 def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
-    """Return constraint name -> sentence that says which of its values were not tried. The dict has the constraints
-    whose values are not all covered by the lower bound of the certificate. If the user fixes one of them to a value
-    that was not tried, its plan may be faster than the plan that the search returned. ``space``: the search space
-    (cluster, batch, constraints and sizes of the model). The certificate says how near the plan is to the optimum.
+    """Return the constraints that the lower bound of the plan's certificate does not cover completely: name of the
+    constraint -> sentence that says which of its values were not tried. If the user fixes the constraint to such a
+    value, the plan may be faster than the plan that the search returned.
+
+    ``space``: the search space (cluster, batch, constraints and sizes of the model).
     """
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()

@@ -189,9 +189,9 @@ class UniformClusterBound:
 
     @cached_property
     def _level_sizes(self) -> tuple[int, ...]:
-        """Return, for each level of links (inside a node, between nodes, ...), from the inside out, how many devices
-        one group joined by links of this level has, such as ``(8, 32)`` for four nodes of eight. The sizes are those of
-        a relaxation of the user's cluster, in which all devices are as good as the best; empty if there is none."""
+        """Return, for each level of links (inside a node, between nodes, ...), how many devices a group joined by links
+        of this level has, from the inside out: such as ``(8, 32)`` for four nodes of eight. The cluster is a relaxation
+        of the user's, in which all devices are as good as the best. The result is empty if there is no such cluster."""
         if not self._uniform_topologies:
             return ()
         return equal_levels(self._uniform_topologies[0].changed(overrides={}, node_overrides={})) or ()

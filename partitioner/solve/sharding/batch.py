@@ -109,9 +109,11 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
     """Return the operators of ``model`` that do not depend on the samples of the batch, but on weights, constants and
-    random indices alone. These operators need not be divided over the ranks. ``batch``: number of samples; inputs with
-    a dim of this size are assumed to contain samples. An operator of a repeated block is returned only if this holds in
-    all calls of the block. ``model``: the model as calls of blocks; equal layers share one block.
+    random indices alone. These operators need not be divided over the ranks. An operator of a repeated block is
+    returned only if this holds in all calls of the block.
+
+    ``batch``: number of samples; inputs with a dim of this size are assumed to contain samples. ``model``: the model as
+    calls of blocks; equal layers share one block.
     """
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()

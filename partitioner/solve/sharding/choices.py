@@ -210,10 +210,10 @@ def list_operator_strategies(
 def _offer_section_layouts(
     node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
 ) -> set[int]:
-    """Record that the values that the operator ``node`` reads and computes may have the layouts with sections (a dim
-    that consists of separately sharded parts) that its strategies use. Return the indices of the values that gained a
-    layout; the caller then looks at the other operators of these values. A strategy is a way to run an operator on the
-    ranks: the layouts of its operands and results.
+    """Record layouts with sections that the strategies of the operator ``node`` use: the values that the operator reads
+    and computes may then have these layouts. Sections are separately sharded parts of a dim. Return the indices of the
+    values that gained a layout; the caller then looks at the other operators of these values. A strategy is a way to
+    run an operator on the ranks: the layouts of its operands and results.
 
     ``found``: the strategies of ``node``. ``wanted``: for each value, the layouts with sections that operators could
     use, to which this function adds. ``spots``: index i of an operand, or ``~k`` for result k -> index of the value in

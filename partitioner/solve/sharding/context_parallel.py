@@ -44,9 +44,9 @@ _LEAST_DIVIDED = 0.5  # of the matrix products' work: with less there is no sequ
 
 @dataclass(frozen=True)
 class ContextModel:
-    """A model as one rank of the axis ``cp`` runs it. ``model``: its graphs and the tensors between them have the
-    shapes of one rank; parameters, buffers and inputs have their global shapes. ``sharding``: the layouts over ``cp``
-    by which it was made."""
+    """The model with its sequences sharded over the axis ``cp``. ``model``: in it, graphs and the tensors between them
+    have the shapes of one rank; parameters, buffers and inputs have their global shapes. ``sharding``: the layouts over
+    ``cp`` that were applied to make it."""
 
     model: FoldedModel
     sharding: ShardingSolution
@@ -144,10 +144,11 @@ def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:
 
 
 def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algorithm | None) -> None:
-    """Raise :class:`PlanError` if some attention of ``model`` cannot run by ``algorithm`` over ``num_ranks`` ranks.
+    """Raise :class:`PlanError` if some attention of ``model`` cannot run by ``algorithm`` over ``num_ranks`` ranks. The
+    message names the attention, the reason and an alternative.
+
     ``algorithm``: such as ``"ring"``; ``None``: there is no requirement, and nothing is checked. ``tp``: number of
-    ranks that share the attention heads. The message names the attention, the reason and an alternative. ``model``: the
-    model as calls of blocks; equal layers share one block.
+    ranks that share the attention heads. ``model``: the model as calls of blocks; equal layers share one block.
     """
     if algorithm is None or num_ranks == 1:
         return

@@ -208,9 +208,9 @@ class _Operator:
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
-        """Return the operands of one rank, with shapes and dtypes, under ``strategy``. ``num_ranks``: size of the mesh
-        axis over which the model is sharded. A strategy is a way to run an operator on the ranks: the layouts of its
-        operands and results.
+        """Return the operands of one rank, with shapes and dtypes, under ``strategy``. A strategy is a way to run an
+        operator on the ranks: the layouts of its operands and results. ``num_ranks``: size of the mesh axis over which
+        the model is sharded.
 
         If ``strategy`` shards the sequence of an attention, key heads that the model copies for groups of query heads
         are counted without the copies, because ranks exchange and read only the originals.
@@ -231,8 +231,9 @@ class _Operator:
 
     @cached_property
     def _key_head_reduction(self) -> int:
-        """Return how many times fewer key heads of this attention are sent and read if copies of key heads are left
-        out. The model makes such copies for groups of query heads; the result is 1 if it makes none."""
+        """Return the number of key heads of this attention, divided by the number that ranks exchange. The model may
+        copy key heads for groups of query heads; ranks exchange only as few copies as they need. 1 if the model makes
+        no copies."""
         times = count_head_repetitions(self.node)
         return times // count_exchanged_copies(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 

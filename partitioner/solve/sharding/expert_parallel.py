@@ -28,19 +28,19 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
 
 
 def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:
-    """Return a dict from block name to the expert regions of the block: the parts of its graph in which the experts of
-    a mixture compute rows (tokens). Blocks of ``model`` without such parts are left out. ``apart``: mesh axes along
-    which ranks will hold different experts; an operator that communicates over one of them ends a region. ``model``:
-    the model as calls of blocks; equal layers share one block.
+    """Return the expert regions of the blocks of ``model``: block name -> regions. A region is a part of the block's
+    graph in which the experts of a mixture compute rows (tokens). Blocks of ``model`` without such parts are left out.
+    ``apart``: mesh axes along which ranks will hold different experts; an operator that communicates over one of them
+    ends a region. ``model``: the model as calls of blocks; equal layers share one block.
     """
     found = {name: find_expert_regions(block, apart) for name, block in model.blocks.items()}
     return {name: regions for name, regions in found.items() if regions}
 
 
 def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]]) -> dict[str, tuple[int, int]]:
-    """Return a dict from the name of each parameter and buffer of experts in ``model`` to (the dim that indexes
-    experts, the number of experts). ``regions``: block name -> the parts of its graph in which experts compute.
-    ``model``: the model as calls of blocks; equal layers share one block.
+    """Return the parameters and buffers of experts in ``model``: name -> (the dim that indexes experts, the number of
+    experts). ``regions``: block name -> the parts of its graph in which experts compute. ``model``: the model as calls
+    of blocks; equal layers share one block.
     """
     found: dict[str, tuple[int, int]] = {}
     for call in model.calls:
@@ -82,9 +82,9 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
 def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
     """Return two dicts about the graphs of the blocks (such as layers) of ``model``, from which the caller decides how
-    experts' work may be divided. The first maps each operator of experts that works row by row (a row is a token) to
-    the dim of rows of its results. The second maps each node that is computed from experts' parameters alone to the dim
-    that indexes experts.
+    experts' work may be divided. A row is a token. The first is: operator of experts that works row by row -> dim of
+    rows of its results. The second is: node that is computed from experts' parameters alone -> dim that indexes
+    experts.
     """
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}
@@ -97,12 +97,12 @@ def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[
 
 def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
     """Return a function that says whether an operator may be run by a strategy (layouts of its operands and results).
-    It allows only strategies under which every rank has its own rows (tokens) of the experts' work.
+    It allows only strategies under which every rank has its own rows (tokens) of the experts' work. Other operators may
+    use any strategy.
 
     ``rows``: operators that work row by row -> dim of rows of their results, on which the result must be sharded.
     ``tables``: nodes that are computed from experts' parameters alone; they must be whole on every rank (the dim that
-    indexes experts, to which they are mapped, is not used). ``in_order``: each rank must have consecutive rows. Other
-    operators may use any strategy.
+    indexes experts, to which they are mapped, is not used). ``in_order``: each rank must have consecutive rows.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
@@ -118,11 +118,11 @@ def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> All
     """Return a function that says whether an operator may be run by a strategy (layouts of its operands and results).
     It allows only strategies under which every rank has all rows (tokens) of the experts' work, and the gradient of a
     row on a rank is a partial sum, to be added up over the ranks. So the gradient of a row is counted only once, even
-    if several ranks later send this row to its expert.
+    if several ranks later send this row to its expert. Operators outside of the experts' work may use any strategy.
 
     ``rows``: operators that work row by row; their results must have the layout just described, or be replicated if no
     gradient flows through them. ``tables``: nodes that are computed from experts' parameters alone; they must be whole
-    on every rank. The dims to which both are mapped are not used. Other operators may use any strategy.
+    on every rank. Both are dicts, but only their keys are used.
     """
 
     def allowed(node: fx.Node, strategy: Strategy) -> bool:

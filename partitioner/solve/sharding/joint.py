@@ -27,8 +27,8 @@ from partitioner.solve.sharding.sharding import (
 
 @dataclass(frozen=True)
 class CompanionModel:
-    """The model of a further program, such as evaluation beside training, that uses parameters and buffers of the
-    plan's main program, in the layouts that they have there.
+    """The model of a further program, such as evaluation beside training. It uses parameters and buffers of the plan's
+    main program, in the layouts that the main program gives them.
 
     ``model``: calls of blocks on one microbatch. ``weight``: how often the program is executed for each execution of
     the main program. ``inputs``: name of an input -> layouts that it may have; others are replicated.
@@ -40,12 +40,12 @@ class CompanionModel:
 
 
 class JointShardingProblem(ShardingProblem):
-    """The problem of sharding the model of a program, such as training, together with those of further programs, such
-    as evaluation, that use the same parameters and buffers. These have one layout in all programs. The sum of the costs
-    of all programs, by their weights, is minimised.
+    """The problem of sharding the models of several programs, such as training and evaluation, that use the same
+    parameters and buffers. A parameter or buffer has one layout in all programs. The weighted sum of the costs of all
+    programs is minimised.
 
-    ``first``: the model of the main program. ``companions``: those of further programs. ``axis``, ``num_ranks``: name
-    and size of the mesh axis. ``costs``: prices of strategies and layouts.
+    ``first``: the model of the main program. ``companions``: the models of further programs. ``axis``, ``num_ranks``:
+    name and size of the mesh axis. ``costs``: prices of strategies and layouts.
     """
 
     def __init__(

@@ -88,8 +88,7 @@ def build_local_model(
 def unmark_stopped(block: Block) -> Block:
     """Set ``node.meta["grad"]`` (whether a gradient flows through the node) of ``block`` (a piece of the model, such as
     a layer) to false for nodes that depend on detached values alone, and return ``block``. This is needed after
-    sharding, which copies this mark from an operator to all nodes that replace it, even to those that no gradient
-    reaches.
+    sharding, which copies this mark from an operator to all nodes that replace it, even if no gradient reaches them.
     """
     for node in block.graph.nodes:
         if node.op == "call_function" and node.meta.get("grad"):

@@ -185,8 +185,8 @@ def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
 def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
     """List the ways to provide a value to several readers: the value is produced in one layout and converted to a set
     of others. Return two arrays with one entry for each way: the index of the layout in which the value is produced,
-    and a mask of the layouts in which the value can then be read. These are the layouts of the set, and all layouts to
-    which a conversion costs nothing. Return ``None`` if there are more than 400 ways.
+    and a mask of the layouts in which the value can then be read: the layouts of the set, and all layouts to which a
+    conversion costs nothing. Return ``None`` if there are more than 400 ways.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
     ``most``: the largest number of layouts that all readers together may need at once.
@@ -219,10 +219,10 @@ def _connect_by_target(
     wants: Sequence[NDArray[np.bool_]],
     asked_of: Sequence[NDArray[np.intp]],
 ) -> None:
-    """Add to the problem ``builder``, for each layout in which a value is read, one node with the choices (not
-    available, available), which prices the conversion to this layout. This form is used if there are too many sets of
-    layouts for one node with a choice for each set. ``source``: the node that produces the value. ``askers``: the nodes
-    that read it.
+    """Add nodes to the problem ``builder`` that price the conversions of a value: one node for each layout in which the
+    value is read, with the choices (not available, available). The alternative, one node with a choice for each set of
+    layouts, is not used here because there are too many sets. ``source``: the node that produces the value. ``askers``:
+    the nodes that read it.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
     ``made_of``: for each choice of ``source``, the index of the layout that it produces. ``wants``: for each of

@@ -126,15 +126,15 @@ def solve_sharding(
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
     """Return the cheapest sharding of ``model`` over ``num_ranks`` ranks of ``axis``: layouts of tensors and strategies
-    of operators. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
-    ``costs``: prices of the choices. ``model``: the model as calls of blocks; equal layers share one block.
+    of operators. A strategy is a way to run an operator on the ranks: the layouts of its operands and results. Unless
+    ``rules`` name the loss, it is a partial sum on the axis ``data`` and replicated on other axes. On ``data``,
+    parameters and buffers are not sharded, and tensors between blocks may be partial sums.
 
-    ``rules``: layouts that the caller fixes. Unless ``rules`` name the loss, it is a partial sum on the axis ``data``
-    and replicated on other axes. On ``data``, parameters and buffers are not sharded, and tensors between blocks may be
-    partial sums. ``allowed``: function of an operator and a strategy that says whether the operator may be run in this
-    way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raises :class:`ShardingError` if a name is
-    unknown, or the rules exclude every sharding, and :class:`AssignmentTimeLimitError` if no sharding was found in
-    time.
+    ``model``: the model as calls of blocks; equal layers share one block. ``costs``: prices of the choices. ``rules``:
+    layouts that the caller fixes. ``allowed``: function of an operator and a strategy that says whether the operator
+    may be run in this way; ``None`` allows all. ``time_limit_s``: seconds for the solver. Raises :class:`ShardingError`
+    if a name is unknown, or the rules exclude every sharding, and :class:`AssignmentTimeLimitError` if no sharding was
+    found in time.
     """
     rules = _complete_layout_rules(model, axis, rules)
     if num_ranks == 1:
@@ -259,9 +259,10 @@ class ShardingProblem:
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
         """Add to the assignment problem (one choice per node, at the least total cost) a node for each operator of
-        ``block`` (a piece of the model, such as a layer); the choices of the node are the strategies of the operator.
-        ``name``: the name of the block. ``values``: the tensors in the block. A strategy is a way to run an operator on
-        the ranks: the layouts of its operands and results.
+        ``block`` (a piece of the model, such as a layer); the choices of the node are the strategies of the operator. A
+        strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+
+        ``name``: the name of the block. ``values``: the tensors in the block.
         """
         found = list_operator_strategies(values, operators_of(block), self.num_ranks, self.rules.lengths)
         weight = self.weights[name]
@@ -304,9 +305,9 @@ class ShardingProblem:
 
     def _connect_value_readers(self, name: str, value: BlockValue) -> None:
         """Add the costs of converting ``value``, a tensor in a block (such as a layer), from one layout to another to
-        the assignment problem (one choice per node, at the least total cost). They connect the node that decides in
-        which layout the value is produced with the nodes that decide in which layouts it is read. ``name``: name of the
-        block."""
+        the assignment problem (one choice per node, at the least total cost). Each cost connects two nodes of the
+        problem: the node that decides in which layout the value is produced, and a node that decides in which layout it
+        is read. ``name``: name of the block."""
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
             source = Source(*self.list_port_layouts(block, value, _placeholder_to_port(block, value.source)))
@@ -320,10 +321,10 @@ class ShardingProblem:
         add_reshard_costs(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
 
     def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """Return the cost of reading a parameter or buffer that is stored in layout ``source`` by an operator that
-        needs layout ``target``; infinite if the forward would need a collective, because gathering weights for every
-        microbatch is left to ZeRO over ``dp``. ``spec``: its whole shape and its dtype. ``differentiable``: whether it
-        receives a gradient."""
+        """Return the cost of converting a parameter or buffer, which is stored in the layout ``source``, to the layout
+        ``target`` that an operator reads. The cost is infinite if the forward would need a collective, because
+        gathering weights for every microbatch is left to ZeRO over ``dp``. ``spec``: whole shape and dtype of the
+        parameter or buffer. ``differentiable``: whether it receives a gradient."""
         change = RESHARDS.get((source.kind, target.kind))
         if change is None or change.forward is not None:
             return math.inf
@@ -345,9 +346,10 @@ class ShardingProblem:
             yield Asker(variable, [frozenset((layout,)) for layout in options])
 
     def _assignment_to_solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
-        """Return the layouts of tensors and the strategies of operators that ``answer`` chooses. A strategy is a way to
-        run an operator on the ranks: the layouts of its operands and results. ``answer``: a solution of this assignment
-        problem, with one choice for each node. ``seconds``: time that the solver took.
+        """Convert ``answer`` to a sharding: the layout of each tensor and the strategy of each operator. A strategy is
+        a way to run an operator on the ranks: the layouts of its operands and results. ``answer``: the solution of the
+        integer program, which has one variable for each operator and for each layout to choose, and one chosen option
+        for each variable. ``seconds``: time that the solver took.
         """
         chosen = {
             name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}
@@ -390,9 +392,11 @@ def sharded_work(
     model: FoldedModel, shardings: Mapping[str, BlockSharding], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
     """Return the fraction of matrix-multiply FLOPs that is sharded, and, for operators without a sharding rule,
-    operator name -> fraction of compute time. ``shardings``: name of a block (such as a layer) -> layouts and
-    strategies. ``costs``: prices of the strategies. ``model``: the sharded model. ``num_ranks``: the number of ranks. A
-    strategy is a way to run an operator on the ranks: the layouts of its operands and results.
+    operator name -> fraction of compute time. A strategy is a way to run an operator on the ranks: the layouts of its
+    operands and results.
+
+    ``shardings``: name of a block (such as a layer) -> layouts and strategies. ``costs``: prices of the strategies.
+    ``model``: the sharded model. ``num_ranks``: the number of ranks.
     """
     flops = sharded = total = 0.0
     unruled: dict[str, float] = {}

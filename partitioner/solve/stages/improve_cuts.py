@@ -64,12 +64,13 @@ def better_cuts(
     cuts ``start`` (the index of the first call of each stage, followed by the number of calls). Return all cuts that
     were tried, fastest first, with a lower bound in seconds over all cuts.
 
+    In the results, each virtual stage alone fits on its rank, but all virtual stages of a rank together may not fit;
+    the caller checks that. If the best cuts do not reach the lower bound, all cuts that may still be faster are
+    simulated, unless there are too many, ``quick`` is set or the problem forbids stages. The search stops early if the
+    lower bound reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller.
+
     ``tables``: seconds and bytes of all possible stages. ``timetable``: the order in which the schedule runs the
-    forwards and backwards of microbatches. In the results, each virtual stage alone fits on its rank, but all virtual
-    stages of a rank together may not fit; the caller checks that. If the best cuts do not reach the lower bound, all
-    cuts that may still be faster are simulated, unless there are too many, ``quick`` is set or the problem forbids
-    stages. The search stops early if the lower bound reaches ``cutoff_s`` seconds, because longer steps are of no use
-    to the caller. ``quick``: run a quarter of the iterations.
+    forwards and backwards of microbatches. ``quick``: run a quarter of the iterations.
     """
     costs = PhaseCosts(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
@@ -109,9 +110,9 @@ def better_cuts(
 def _improve_cuts_locally(
     costs: PhaseCosts, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
-    """Search for cuts into stages with a shorter step, starting from the fastest in ``seen`` (cuts -> step time in
-    seconds), and add all cuts that are tried to ``seen``. The search moves single cuts and groups of neighbouring cuts,
-    and stops if no move is faster.
+    """Search for cuts into stages with a shorter step, starting from the fastest in ``seen``, and add all cuts that are
+    tried to ``seen``, a dict: cuts -> step time in seconds. The search moves single cuts and groups of neighbouring
+    cuts, and stops if no move is faster.
 
     ``timetable``: the order in which the schedule runs the forwards and backwards of microbatches. ``left``: the
     largest number of cuts to simulate. ``costs``: seconds of all possible stages. ``how``: options of the simulation:
@@ -310,10 +311,10 @@ class PhaseCosts:
         return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
 
     def bands(self, most: float) -> _Bands:
-        """Return the seconds of those sequences of consecutive block calls (such as layers) that take at most ``most``
-        seconds per microbatch and fit in memory, together with a mask of these sequences. Both are arrays that are
-        indexed by the call after the last and by the number of calls minus one; they are small if these sequences are
-        short."""
+        """Return the seconds of all sequences of consecutive block calls (such as layers) that take at most ``most``
+        seconds per microbatch and fit in memory, together with a mask of these sequences. In both arrays, the last two
+        indices are the end of a sequence (the call after its last) and its number of calls minus 1. The arrays are
+        small if all these sequences are short."""
         size = len(self.of_stage[0][0])
         stop, start = np.arange(size)[:, None], np.arange(size)[:, None] - np.arange(1, self.longest + 1)[None, :]
         inside, start = start >= 0, np.maximum(start, 0)
@@ -364,8 +365,9 @@ class _Bands:
 def find_least_cuts(costs: Table) -> tuple[float, tuple[int, ...]]:
     """Return the least sum of the stages' costs over all cuts of the block calls (such as layers) into stages, and the
     cuts that attain it: the index of the first call of each stage, followed by the number of calls. ``costs``: the cost
-    of each stage for each sequence of calls, shape ``[stages, calls + 1, width]``, indexed by the call after the last
-    and by the number of calls minus one; infinite if the stage may not consist of these calls.
+    of each stage for each sequence of consecutive calls, shape ``[stages, calls + 1, width]``; infinite if the stage
+    may not consist of these calls. The last two indices are the end of the sequence (the call after its last) and its
+    number of calls minus 1.
     """
     _, size, width = costs.shape
     reached = np.full(width + size, np.inf)  # the first ``width`` entries stand for positions before the first call

@@ -235,10 +235,10 @@ def _check_memory(tables: StageTables) -> None:
 
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
     """Return all sequences of consecutive block calls (such as layers) that a stage may have if no stage works more
-    than ``limit`` seconds: the sequence takes at most this time, and the other stages can do the rest of the work in
-    this time. The sequences are sorted by their ends, as three arrays: the index of the first call, the index after the
-    last call, and, for each distinct end, the position of its first entry in the other two. ``tables``: seconds and
-    bytes of all possible stages.
+    than ``limit`` seconds. The sequence itself takes at most this time, and the other stages can do the rest of the
+    work in this time. The sequences are sorted by their ends, as three arrays: the index of the first call, the index
+    after the last call, and, for each distinct end, the position of its first entry in the other two. ``tables``:
+    seconds and bytes of all possible stages.
     """
     start, stop = tables.short_runs(limit)
     # least number of stages for the calls before and after the run, plus one for the run

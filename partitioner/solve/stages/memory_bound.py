@@ -112,9 +112,10 @@ def bound_fitting_cuts(
 
 
 def drop_smaller_counts(moments: Sequence[Sequence[Counts]]) -> list[Sequence[Counts]]:
-    """Return ``moments`` without those at which another of them has at least as many microbatches of each kind in
-    flight on each virtual stage. ``moments``: for each time of the step and each virtual stage of a rank, a pair of
-    microbatches (backward not begun, between the two halves of a split backward).
+    """Return ``moments`` without the times that cannot need the most memory: a time is left out if another one has at
+    least as many microbatches of each kind in flight on each virtual stage. ``moments``: for each time of the step and
+    each virtual stage of a rank, a pair of numbers of microbatches (backward not begun, between the two halves of a
+    split backward).
     """
     distinct = list(dict.fromkeys(tuple(counts) for counts in moments))
     flat = np.array(distinct).reshape(len(distinct), -1)
@@ -135,9 +136,10 @@ def _slow_each_rank(phases: Sequence[Phases], ranks: Sequence[RankMemory]) -> It
 
 
 class _Duals(NamedTuple):
-    """Values of the dual variables. ``bound_s``: the lower bound in seconds that they give. ``weights``: of each path,
-    shape ``[paths]``, with the sum 1. ``prices``: seconds for all memory of a rank at one time of the step, shape
-    ``[moments]``; the moments are those of all ranks, one after the other.
+    """Values of the dual variables of the linear program. ``bound_s``: the lower bound in seconds that they give.
+    ``weights``: a weight for each path through the schedule, shape ``[paths]``; they sum up to 1. ``prices``: for each
+    rank and each time of the step, the price in seconds of all memory of the rank, shape ``[moments]``, with the times
+    of the first rank first.
     """
 
     bound_s: float
@@ -146,10 +148,12 @@ class _Duals(NamedTuple):
 
 
 class _PricedCut(NamedTuple):
-    """One way to cut the block calls (such as layers) into virtual stages and to recompute some of them. ``seconds``:
-    of each phase of each stage for one microbatch, shape ``[stages, phases]``. ``bytes``: of each stage, shape ``[3,
-    stages]``: bytes that do not depend on the number of microbatches in flight, bytes of a microbatch whose backward
-    has not begun, and bytes of one between the two halves of its backward.
+    """One way to cut the block calls (such as layers) into virtual stages and to recompute some of them.
+
+    ``seconds``: the time of one microbatch by stage and phase (such as forward and the halves of backward), shape
+    ``[stages, phases]``. ``bytes``: three numbers for each stage, shape ``[3, stages]``: bytes that do not depend on
+    the number of microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between
+    the two halves of its backward.
     """
 
     seconds: Table
@@ -157,11 +161,14 @@ class _PricedCut(NamedTuple):
 
 
 class _CutMixture:
-    """The linear program over mixtures of cuts: the least seconds of a step such that each path through the schedule is
-    at most as long and the memory of each rank suffices at each moment, for weights of the cuts that sum up to 1.
+    """A linear program over mixtures of cuts into stages. A mixture is a weight for each cut; the weights sum up to 1.
+    The program minimises the seconds of a step such that no path through the schedule takes longer and each rank's
+    memory suffices at each time of the step, both as weighted means over the cuts.
 
-    ``memory``: of each moment, the fraction of its rank's capacity that a byte takes; for its shape see
-    :class:`_RelaxedCuts`. ``limit_s``: the seconds that lacking all memory of a rank costs, so that there always is a
+    ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte takes, shape
+    ``[moments, 3, stages]``. The second dim is for bytes that do not depend on the number of microbatches in flight,
+    bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its backward.
+    ``limit_s``: the cost in seconds of exceeding the memory by all memory of a rank, so that there always is a
     solution.
     """
 
@@ -210,8 +217,8 @@ class _CutMixture:
         return mean
 
     def solve(self, best: _Duals) -> tuple[float, _Duals]:
-        """Return the least seconds of all mixtures of the cuts so far, and the duals to try next: halfway between those
-        of this solution and ``best``, the duals with the highest bound so far.
+        """Return two values: the least seconds of all mixtures of the cuts so far, and the duals to try next, which lie
+        halfway between the duals of this solution and ``best``, the duals with the highest bound so far.
         """
         result = self._solver.solve()
         values = result.dual_values()
@@ -227,9 +234,11 @@ class _RelaxedCuts:
     """The relaxed problem: cuts into virtual stages whose cost is the seconds on a mean of paths plus the price of
     their memory.
 
-    ``memory``: of each moment of each rank, the fraction of the rank's capacity that a byte takes, shape ``[moments, 3,
-    stages]``; the second dim is that of the bytes of :class:`_PricedCut`. ``num_phases``: how many phases a stage has.
-    ``num_sequences``: how many pairs there are of a virtual stage and a sequence of block calls (such as layers).
+    ``memory``: for each rank and each time of the step, the fraction of the rank's capacity that a byte of a stage
+    takes, shape ``[moments, 3, stages]``. The second dim is for bytes that do not depend on the number of microbatches
+    in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its
+    backward. ``num_phases``: number of phases (such as forward) of a stage. ``num_sequences``: number of combinations
+    of a virtual stage, a sequence of block calls (such as layers) and a kind of selective recomputation.
 
     ``tables``: seconds and bytes of all possible stages. ``ranks``: the memory of each rank. ``most_s``: the most
     seconds of a microbatch in a stage.
@@ -292,10 +301,13 @@ class _RelaxedCuts:
 
 
 def _complete_cuts(costs: Table, start: NDArray[np.int64]) -> Table:
-    """Return, for each stage and each sequence of block calls (such as layers), the least sum of the costs of the other
-    stages; infinite if they cannot consist of the other calls. ``costs``: of each stage for each sequence, shape
-    ``[stages, calls + 1, width]``, indexed by the call after the last and by the number of calls minus one. ``start``:
-    the first call of each of these sequences.
+    """Return, for each stage and each sequence of consecutive block calls (such as layers), the least sum of the costs
+    of all other stages if the stage consists of this sequence. It is infinite if the calls before and after the
+    sequence cannot be cut into the other stages.
+
+    ``costs``: cost of each stage for each sequence. The result and ``costs`` have the shape ``[stages, calls + 1,
+    width]``: the second index is the end of a sequence (the call after its last), the third its number of calls minus
+    1. ``start``: the first call of each sequence, shape ``[calls + 1, width]``.
     """
     _, size, width = costs.shape
     before, behind = np.full((len(costs) + 1, size), np.inf), np.full((len(costs) + 1, size), np.inf)
@@ -313,16 +325,18 @@ def _complete_cuts(costs: Table, start: NDArray[np.int64]) -> Table:
 
 @dataclass
 class _Recomputation:
-    """The cost of all sequences of block calls (such as layers) under one way of selective recomputation: none, or of
-    all calls. Each call may be recomputed in full in addition. The last two dims of the tables are the index of the
-    call after the last one of the sequence, and the number of its calls minus one.
+    """The cost of all sequences of consecutive block calls (such as layers), either without selective recomputation or
+    with selective recomputation of all calls. Each call may be recomputed in full in addition. Tables of sequences end
+    with the dims ``[calls + 1, width]``: the end of the sequence (the call after its last), and its number of calls
+    minus 1.
 
-    ``seconds``: of one microbatch without full recomputation, shape ``[stages, phases, calls + 1, width]``; the phases
-    are forward, backward for inputs, backward for weights, two waits for messages, and collectives at the ends of a
-    step. ``allowed``: whether the stage may consist of the sequence, shape ``[stages, calls + 1, width]``. ``bytes``:
-    shape ``[3, calls + 1, width]``: bytes that do not depend on the number of microbatches in flight, bytes of one
-    microbatch whose backward has not begun, and of one between the two halves of its backward. ``again_s``: seconds to
-    recompute each call in full, shape ``[stages, calls]``. ``freed``: bytes that this frees, shape ``[calls]``.
+    There are six phases: forward, backward for inputs, backward for weights, two waits for messages, and collectives at
+    the ends of a step. ``seconds``: the time of each phase for one microbatch, without full recomputation, shape
+    ``[stages, phases, calls + 1, width]``. ``allowed``: whether the stage may consist of the sequence, shape ``[stages,
+    calls + 1, width]``. ``bytes``: shape ``[3, calls + 1, width]``: bytes that do not depend on the number of
+    microbatches in flight, bytes of a microbatch whose backward has not begun, and bytes of one between the two halves
+    of its backward. ``again_s``: seconds to recompute each call in full, shape ``[stages, calls]``. ``freed``: bytes
+    that the full recomputation of each call frees, shape ``[calls]``.
     """
 
     seconds: Table
@@ -335,10 +349,11 @@ class _Recomputation:
     def of(
         cls, tables: StageTables, seconds: Table, start: NDArray[np.int64], stop: NDArray[np.int64], chunks: int
     ) -> _Recomputation:
-        """Return the costs under the way of selective recomputation of ``tables``.
+        """Return the costs under the kind of selective recomputation (none, or of all calls) that ``tables`` has.
 
-        ``seconds``: as in the class; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first
-        call and the call after the last of the sequences. ``chunks``: the most virtual stages of a rank.
+        ``seconds``: of each phase (such as forward) of each stage for each sequence of calls, shape ``[stages, phases,
+        calls + 1, width]``; infinite if a stage may not consist of the calls. ``start``, ``stop``: the first call and
+        the call after the last of each sequence. ``chunks``: the most virtual stages of a rank.
         """
         problem, cut = tables.problem, tables.segments
         # what several stages of a rank share, and temporary memory, counts once: at least the mean over its stages
@@ -359,13 +374,15 @@ class _Recomputation:
         )
 
     def price_sequences(self, path: Table, per_byte: Table, start: NDArray[np.int64], stop: NDArray[np.int64]) -> Table:
-        """Return the seconds of all sequences of block calls (such as layers) on ``path`` plus the price of their
-        memory, shape ``[stages, calls + 1, width]``, if each call is recomputed in full where that is cheaper. The
-        result is infinite if a stage may not consist of the sequence.
+        """Return the cost of each sequence of consecutive block calls (such as layers) on each stage: its seconds on
+        ``path`` plus the price of its memory. A call is recomputed in full where that is cheaper. The shape is
+        ``[stages, calls + 1, width]``: stage, end of the sequence, and its number of calls minus 1. The cost is
+        infinite if the stage may not consist of the sequence.
 
-        ``path``: how often each phase counts, shape ``[stages, phases]``. ``per_byte``: the price of a byte in seconds,
-        shape ``[3, stages]``; the first dim is that of the bytes of :class:`_PricedCut`. ``start``, ``stop``: the first
-        call and the call after the last of the sequences.
+        ``path``: how often each phase (such as forward) of a stage counts, shape ``[stages, phases]``. ``per_byte``:
+        the price of a byte in seconds, shape ``[3, stages]``: of a byte that does not depend on the number of
+        microbatches in flight, of a microbatch whose backward has not begun, and of one between the two halves of its
+        backward. ``start``, ``stop``: the first call and the call after the last of each sequence.
         """
         saved = np.minimum(0.0, self._price_recomputation(path, per_byte))
         sums = np.concatenate([np.zeros((len(saved), 1)), np.cumsum(saved, axis=1)], axis=1)
@@ -373,9 +390,13 @@ class _Recomputation:
         return np.where(self.allowed, priced + sums[:, stop] - sums[:, start], np.inf)
 
     def read_stage(self, stage: int, start: int, stop: int, path: Table, per_byte: Table) -> tuple[Table, Table]:
-        """Return seconds, shape ``[phases]``, and bytes, shape ``[3]``, of one stage with the calls ``start:stop``, if
-        each call is recomputed in full where that is cheaper. The other arguments are those of
-        :meth:`price_sequences`.
+        """Return the seconds of each phase (such as forward), shape ``[phases]``, and the bytes, shape ``[3]``, of one
+        stage with the calls ``start:stop``. A call is recomputed in full where that is cheaper. The three numbers of
+        bytes are: bytes that do not depend on the number of microbatches in flight, bytes of a microbatch whose
+        backward has not begun, and bytes of one between the two halves of its backward.
+
+        ``path``: how often each phase of a stage counts, shape ``[stages, phases]``. ``per_byte``: the price in seconds
+        of a byte of each of the three kinds, shape ``[3, stages]``.
         """
         again = self._price_recomputation(path, per_byte)[stage, start:stop] < 0
         seconds = self.seconds[stage, :, stop, stop - start - 1].copy()
@@ -385,8 +406,12 @@ class _Recomputation:
         return seconds, taken
 
     def _price_recomputation(self, path: Table, per_byte: Table) -> Table:
-        """Return the seconds on ``path`` that full recomputation of each call adds, less the price of the bytes that it
-        frees, shape ``[stages, calls]``. ``path``, ``per_byte``: see :meth:`price_sequences`.
+        """Return the seconds that full recomputation of each call adds, less the price of the bytes that it frees,
+        shape ``[stages, calls]``. It is negative where recomputation is cheaper.
+
+        ``path``: how often each phase (such as forward) of a stage counts, shape ``[stages, phases]``. ``per_byte``:
+        the price of a byte in seconds, shape ``[3, stages]``; row 1 is for the activations of a microbatch whose
+        backward has not begun.
         """
         added: Table = self.again_s * path[:, _INPUTS, None] - per_byte[1][:, None] * self.freed
         return added

@@ -49,8 +49,8 @@ class StageCall:
 
     @property
     def working_bytes(self) -> float:
-        """Return the temporary bytes of this block call (such as a layer) while it runs: those of its operators and of
-        gathered weights and gradients, without the bytes that are kept for backward."""
+        """Return the temporary bytes of this block call (such as a layer) while it runs: memory of its operators, of
+        gathered weights and of gradients. Bytes that are kept for backward do not count."""
         return self.cost.working_bytes + self.gathered_bytes
 
 
@@ -191,8 +191,8 @@ class StageProblem:
 
     @property
     def last_repeated(self) -> int:
-        """Return the index after the last call of a block (such as a layer) that occurs several times, or the number of
-        calls if there is none. Only calls before this index are recomputed if the constraint ``recompute`` is
+        """Return the index after the last block call (such as a layer) whose block is called several times; the number
+        of calls if no block is. Only calls before this index are recomputed if the constraint ``recompute`` is
         ``"full"``.
         """
         places = [k for k, repeats in enumerate(self.repeated) if repeats]

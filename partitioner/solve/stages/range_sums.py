@@ -57,9 +57,10 @@ class Holding(NamedTuple):
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
     """Return tables of the bytes of all sequences of consecutive ``calls``, which are calls of blocks (such as layers).
-    The tables are cached, and used again for calls that read and write equal values with equal bytes. ``local``: names
-    of values that are never sent between stages. The tables contain neither seconds nor the bytes of parameters, and do
-    not depend on the stages.
+    The tables are cached, and used again for calls that read and write equal values with equal bytes. The tables
+    contain neither seconds nor the bytes of parameters, and do not depend on the stages.
+
+    ``local``: names of values that are never sent between stages.
     """
     holdings = tuple(
         Holding(
@@ -135,8 +136,8 @@ class Segments:
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
         """Return a table whose entry ``[start, stop]`` is the bytes of the distinct parameters and buffers that the
-        block calls ``start:stop`` (such as layers) read. ``sizes``: name of a parameter or buffer -> bytes. The result
-        is cached by the identity of ``sizes``, so the mapping must not be modified later.
+        block calls ``start:stop`` (such as layers) read. The result is cached by the identity of ``sizes``, so the
+        mapping must not be modified later. ``sizes``: name of a parameter or buffer -> bytes.
         """
         names = tuple(call.states for call in self.calls)
         return (_states_of if len(names) <= _MOST_REMEMBERED else _StateReads)(names).table(sizes)
@@ -261,9 +262,9 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
     """Return a table whose entry ``[start, stop]`` is the bytes of the distinct items (such as parameters) that the
     block calls (such as layers) ``start:stop`` read, for a model of ``n`` calls.
 
-    ``places``, ``sizes``: two parallel arrays with one entry for each item that a call reads. The first has the flat
-    index ``start * n + call``, where ``start`` is the earliest start of a sequence in which ``call`` is the first to
-    read the item. The second has the bytes of the item.
+    ``places``, ``sizes``: two parallel arrays with one entry for each item that a call reads. ``sizes`` has the bytes
+    of the item. ``places`` has the flat index ``start * n + call``: ``call`` is the first to read the item in every
+    sequence of calls that begins at ``start`` or between ``start`` and ``call``. ``start`` is as small as possible.
     """
     added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
     first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i

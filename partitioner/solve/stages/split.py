@@ -178,7 +178,7 @@ class StageSplit:
 
 
 class NoneLeft(CapacityError):
-    """Error that is raised if every cut of the block calls (such as layers) into pipeline stages that fits in memory
+    """Error: no cut of the block calls (such as layers) into pipeline stages is allowed. Each cut that fits in memory
     has a stage that the problem forbids.
     """
 
@@ -324,9 +324,11 @@ def stage_plan(
 
 def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) -> list[StagePlan]:
     """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as
-    layers), with the least recomputation that fits in memory. ``starts``, ``stops``: for each sequence, the index of
-    the first call and the index after the last. The result has one plan for each sequence, in the same order.
-    ``tables``: seconds and bytes of all possible stages.
+    layers), with the least recomputation that fits in memory. The result has one plan for each sequence, in the same
+    order.
+
+    ``starts``, ``stops``: for each sequence, the index of the first call and the index after the last. ``tables``:
+    seconds and bytes of all possible stages.
     """
     slimmed = tables.slimmed(stage, starts, stops)
     plans: list[StagePlan | None] = [None] * len(starts)
@@ -343,10 +345,10 @@ def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) 
 def _build_stage_plans(
     tables: StageTables, way: StageTables, stage: int, start: Counts, stop: Counts, recomputed: Counts
 ) -> list[StagePlan]:
-    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as layers)
-    that all use the tables ``way``: either ``tables`` or those for selective recomputation. ``start``, ``stop``: for
-    each sequence, the index of the first call and the index after the last. ``recomputed``: for each sequence, the
-    number of first calls to recompute in full.
+    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as
+    layers). ``way``: the tables from which their seconds and bytes are taken: ``tables``, or the tables for selective
+    recomputation. ``start``, ``stop``: for each sequence, the index of the first call and the index after the last.
+    ``recomputed``: for each sequence, the number of first calls to recompute in full.
     """
     problem = tables.problem
     forward, backward = (table[start, stop] for table in tables.seconds(stage))

@@ -29,8 +29,8 @@ _MOST_ENTRIES = 1 << 21  # entries of tables that are made together
 
 
 class _MeasuredRuns(NamedTuple):
-    """Seconds and bytes of sequences of block calls (such as layers) on several stages, as far as they do not depend on
-    the memory of the stages. All arrays have the shape ``[stages, sequences]``.
+    """Seconds and bytes of sequences of block calls (such as layers) on several stages. The results are valid for any
+    amount of memory on the devices. All arrays have the shape ``[stages, sequences]``.
 
     ``seconds``: per microbatch, without recomputation. ``kept_bytes``: peak bytes without full recomputation.
     ``allowed``: whether the stage may consist of the calls. ``may_recompute``: whether it may recompute some of them in
@@ -129,7 +129,7 @@ class StageTables:
         """Return, for each pair of entries of ``start`` and ``stop``, whether the stage with the index ``stage``
         recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop`` (such as layers).
         The stage does so if this is required, or takes less time than keeping or fully recomputing activations. Its
-        seconds and bytes are then those of the tables for selective recomputation."""
+        seconds and bytes are then found in the tables for selective recomputation."""
         return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
 
     @cached_property
@@ -172,8 +172,8 @@ class StageTables:
 
     @cached_property
     def _measured_segments(self) -> _MeasuredRuns:
-        """Return the seconds and bytes of all sequences of block calls (such as layers) on all stages, as far as they
-        do not depend on the memory of the stages."""
+        """Return the seconds and bytes of all sequences of block calls (such as layers) on all stages. Only results
+        that are valid for any amount of memory on the devices are included."""
         return self._measure_runs(np.arange(self.problem.num_stages), *self._segment_ranges)
 
     @property
@@ -266,10 +266,10 @@ class StageTables:
         return self._mask_pinned_segments(start, stop)
 
     def _mask_pinned_segments(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
-        """Return, for each stage, a mask that says whether it may hold exactly the block calls ``start:stop`` (such as
-        layers), given the calls whose stage is fixed. The calls must include every call that is fixed to the stage, and
-        none that is fixed to another. Empty stages are excluded unless the problem allows them. ``start``, ``stop``:
-        arrays that are broadcast to a table."""
+        """Return, for each stage, a mask that says whether the stage may consist of the block calls ``start:stop``
+        (such as layers). They must include every call that is fixed to this stage, and no call that is fixed to another
+        one. Empty stages are excluded unless the problem allows them. ``start``, ``stop``: arrays that are broadcast to
+        a table."""
         runs = start <= stop if self.problem.may_be_empty else start < stop
         if not self.problem.pinned:
             return [runs] * self.problem.num_stages
@@ -336,11 +336,10 @@ class StageTables:
         ``start:stop`` (such as layers), counted from the first, a stage recomputes in full. If the user requires full
         recomputation, this is the largest number allowed. Otherwise it is the least number with which the calls fit in
         memory. If they fit with none, it is the largest number allowed; the caller has to compare their bytes with the
-        memory.
+        memory. Recomputed calls keep all their inputs; the other calls keep what they save. A prefix sum of the saved
+        bytes gives the number of calls to recompute.
 
-        ``stage``: index of one stage for all pairs, or an array with one for each pair. Recomputed calls keep all their
-        inputs; the other calls keep what they save. A prefix sum of the saved bytes gives the number of calls to
-        recompute.
+        ``stage``: index of one stage for all pairs, or an array with one for each pair.
         """
         most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
@@ -380,17 +379,18 @@ class StageTables:
 
     @cached_property
     def fixed_memory(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
-        as layers) that do not depend on the number of microbatches in flight: parameters, gradients, optimizer states,
-        send and receive buffers, and working memory.
+        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight:
+        parameters, gradients, optimizer states, send and receive buffers, and working memory. The entry ``[start,
+        stop]`` of the table is for a stage of the block calls (such as layers) ``start:stop``.
         """
         cut = self.segments
         return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
     def _fixed_bytes_without_recompute(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
-        as layers) that do not depend on the number of microbatches in flight, if it recomputes nothing.
+        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight, if the
+        stage recomputes nothing. The entry ``[start, stop]`` of the table is for a stage of the block calls (such as
+        layers) ``start:stop``.
 
         Gradients that are allocated late, during the first backward, count only as far as they exceed the activations
         that backward has freed by then.
@@ -411,8 +411,9 @@ class StageTables:
 
     @cached_property
     def _fixed_again(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
-        as layers) that do not depend on the number of microbatches in flight, if it recomputes calls in full.
+        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight, if the
+        stage recomputes calls in full. The entry ``[start, stop]`` of the table is for a stage of the block calls (such
+        as layers) ``start:stop``.
 
         The working memory in it is the larger of two: the temporary bytes of a call that is not recomputed, or the
         saved and temporary bytes of the one call that is being recomputed.
@@ -456,13 +457,12 @@ class StageTables:
     def _closed(
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
-        """Return the larger of ``peak`` and the bytes at the end of a microbatch's backward, for stages of the block
-        calls ``start:stop`` (such as layers). At that time gradients are sent to the ranks that own them, and one
-        microbatch is already freed.
+        """Return the peak bytes of stages of the block calls ``start:stop`` (such as layers), given the peak at all
+        times but one: ``peak``. At the remaining time, the end of a microbatch's backward, gradients are sent to the
+        ranks that own them, and one microbatch is already freed.
 
-        ``peak``: peak bytes at all other times. ``stage``: index of the stage, or an array of indices. ``start``,
-        ``stop``: arrays. ``whole``: bytes of a microbatch whose backward has not begun. ``half``: bytes of a microbatch
-        between the two halves of its backward.
+        ``stage``: index of the stage, or an array of indices. ``start``, ``stop``: arrays. ``whole``: bytes of a
+        microbatch whose backward has not begun. ``half``: bytes of a microbatch between the two halves of its backward.
         """
         closing = self.segments.closing[start]
         if not closing.any():
@@ -476,9 +476,10 @@ class StageTables:
 
     @cached_property
     def _fixed_bytes_without_working(self) -> Table:
-        """Return a table whose entry ``[start, stop]`` is the bytes of a stage of the block calls ``start:stop`` (such
-        as layers) that do not depend on the number of microbatches in flight, without the temporary memory of running
-        calls.
+        """Return the bytes of each possible stage that do not depend on the number of microbatches in flight, without
+        the temporary memory of running calls.
+
+        The entry ``[start, stop]`` of the table is for a stage of the block calls (such as layers) ``start:stop``.
         """
         return self.fixed_memory - self.segments.largest_working
 
@@ -548,9 +549,10 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:
     """Choose the cuts of the block calls (such as layers) into stages for which the largest value of a stage is
-    smallest. ``tables``: for each stage, a table whose entry ``[start, stop]`` is the value of the calls
-    ``start:stop``. Return this largest value, and the cuts: the index of the first call of each stage, followed by the
-    number of calls.
+    smallest. Return this largest value, and the cuts: the index of the first call of each stage, followed by the number
+    of calls.
+
+    ``tables``: for each stage, a table whose entry ``[start, stop]`` is the value of the calls ``start:stop``.
     """
     n = tables[0].shape[0] - 1
     reached = np.full(n + 1, np.inf)

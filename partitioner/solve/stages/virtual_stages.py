@@ -85,11 +85,11 @@ def _yield_variants_by_calls(
     tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False
 ) -> Iterator[list[StagePlan]]:
     """Yield variants of ``plans`` (the virtual stages of a rank): first with no call recomputed in full, then each time
-    with one more such call, which is the one that frees the most bytes per second of recomputation.
+    with one more. The next call is the one that frees the most bytes per second of recomputation. Nothing is yielded if
+    the problem requires full recomputation, or allows no call to be recomputed.
 
-    ``in_part``: the other block calls (such as layers) are recomputed selectively (only cheap operators). Nothing is
-    yielded if the problem requires full recomputation, or allows no call to be recomputed. ``tables``: seconds and
-    bytes of all possible stages.
+    ``in_part``: the other block calls (such as layers) are recomputed selectively (only cheap operators). ``tables``:
+    seconds and bytes of all possible stages.
     """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
@@ -153,14 +153,15 @@ def solve_virtual(
     cutoff_s: float = np.inf,
 ) -> StageSplit:
     """Cut the block calls (such as layers) of ``problem`` into the virtual stages of ``schedule``, and return the
-    stages of each rank with the simulated pipeline time. The problem has one stage for each virtual stage; its capacity
-    is that of the stage's rank.
+    stages of each rank with the simulated pipeline time.
 
-    ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank; ``None``: the number
-    that the schedule fixes. ``proven``: also compute a tight lower bound over all cuts. ``improved``: also improve the
-    cuts by simulation of the schedule; without it, they are those that a formula of slowest stage and sum of stages
-    finds best. ``cutoff_s``: pipelines that take at least this many seconds are of no use to the caller. Raises
-    :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cuts that fit were found.
+    ``problem``: the calls with their costs. It has one stage for each virtual stage, each with the memory capacity of
+    the rank that runs it. ``num_ranks``: number of pipeline ranks. ``chunks``: number of virtual stages on each rank;
+    ``None``: the number that the schedule fixes. ``proven``: also compute a tight lower bound over all cuts.
+    ``improved``: also improve the cuts by simulation of the schedule; without it, a formula of the slowest stage and
+    the sum of stages chooses the cuts. ``cutoff_s``: pipelines that take at least this many seconds are of no use to
+    the caller. Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cuts
+    that fit were found.
     """
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
@@ -302,10 +303,12 @@ class _VirtualStageRanks:
         )
 
     def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
-        """Return the peak bytes of the pipeline rank with index ``rank``. ``plans``: the plan of each of its virtual
-        stages, in the order of ``own[rank]``. The result is the sum of the peaks of these stages, except that shared
-        parameters and working memory count once, and activations count only as far as they exist at the same time.
-        ``tables``: seconds and bytes of all possible stages."""
+        """Return the peak bytes of the pipeline rank with index ``rank``. The result is the sum of the peaks of the
+        rank's virtual stages, except that shared parameters and working memory count once, and activations count only
+        as far as they exist at the same time.
+
+        ``plans``: the plan of each virtual stage of the rank, in the order of ``own[rank]``. ``tables``: seconds and
+        bytes of all possible stages."""
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
         working = [
@@ -450,7 +453,7 @@ def _sum_in_flight_bytes(counts: Counts, each: tuple[float, float]) -> float:
 def _improve_virtual_cuts(
     tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, cutoff_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
-    """Search for faster cuts into stages, starting from those of ``split``. Return the fastest cut into stages that
+    """Search for faster cuts into stages, starting from the cuts of ``split``. Return the fastest cut into stages that
     fits, and a lower bound in seconds over all cuts.
 
     ``tables``: tables in which each virtual stage may use all memory of its rank. ``ranks``: the virtual stages of each

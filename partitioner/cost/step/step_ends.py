@@ -105,7 +105,7 @@ def _group_bucket_members(
     computes the seconds of collectives. ``tied``: parameter that several pipeline ranks have -> these ranks.
     ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
     """
-    together: dict[tuple[object, ...], list[tuple[int, StateCost]]] = {}
+    together: dict[tuple[tuple[int, ...], object], list[tuple[int, StateCost]]] = {}
     known: set[str] = set()
     first: dict[str, int] = {}
     for place in plan.places:
@@ -122,9 +122,9 @@ def _group_bucket_members(
             by_call = place if cost.stage == 3 and cost.scatter_axes else -1
             if cost.stage == 2 and cost.scatter_axes:  # scattered behind each backward of one virtual stage
                 by_call = next(run.start for run in plan.runs if run.start <= place < run.stop)
-            key = tied.get(name, ()), cost.scatter_axes, cost.rest_axes, cost.stage, cost.expert, by_call
-            together.setdefault(key, []).append((place, cost))
-    for (among, *_), members in together.items():
+            alike = cost.scatter_axes, cost.rest_axes, cost.stage, cost.expert, by_call
+            together.setdefault((tied.get(name, ()), alike), []).append((place, cost))
+    for (among, _), members in together.items():
         cost = members[0][1]
         whole = cost.stage == 3 and bool(cost.scatter_axes)
         ranks = math.prod(reducer.group(axes).size for axes in (cost.scatter_axes, cost.rest_axes) if axes)

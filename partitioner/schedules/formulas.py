@@ -1,8 +1,9 @@
 """Step time of a pipeline schedule, and the number of microbatches that a stage has in flight.
 
-For GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, section 2.2) with one stage per rank, both are closed
-formulas. A step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``, where ``t_s`` is the time of a microbatch on
-stage ``s``. All other schedules are simulated action by action.
+For GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, section 2.2) with one stage per rank, the number in
+flight is a closed formula. With a single stage, or without backwards, so is the step time: ``m`` microbatches take ``(m
+- 1) max t_s + sum t_s``, where ``t_s`` is the time of a microbatch on stage ``s``. All others are simulated action by
+action, because the formula is an upper bound on a step with backwards if stages take different times.
 """
 
 from __future__ import annotations
@@ -56,16 +57,17 @@ _LEAST_FILL = {
     "zb-v": (0.4, 0.0),
     "dualpipe-v": (0.3, 0.0),
 }
+_LEAST_FILL_FEW = (0.66, 0.66)  # 1F1B with at most as many microbatches as ranks: found in the same way, with 2 ranks
 _FEW = 0.7  # factor for ZB-1P with several virtual stages on a rank and less than two microbatches per rank
 _FEW_ROUNDS = 3  # rounds of one microbatch for each rank, in which all numbers of microbatches in flight occur
 _MOST_COMPARED = 1_000_000  # pairs of numbers that are compared at once
 _MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated from the steady state
 
 
-def is_formula(schedule: str | ScheduleTable) -> bool:
+def is_formula(schedule: str | ScheduleTable, p: int, train: bool = True) -> bool:
     """Return whether the step time of ``schedule`` (a name or a table) has a closed formula if each rank has one stage,
-    so that it need not be simulated."""
-    return isinstance(schedule, str) and schedule in _FORMULAS
+    so that it need not be simulated. ``p``: number of pipeline ranks. ``train``: whether there are backwards."""
+    return isinstance(schedule, str) and schedule in _FORMULAS and (p == 1 or not train)
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
@@ -83,15 +85,17 @@ def least_fill(
 
     However the model is cut, a step on ``p`` equal devices takes at least ``m total / p + (1 - 1 / p) (fraction *
     forward + fraction * backward)`` seconds. Here ``forward`` and ``backward`` are the seconds of one microbatch
-    through the whole model, and ``total`` is their sum. For 1F1B both fractions are 1. ``schedule``: name or table.
+    through the whole model, and ``total`` is their sum. ``schedule``: name or table.
     ``p``, ``m``, ``v``: numbers of ranks, microbatches, and virtual stages of each rank. ``overlap_steps``: whether a
     rank begins the next step as soon as its own part of this step has ended. If it does, both fractions are 0 for
     schedules with split backwards.
     """
     if overlap_steps and is_split(schedule):
         return 0.0, 0.0
-    if is_formula(schedule):
+    if schedule == "gpipe" or (schedule == "1f1b" and not 1 < m <= p):
         return 1.0, 1.0
+    if schedule == "1f1b":
+        return _LEAST_FILL_FEW
     if schedule == "zb-1p" and v == 1:
         return (0.75 if m == p else 1.0), 0.0
     ahead, back = _LEAST_FILL.get(schedule, (0.0, 0.0)) if isinstance(schedule, str) else (0.0, 0.0)
@@ -102,10 +106,10 @@ def least_fill(
 
 
 def least_alone(schedule: str | ScheduleTable) -> float:
-    """Return a lower bound on the fraction of a stage's backward after which the preceding stage can begin its own
-    backward of the same microbatch: 1.0 if ``schedule`` (a name or a table) never splits backwards, else 0.5, because
-    the half for weight gradients may run later."""
-    return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
+    """Return a lower bound on the fraction of a microbatch's backward through one stage that must have run before the
+    preceding stage can begin its own backward of the microbatch: 1.0 if ``schedule`` (a name or a table) never splits
+    backwards, else 0.5, because the half for weight gradients may run later."""
+    return 0.5 if is_split(schedule) else 1.0
 
 
 def is_split(schedule: str | ScheduleTable) -> bool:
@@ -156,7 +160,10 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
     ``schedule``: name or table of the pipeline schedule. ``p``, ``m``, ``v``: numbers of ranks, microbatches, and
     virtual stages of each rank (``None``: the default of the schedule).
     """
-    # all orders but GPipe's reach their steady state within two rounds of p microbatches
+    if isinstance(schedule, str) and is_plain(schedule, v or 1):
+        alone = tuple(stage_in_flight(schedule, stage, p, m) for stage in range(p))
+        return InFlightMicrobatches(alone, tuple(tuple((pair,) for pair in pairs) for pairs in alone))
+    # all other orders reach their steady state within two rounds of p microbatches
     is_long = table_of(schedule) is None and schedule != "gpipe" and m % p == 0 and m > _FEW_ROUNDS * p
     table = build_timetable(schedule, p, _FEW_ROUNDS * p, v) if is_long else shorten_timetable(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)

@@ -180,9 +180,9 @@ def stage_problem(
       virtual stages. Empty: each rank holds one stage.
     - ``scattering``: bytes of gradient buckets that a rank holds temporarily under ZeRO-1 and ZeRO-2.
 
-    Cheap calls that all stages repeat, and calls of the prologue (which runs before the pipeline starts), run on every
-    stage that reads their results. The problem charges them to every stage. ``constraints``: the choices that the user
-    fixed; ``None``: none.
+    Cheap calls that all stages repeat run on every stage that reads their results; the problem charges them to every
+    stage. So it does with the memory of the calls of the prologue, which runs before the pipeline starts, but only the
+    last stage spends time on them. ``constraints``: the choices that the user fixed; ``None``: none.
     """
     constraints = constraints or Constraints()
     # with sequence parallelism values are sharded over tp in any case
@@ -191,11 +191,15 @@ def stage_problem(
     offload = constraints.offload or ()
     often = Counter(call.block for _, call in placed)
     everywhere = [call for call in model.calls if call.shared or call.prologue]
+    first = [call.block for call in everywhere if call.prologue]
     pp = machine.mesh.get("pp", 1)
     at = ranks or range(pp)
     once = train and num_microbatches == 1 and not ranks  # no shards of gradients exist from an earlier backward
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
-    overhead, of_states = _sum_call_costs([costs[call.block] for call in everywhere]), StateCosts.of(states)
+    repeated = [call.block for call in everywhere if not (call.prologue and train and len(at) > 1)]
+    of_states = StateCosts.of(states)
+    bytes_of_all = _sum_call_costs([costs[call.block] for call in everywhere]).working_bytes
+    overhead = replace(_sum_call_costs([costs[block] for block in repeated]), working_bytes=bytes_of_all)
     several = num_microbatches > 1 or bool(ranks)
     passing = [
         passing_bytes(costs[call.block], call.states, of_states, scattering, call is placed[-1][1], several)
@@ -206,7 +210,7 @@ def stage_problem(
         StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i, gathered, at_ends)
         for (i, call), gathered, (_, at_ends) in zip(placed, beside, passing, strict=True)
     )
-    paces = _build_stage_paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere])
+    paces = _build_stage_paces(by_stage, [c.block for _, c in placed], repeated)
     if ranks and overhead.forward_total_s:
         paces = _once_a_rank(paces or (Pace(tuple(call.cost for call in calls), overhead),) * len(at), ranks)
     if offload:
@@ -234,8 +238,9 @@ def stage_problem(
         tp=machine.mesh.get("tp", 1),
         dp=machine.mesh.get("dp", 1),
         train=train,
-        overlap_steps=constraints.overlap_steps,
+        overlap_steps=constraints.overlap_steps and is_split(schedule),
         total_bytes=sum(float(model.values[v].nbytes) for c in model.calls if c.prologue for v in c.outputs),
+        prologue_s=sum((by_stage[-1] if by_stage else costs)[block].forward_total_s for block in first),
     )
 
 
@@ -348,7 +353,8 @@ def estimate_step(
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
     reduced = how_reduced(problem, split, states, machine, constraints or Constraints(), schedule, chunks)[0]
-    reduced += _compute_tied_seconds(problem, names, states, machine)
+    if not is_priced_by_rank_ends(problem, machine):
+        reduced += sum(_sum_tied_seconds(problem, names, states, machine).values())
     updates = [
         max(update_time(held[s], device) for device in machine.devices_of(s))
         + update_seconds(held[s], machine.host(s) or BOUNDLESS)
@@ -507,9 +513,9 @@ def how_reduced(
     owned = [_count_shared_states(of_stage, states) for of_stage in names] if machine.profile.gather == "owner" else []
     if is_priced_by_rank_ends(problem, machine):
         each = list_reduction_schemes(machine, constraints)
-        found = [
-            (_compute_tail_seconds(problem, split, states, held, machine, how, schedule, chunks), how) for how in each
-        ]
+        ties = _find_tied_ranks(names), _sum_tied_seconds(problem, names, states, machine)
+        order = schedule, chunks
+        found = [(_compute_tail_seconds(problem, split, states, held, machine, how, order, ties), how) for how in each]
     else:
         found = [
             (_reduction_tail(problem, split, states, held, machine, how, owned), how)
@@ -533,31 +539,33 @@ def _compute_tail_seconds(
     held: Sequence[Sequence[StateCost]],
     machine: PlacedMesh,
     how: ReductionScheme,
-    schedule: str | ScheduleTable,
-    chunks: int | None,
+    order: tuple[str | ScheduleTable, int | None],
+    ties: tuple[Mapping[str, tuple[int, ...]], Mapping[tuple[int, ...], float]],
 ) -> float:
-    """Return the seconds that gathers of updated parameters and gradient reductions add to ``schedule``, which has
-    several virtual stages on each rank. The schedule is simulated action by action (an action is a forward or backward
-    of one microbatch on one virtual stage).
+    """Return the seconds that gathers of updated parameters and gradient reductions add to the schedule, which is
+    simulated action by action (an action is a forward or backward of one microbatch on one virtual stage).
 
-    ``schedule``: its name or table. ``states``: the cost of each parameter and buffer by name. ``held``: for each
-    stage, the costs of its parameters and buffers. ``how``: the reduction scheme (one collective or a hierarchical
-    reduction, with or without compression). ``chunks``: number of virtual stages of each rank; ``None``: the number
-    that the schedule fixes. ``problem``: the block calls (such as layers) of the model with their costs, to be cut into
-    pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``: the devices and links that the mesh
-    is laid over.
+    ``order``: name or table of the schedule, and the number of virtual stages of each rank (``None``: the number that
+    the schedule fixes). ``ties``: parameter that several pipeline ranks have -> these ranks; and these ranks -> seconds
+    of summing the gradients of all their common parameters. ``states``: the cost of each parameter and buffer by name.
+    ``held``: for each stage, the costs of its parameters and buffers. ``how``: the reduction scheme (one collective or
+    a hierarchical reduction, with or without compression). ``problem``: the block calls (such as layers) of the model
+    with their costs, to be cut into pipeline stages. ``split``: the block calls of each pipeline stage. ``machine``:
+    the devices and links that the mesh is laid over.
     """
+    (schedule, chunks), (tied, sums) = order, ties
     phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
     ranks = []
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
         levels = {axes: level for cost in costs for axes, level in last_levels(cost).items()}
-        buckets = stage_buckets(problem, stage, states, reducer_of(machine, s, how), levels)
+        buckets = stage_buckets(problem, stage, states, reducer_of(machine, s, how), levels, tied)
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
         reads_totals = any(run.stop == len(problem.calls) for run in stage.runs)
-        first_s = _totals_seconds(problem, machine) if reads_totals else 0.0
+        before_s = problem.num_microbatches * problem.prologue_s + _totals_seconds(problem, machine)
+        first_s = before_s if reads_totals else 0.0
         every = machine.zero == 2 and problem.num_microbatches > 1
         ranks.append(RankEnds(problem, stage, buckets, slowdown, first_s, every))
-    return seconds_added(schedule, problem.num_microbatches, chunks, phases, ranks)
+    return seconds_added(schedule, problem.num_microbatches, chunks, phases, ranks, sums)
 
 
 def _reduction_tail(
@@ -584,7 +592,7 @@ def _reduction_tail(
     first_s = _added_up(problem, machine)
     if not problem.train:
         return first_s
-    waits = not (problem.overlap_steps and is_split(problem.schedule))
+    waits = not problem.overlap_steps
     split_backwards = is_split(problem.schedule)  # gradients of inputs are sent before those of weights are there
     tail = ahead = delay = filling = 0.0
     again, m = machine.zero == 2, problem.num_microbatches
@@ -638,14 +646,26 @@ def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
     return collective_time("all_reduce", problem.total_bytes, select_slowest_group(machine.stage_groups("dp", "cp")))
 
 
-def _compute_tied_seconds(
+def _find_tied_ranks(held: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
+    """Return tied parameter (one that several pipeline ranks read) -> these ranks. ``held``: for each rank, the names
+    of its parameters and buffers."""
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(held):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    return {name: tuple(among) for name, among in ranks.items() if len(among) > 1}
+
+
+def _sum_tied_seconds(
     problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: PlacedMesh
-) -> float:
-    """Return the seconds of summing the gradients of tied weights (weights that several stages read) over the stages
-    that read them. Nothing hides this time: it lies between the end of the pipeline and the other gradient reductions.
-    ``held``: for each stage, the names of its parameters and buffers. ``states``: the cost of each parameter and buffer
-    by name. ``problem``: the block calls (such as layers) of the model with their costs. ``machine``: the devices and
-    links that the mesh is laid over.
+) -> dict[tuple[int, ...], float]:
+    """Return, for each set of pipeline ranks that read the same tied weights, the seconds of summing the gradients of
+    these weights over the ranks. Computation does not hide this time. ``held``: for each rank, the names of its
+    parameters and buffers. ``states``: the cost of each parameter and buffer by name. ``problem``: the block calls
+    (such as layers) of the model with their costs. ``machine``: the devices and links that the mesh is laid over.
     """
-    often = Counter(name for names in held for name in names)
-    return sum(tied_seconds(states[name], count, machine) for name, count in often.items() if problem.train)
+    found: dict[tuple[int, ...], float] = {}
+    if problem.train:
+        for name, among in _find_tied_ranks(held).items():
+            found[among] = found.get(among, 0.0) + tied_seconds(states[name], len(among), machine)
+    return {among: seconds for among, seconds in found.items() if seconds}

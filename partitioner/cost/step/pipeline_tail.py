@@ -3,8 +3,8 @@ consecutive block calls (such as layers) that may be a stage.
 
 No bound exceeds the time that :func:`partitioner.cost.step.estimate.estimate_step` counts for stages of these calls.
 With one stage on each rank the bound is close to the estimate, except that it ignores host memory and shared cores.
-With several virtual stages on a rank it counts only the update of one of them, and the reductions of tied weights;
-their other collectives at the ends of a step are part of the problem of cutting the calls (``bound_stage_ends``).
+If the collectives at the ends of a step are simulated with the schedule, it counts only the update of one stage; the
+collectives are part of the problem of cutting the calls (``bound_stage_ends``).
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def run_tails(
     tails = [np.where(np.isfinite(times), 0.0, np.inf) for times in seconds]
     if not problem.train:
         return tails
-    if problem.num_stages == _num_ranks(machine):
+    by_rank = is_priced_by_rank_ends(problem, machine)
+    if not by_rank and problem.num_stages == _num_ranks(machine):
         waits = _ReductionTails(tables, states, machine, constraints)
         ahead = np.where(np.arange(len(problem.calls) + 1) == 0, 0.0, -np.inf)  # most seconds of the stages in front
         for stage, times in zip(stages, seconds, strict=True):
@@ -96,8 +97,27 @@ def run_tails(
         rate = min(memory_rate("optimizer", device) for device in machine.devices_of(rank))
         updates.append(np.where(np.isfinite(tail), stepped / rate, np.inf))
     longest = min_max(updates)[0]  # all ranks wait for the longest update; this is its least value over all cuts
-    tied = _least_tied(problem, states, machine, seconds, ranks or stages)
+    # ranks may sum gradients of tied weights while others still run backwards
+    tied = 0.0 if by_rank else _least_tied(problem, states, machine, seconds, ranks or stages)
     return [tail + np.maximum(update, longest) + tied for tail, update in zip(tails, updates, strict=True)]
+
+
+def bound_reduction_delays(
+    problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh, constraints: Constraints
+) -> list[Table]:
+    """Return, for each stage of ``problem``, a table of lower bounds on the seconds from the last backward of the stage
+    to the end of its gradient reductions; for the first stage, the seconds by which gathers of parameters delay its
+    first forward are added. The entry ``[start, stop]`` is for a stage of the block calls ``start:stop`` (such as
+    layers). Each rank must have one stage.
+
+    ``states``: the cost of each parameter and buffer by name. ``machine``: the devices and links that the mesh is laid
+    over. ``constraints``: the choices that the user fixed.
+    """
+    tables = StageTables(problem)
+    seconds, waits = _on_the_way(tables.times), _ReductionTails(tables, states, machine, constraints)
+    nothing = np.zeros(len(problem.calls) + 1)
+    windows = (_compute_backward_windows(tables, stage, times) for stage, times in enumerate(seconds))
+    return [np.maximum(0.0, waits.of_stage(stage, window, nothing)) for stage, window in enumerate(windows)]
 
 
 def bound_stage_ends(
@@ -140,12 +160,12 @@ def bound_stage_ends(
 
 
 def is_priced_by_rank_ends(problem: StageProblem, machine: PlacedMesh) -> bool:
-    """Return whether a simulation of the schedule prices the collectives at the ends of a step (gathers of parameters
-    at its start, reductions of gradients at its end). That is the case if ranks have several virtual stages and
-    collectives overlap with computation. ``problem``: the block calls (such as layers) of the model, to be cut into
-    stages. ``machine``: the devices and links that the mesh is laid over."""
+    """Return whether the collectives at the ends of a step (gathers of parameters at its start, reductions of gradients
+    at its end) are priced by simulating the schedule with them: there are several stages, and collectives overlap with
+    computation. ``problem``: the block calls (such as layers) of the model, to be cut into stages.
+    ``machine``: the devices and links that the mesh is laid over."""
     profile = machine.profile
-    several = problem.chunks > 1 and problem.train and not problem.overlap_steps
+    several = problem.num_stages > 1 and problem.train and not problem.overlap_steps
     return several and profile.overlap and profile.gather != "owner"
 
 
@@ -431,4 +451,4 @@ class _ReductionTails:
         return self._known[known]
 
 
-__all__ = ["bound_stage_ends", "is_priced_by_rank_ends", "least_update", "run_tails"]
+__all__ = ["bound_reduction_delays", "bound_stage_ends", "is_priced_by_rank_ends", "least_update", "run_tails"]

@@ -7,12 +7,12 @@ idle time of a rank hides the same amount of communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
 
-from partitioner.cost.step.step_ends import GradientBucket, Reductions
+from partitioner.cost.step.step_ends import AFTER_SUM, GradientBucket, Reductions
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.runtime.program.simulate import OverlappedCollective, RankClock
 from partitioner.schedules.actions import Timetable
@@ -45,27 +45,42 @@ class RankEnds:
     every_backward: bool = False
 
 
+NO_SUMS: Mapping[tuple[int, ...], float] = {}
+
+
 def seconds_added(
-    schedule: str | ScheduleTable, m: int, chunks: int | None, phases: Sequence[Phases], ranks: Sequence[RankEnds]
+    schedule: str | ScheduleTable,
+    m: int,
+    chunks: int | None,
+    phases: Sequence[Phases],
+    ranks: Sequence[RankEnds],
+    sums: Mapping[tuple[int, ...], float] = NO_SUMS,
 ) -> float:
     """Return the seconds that gathers of updated parameters and gradient reductions add to the pipeline of a step: the
     time at which all gradients are reduced, minus the time at which the last backward would end without collectives.
 
     ``schedule``: its name, or a table that the user wrote. ``m``: number of microbatches. ``chunks``: number of virtual
     stages of each rank; ``None``: the number that the schedule fixes. ``phases``: seconds of forward and backward of
-    each virtual stage. ``ranks``: gathers and reductions of each rank.
+    each virtual stage. ``ranks``: gathers and reductions of each rank. ``sums``: pipeline ranks that sum gradients of
+    tied weights, which all of them have -> seconds of that sum.
     """
     table, more = shorten_timetable(schedule, len(ranks), m, chunks, _MOST_ACTIONS)
-    added = _compute_added_seconds(table, phases, ranks)
+    added = _compute_added_seconds(table, phases, ranks, sums)
     if more is not None and any(rank.every_backward for rank in ranks):
         longer, microbatches, left = more
-        added += (_compute_added_seconds(longer, phases, ranks) - added) * left / microbatches
+        added += (_compute_added_seconds(longer, phases, ranks, sums) - added) * left / microbatches
     return max(0.0, added)
 
 
-def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Sequence[RankEnds]) -> float:
+def _compute_added_seconds(
+    table: Timetable,
+    phases: Sequence[Phases],
+    ranks: Sequence[RankEnds],
+    sums: Mapping[tuple[int, ...], float],
+) -> float:
     """Simulate the schedule ``table`` with the gathers and reductions of ``ranks``, and return the seconds by which
-    they make it longer. ``phases``: seconds of forward and backward of each virtual stage.
+    they make it longer. ``phases``: seconds of forward and backward of each virtual stage. ``sums``: pipeline ranks
+    that sum gradients of tied weights -> seconds of that sum.
     """
     waits, seconds, sent = waits_of(table), seconds_of(phases, True), sent_of(phases)
     first, last = _find_ends(SameObject(table))
@@ -90,6 +105,13 @@ def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Se
             now = clock.clock
             clock.clock = (now if now >= ready else ready) + seconds[what]
         done.append(clock.clock)
+    for among, sum_s in sorted(sums.items()):
+        for rank in among:
+            lanes[rank].await_tied(among)
+        begin_s = max(clocks[rank].clock for rank in among)
+        for rank in among:
+            clocks[rank].wait(begin_s)
+            clocks[rank].compute(sum_s)
     return max(lane.ended() for lane in lanes) - compute_makespan(table, phases)
 
 
@@ -166,7 +188,15 @@ class _Lane:
         if not total:
             self.clock.compute(seconds)
 
+    def await_tied(self, among: tuple[int, ...]) -> None:
+        """Wait until this rank has reduced the shards of gradients that the pipeline ranks ``among`` will sum."""
+        self.reductions.settle()
+        for collective in self.reductions.of_tied.get(among, ()):
+            self.clock.wait_for(collective)
+
     def ended(self) -> float:
+        self.reductions.settle()
+        self.reductions.begin([bucket for bucket in self.ends.buckets if bucket.place == AFTER_SUM])
         self.reductions.settle()
         self.clock.wait_for_all()
         return self.clock.clock

@@ -20,7 +20,10 @@ from partitioner.runtime.program.simulate import OverlappedCollective, RankClock
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan
 
+AFTER_SUM = -1  # place of a bucket whose reduction begins when pipeline ranks have summed its gradients
+
 _NOTHING = CommunicationTime(0.0)
+NO_TIES: Mapping[str, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,16 @@ class GradientBucket:
     ``place``: index, in the model, of the first block call (such as a layer) that reads one of their parameters.
     Backward runs calls in reverse order, so the gradients are complete once this call's backward has run. ``scatter``:
     time of the reduce-scatter to shards. ``rest``: time of the all-reduce of the gradients or, after a reduce-scatter,
-    of the shards. ``gather_s``: seconds of gathering the updated parameters.
+    of the shards. ``gather_s``: seconds of gathering the updated parameters. ``tied_ranks``: the pipeline ranks that
+    sum the gradients, if several have the parameters: shards are summed after the reduction, whole gradients before it,
+    so that the place is then ``AFTER_SUM``.
     """
 
     place: int
     scatter: CommunicationTime = _NOTHING
     rest: CommunicationTime = _NOTHING
     gather_s: float = 0.0
+    tied_ranks: tuple[int, ...] = ()
 
 
 def stage_buckets(
@@ -45,9 +51,10 @@ def stage_buckets(
     states: Mapping[str, StateCost],
     reducer: Reducer,
     last_levels: Mapping[tuple[str, ...], bool],
+    tied: Mapping[str, tuple[int, ...]] = NO_TIES,
 ) -> list[GradientBucket]:
     """Return the gradient buckets of a stage (gradients that are reduced together) in the order in which its backward
-    completes them.
+    completes them. ``tied``: parameter that several pipeline ranks have -> these ranks.
 
     ``plan``: the block calls (such as layers) of the stage. ``states``: cost of each parameter and buffer by name.
     ``reducer``: computes the seconds of collectives. ``last_levels``: axes of a reduce-scatter -> whether no other
@@ -55,13 +62,15 @@ def stage_buckets(
     stages.
     """
     found = [
-        bucket for group in _group_bucket_members(problem, plan, states, reducer) for bucket in _fill_buckets(*group)
+        (ranks, bucket)
+        for ranks, members, limit in _group_bucket_members(problem, plan, states, reducer, tied)
+        for bucket in _fill_buckets(members, limit)
     ]
 
-    def priced(members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
+    def priced(ranks: tuple[int, ...], members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
         """Return the bucket (gradients that are reduced together) with the gradients ``members``, and with the time of
         its collectives. A member is a pair (index of the first block call, such as a layer, that reads the parameter;
-        cost of the parameter).
+        cost of the parameter). ``ranks``: the pipeline ranks that sum these gradients, if there are several.
         """
         cost = members[0][1]
         gradients = sum(c.gradient for _, c in members)
@@ -74,24 +83,29 @@ def stage_buckets(
             gather = reducer.all_gather(parameters, cost.scatter_axes).seconds
         if cost.rest_axes:
             rest = reducer.all_reduce(sum(c.gradient_piece for _, c in members), cost.rest_axes)
-        return GradientBucket(place, scatter, rest, gather)
+        whole = bool(ranks) and not cost.scatter_axes
+        return GradientBucket(AFTER_SUM if whole else place, scatter, rest, gather, ranks)
 
-    return sorted((priced(members) for members in found), key=lambda bucket: -bucket.place)
+    return sorted((priced(*group) for group in found), key=lambda bucket: -bucket.place)
 
 
 def _group_bucket_members(
-    problem: StageProblem, plan: StagePlan, states: Mapping[str, StateCost], reducer: Reducer
-) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
-    """Yield, for each kind of gradients that may be in one bucket (gradients that one collective reduces), a list of
-    gradients and the number of bytes that fill a bucket. A gradient is a pair (index of the first block call, such as a
-    layer, that reads the parameter; cost of the parameter). A list is in the order in which the backward completes its
-    gradients.
+    problem: StageProblem,
+    plan: StagePlan,
+    states: Mapping[str, StateCost],
+    reducer: Reducer,
+    tied: Mapping[str, tuple[int, ...]],
+) -> Iterator[tuple[tuple[int, ...], list[tuple[int, StateCost]], float]]:
+    """Yield, for each kind of gradients that may be in one bucket (gradients that one collective reduces), the pipeline
+    ranks that sum them if there are several, a list of gradients, and the number of bytes that fill a bucket. A
+    gradient is a pair (index of the first block call, such as a layer, that reads the parameter; cost of the
+    parameter). A list is in the order in which the backward completes its gradients.
 
     ``plan``: the block calls of the stage. ``states``: the cost of each parameter and buffer by name. ``reducer``:
-    computes the seconds of collectives. ``problem``: the block calls of the model with their costs, to be cut into
-    pipeline stages.
+    computes the seconds of collectives. ``tied``: parameter that several pipeline ranks have -> these ranks.
+    ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
     """
-    together: dict[object, list[tuple[int, StateCost]]] = {}
+    together: dict[tuple[tuple[int, ...], object], list[tuple[int, StateCost]]] = {}
     known: set[str] = set()
     first: dict[str, int] = {}
     for place in plan.places:
@@ -108,14 +122,14 @@ def _group_bucket_members(
             by_call = place if cost.stage == 3 and cost.scatter_axes else -1
             if cost.stage == 2 and cost.scatter_axes:  # scattered behind each backward of one virtual stage
                 by_call = next(run.start for run in plan.runs if run.start <= place < run.stop)
-            key = cost.scatter_axes, cost.rest_axes, cost.stage, cost.expert, by_call
-            together.setdefault(key, []).append((place, cost))
-    for members in together.values():
+            alike = cost.scatter_axes, cost.rest_axes, cost.stage, cost.expert, by_call
+            together.setdefault((tied.get(name, ()), alike), []).append((place, cost))
+    for (among, _), members in together.items():
         cost = members[0][1]
         whole = cost.stage == 3 and bool(cost.scatter_axes)
         ranks = math.prod(reducer.group(axes).size for axes in (cost.scatter_axes, cost.rest_axes) if axes)
         limit = float("inf") if whole else bucket_limit(ranks)
-        yield members, limit
+        yield among, members, limit
 
 
 def _fill_buckets(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
@@ -179,6 +193,8 @@ class Reductions:
 
     def __init__(self, clock: RankClock) -> None:
         self.clock = clock
+        # collectives of gradients that several pipeline ranks sum, by these ranks
+        self.of_tied: dict[tuple[int, ...], list[OverlappedCollective]] = {}
         self._sent: list[OverlappedCollective] = []  # scatters of the previous backward
         # buckets to all-reduce when these scatters have ended
         self._left: list[tuple[OverlappedCollective, GradientBucket]] = []
@@ -194,11 +210,11 @@ class Reductions:
             self._sent.clear()
         for bucket in buckets:
             if bucket.scatter is not _NOTHING:
-                self._sent.append(self._begin_collective(bucket.scatter))
+                self._sent.append(self._begin_collective(bucket.scatter, bucket.tied_ranks))
                 if bucket.rest is not _NOTHING and whole:
                     self._left.append((self._sent[-1], bucket))
             elif whole:
-                self._begin_collective(bucket.rest)
+                self._begin_collective(bucket.rest, bucket.tied_ranks)
 
     def settle(self) -> None:
         """In the simulation, wait for the reduce-scatters of gradients whose shards still have to be all-reduced over
@@ -206,13 +222,14 @@ class Reductions:
         """
         for scatter, bucket in self._left:
             self.clock.wait_for(scatter)
-            self._begin_collective(bucket.rest)
+            self._begin_collective(bucket.rest, bucket.tied_ranks)
         self._left.clear()
 
-    def _begin_collective(self, part: CommunicationTime) -> OverlappedCollective:
+    def _begin_collective(self, part: CommunicationTime, tied_ranks: tuple[int, ...]) -> OverlappedCollective:
         collective = OverlappedCollective(0.0, part.seconds)
         self.clock.compute(part.coding_s)
         self.clock.begin(collective)
+        self.of_tied.setdefault(tied_ranks, []).append(collective)
         return collective
 
 

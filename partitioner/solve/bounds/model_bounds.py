@@ -267,7 +267,7 @@ class ModelBounds:
         """
         m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in candidates], dtype=np.float64)
-        formula = np.array([is_formula(p.schedule) for p in candidates])
+        formula = np.array([is_formula(p.schedule, p.pp, self.train) for p in candidates])
         fill = np.array([self._bound_fill_and_drain(p) for p in candidates])
         whole = ahead + back
         slowest = np.maximum(whole / pp, busiest)
@@ -288,7 +288,10 @@ class ModelBounds:
             ahead, both = forward[..., place], forward[..., place] + backward[..., place]
             work, speeds = work_and_speeds(both, often)
             pool = self._group_device_speeds(candidate, speeds)
-            of_all, plain = self.rounds(candidate) * pool.pipelines, is_formula(candidate.schedule)
+            of_all, plain = (
+                self.rounds(candidate) * pool.pipelines,
+                is_formula(candidate.schedule, candidate.pp, self.train),
+            )
             found[place] = pool.least(work, of_all, plain=plain)
             in_order = is_plain(candidate.schedule, candidate.virtual_stages) and not self.constraints.overlap_steps
             if in_order and not plain:
@@ -325,7 +328,7 @@ class ModelBounds:
         its backward seconds. Both are 0 if numbers of microbatches differ between ranks and no formula is known.
         ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
-        if self.may_differ(candidate) and not is_formula(candidate.schedule):
+        if self.may_differ(candidate) and not is_formula(candidate.schedule, candidate.pp, self.train):
             return 0.0, 0.0
         m = candidate.num_microbatches(self.global_batch)
         return least_fill(candidate.schedule, candidate.pp, m, candidate.virtual_stages, self.constraints.overlap_steps)
@@ -598,7 +601,7 @@ class ModelBounds:
         sizes, microbatch size, schedule and ZeRO stage.
         """
         candidate, m = candidates[0], candidates[0].num_microbatches(self.global_batch)
-        pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.constraints.overlap_steps)
+        pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.constraints.overlap_steps, self.train)
         hides = least.backward_s if least.is_seen else math.inf
         return (
             pipeline + float(self._bound_seconds_after_pipeline(candidates, np.full(len(candidates), hides)).min())

@@ -207,7 +207,9 @@ class BatchSharing:
         work, speeds = work_and_speeds(np.array(seconds), list(often.values()))
         by_stage = speeds[[numbers[id(costs)] for costs in of_stages]].reshape(len(counts), -1)
         pipelines = PipelineSpeeds(-np.sort(-by_stage, axis=1), np.array(counts))
-        return pipelines.least(work, num_microbatches, plain=is_formula(self.candidate.schedule))
+        return pipelines.least(
+            work, num_microbatches, plain=is_formula(self.candidate.schedule, self.candidate.pp, self.train)
+        )
 
     def _compute_stage_seconds(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
         """Return, for each stage of one pipeline, the seconds that all block calls (such as layers) of one microbatch

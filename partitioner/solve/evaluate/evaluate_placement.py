@@ -14,7 +14,13 @@ from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.states import StateCost, with_lost
 from partitioner.cost.step.estimate import estimate_step, stage_problem
 from partitioner.cost.step.gradient_reduction import lost_by
-from partitioner.cost.step.pipeline_tail import bound_stage_ends, least_update, run_tails
+from partitioner.cost.step.pipeline_tail import (
+    bound_reduction_delays,
+    bound_stage_ends,
+    is_priced_by_rank_ends,
+    least_update,
+    run_tails,
+)
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.errors import CapacityError, PlanError
@@ -31,6 +37,7 @@ from partitioner.solve.stages.split import StageSplit, solve_stages
 from partitioner.solve.stages.split_for_step import cut_for_step
 from partitioner.solve.stages.virtual_stages import set_scheduled_in_flight, solve_virtual
 
+_CLOSE = 1e-4  # relative gap of a cut at which no tighter bound is computed
 _SHARES = 6  # maximum number of divisions of the batch that are tried on one placement
 
 _GAINED = 0.1  # assumed greatest gain of shares that are fitted to the stages: 6 % have been measured
@@ -56,14 +63,15 @@ class PlacementResult(NamedTuple):
         return [[call.index for pair in pairs for call in self.problem.calls[slice(*pair)]] for pairs in parts]
 
 
-def virtual_ranks(candidate: MeshCandidate) -> tuple[int, ...]:
+def virtual_ranks(candidate: MeshCandidate, train: bool) -> tuple[int, ...]:
     """Return the pipeline rank of each virtual stage of ``candidate``, if its schedule is simulated action by action
     (an action is a forward or backward of one microbatch on one virtual stage). Return an empty tuple for a schedule
-    whose step time is a closed formula. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    whose step time is a closed formula. ``train``: whether there are backwards. ``candidate``: mesh sizes, microbatch
+    size, schedule and ZeRO stage.
     """
-    return (
-        () if is_formula(candidate.schedule) else ranks_of(candidate.schedule, candidate.pp, candidate.virtual_stages)
-    )
+    if is_formula(candidate.schedule, candidate.pp, train):
+        return ()
+    return ranks_of(candidate.schedule, candidate.pp, candidate.virtual_stages)
 
 
 def split_of(
@@ -83,7 +91,7 @@ def split_of(
     size, schedule and ZeRO stage. Raises :class:`CapacityError` if no cut fits in memory, and :class:`PlanError` if
     there is none for another reason.
     """
-    if is_formula(candidate.schedule):
+    if is_formula(candidate.schedule, candidate.pp, problem.train):
         return solve_stages(problem)
     schedule = candidate.schedule, candidate.pp, candidate.virtual_stages
     return solve_virtual(problem, *schedule, proven=proven, improved=improved, cutoff_s=cutoff_s)
@@ -206,12 +214,11 @@ class PlacementEvaluator:
 
     @property
     def _has_floor(self) -> bool:
-        """Return whether a lower bound on the step time can be computed quickly for a given division of the batch among
-        the ranks of ``dp``. That is the case if each rank has one stage and the step time has no formula, so that it is
-        simulated."""
-        return not is_formula(self.candidate.schedule) and is_plain(
-            self.candidate.schedule, self.candidate.virtual_stages
-        )
+        """Return whether the step time of the candidate has a quick lower bound: the schedule is simulated forward by
+        forward and backward by backward (not computed with a formula), and each rank has one stage."""
+        candidate = self.candidate
+        simulated = not is_formula(candidate.schedule, candidate.pp, self.job.train)
+        return simulated and is_plain(candidate.schedule, candidate.virtual_stages)
 
     def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
         """Find the best plan on the placement ``machine`` (a topology with the mesh laid over it) in which the ranks of
@@ -220,7 +227,7 @@ class PlacementEvaluator:
         """
         job, candidate = self.job, self.candidate
         problem, held, shares = self._build_stage_problem(machine, shares)
-        ranks = virtual_ranks(candidate)
+        ranks = virtual_ranks(candidate, job.train)
         order = candidate.schedule, candidate.virtual_stages if ranks else None
 
         def price(split: StageSplit) -> tuple[float, Estimate]:
@@ -246,7 +253,15 @@ class PlacementEvaluator:
             ),
             self.cutoff_s if self.proven else 0.0,
         )
-        return cut.step_s, PlacementResult(problem, cut.split, cut.priced, shares), cut.lower_bound_s
+        least_s, limit_s = cut.lower_bound_s, min(cut.step_s, self.cutoff_s)
+        plain = self._has_floor and is_priced_by_rank_ends(problem, machine)
+        if self.proven and plain and least_s < limit_s * (1 - _CLOSE):
+            flying = self._set_microbatches_in_flight(problem)
+            delays = bound_reduction_delays(flying, held, machine, job.constraints)
+            found = least_time(flying, limit_s - behind, delays=delays)
+            pipeline_s = found.pipeline_s(candidate.schedule, candidate.pp, problem.num_microbatches)
+            least_s = max(least_s, min(limit_s, pipeline_s + behind))
+        return cut.step_s, PlacementResult(problem, cut.split, cut.priced, shares), least_s
 
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares
@@ -269,14 +284,14 @@ class PlacementEvaluator:
             ),  # of the rank with the most
             microbatch_size=candidate.microbatch_size,
             schedule=candidate.schedule,
-            ranks=virtual_ranks(candidate),
+            ranks=virtual_ranks(candidate, job.train),
             constraints=job.constraints,
             profile=job.profile,
             train=job.train,
             costs_by_stage=costs_by_stage,
             scattering=machine.scattering(candidate.num_microbatches(job.global_batch)),
         )
-        ends = bound_stage_ends(problem, held, machine, job.constraints, virtual_ranks(candidate))
+        ends = bound_stage_ends(problem, held, machine, job.constraints, virtual_ranks(candidate, job.train))
         problem = replace(problem, ends=ends)
         if job.layout is not None:
             pinned = job.layout.pinned_calls(problem.calls)
@@ -320,7 +335,7 @@ class PlacementEvaluator:
         except CapacityError:
             return math.inf
         m, overlap = problem.num_microbatches, problem.overlap_steps
-        pipeline_s = found.pipeline_s(self.candidate.schedule, self.candidate.pp, m, overlap)
+        pipeline_s = found.pipeline_s(self.candidate.schedule, self.candidate.pp, m, overlap, problem.train)
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
@@ -339,6 +354,6 @@ class PlacementEvaluator:
         formula for its step time, and is therefore not simulated, ``problem`` itself is returned.
         """
         candidate = self.candidate
-        if is_formula(candidate.schedule):
+        if is_formula(candidate.schedule, candidate.pp, problem.train):
             return problem
         return set_scheduled_in_flight(problem, candidate.schedule, candidate.pp, candidate.virtual_stages)

@@ -124,7 +124,7 @@ class CandidateEvaluator:
         placement_evaluator = replace(self.build_placement_evaluator(candidate, proven, cutoff_s), improved=improved)
         local, states = placement_evaluator.local, placement_evaluator.states
         if devices is None:
-            exchanges = EXCHANGES if is_formula(candidate.schedule) else _EXCHANGES_FOLLOWED
+            exchanges = EXCHANGES if is_formula(candidate.schedule, candidate.pp, job.train) else _EXCHANGES_FOLLOWED
             likely = (
                 None if is_plain(candidate.schedule, candidate.virtual_stages) else self._estimate_by_1f1b(candidate)
             )

@@ -295,7 +295,7 @@ class BestFirstSearch:
         first = {c: row.bound for c, row in rows.items()} | dict(zip(unknown, estimates, strict=True))
         least = [min(first[c] for c in members) for members in nodes]
         # (simulated, bound, number of the node, next step); equal bounds are ordered by number
-        queue = [(not is_formula(nodes[n][0].schedule), bound, n, 0) for n, bound in enumerate(least)]
+        queue = [(not is_formula(nodes[n][0].schedule, nodes[n][0].pp), bound, n, 0) for n, bound in enumerate(least)]
         heapq.heapify(queue)
         while queue:
             later, bound, number, step = heapq.heappop(queue)

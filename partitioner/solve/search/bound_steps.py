@@ -192,7 +192,7 @@ class BoundCascade:
         )
         even = self.bounds.with_floor([candidate], floor) if floor else 0.0
         try:
-            problem = self.bounds.problem(candidate, *own, virtual_ranks(candidate))
+            problem = self.bounds.problem(candidate, *own, virtual_ranks(candidate, self.bounds.train))
             pipeline_s = split_of(problem, candidate, cutoff_s=cutoff_s).lower_bound_s
         except CapacityError:  # for simulated schedules not all cuts are tried, so others may fit
             pipeline_s = 0.0
@@ -318,7 +318,9 @@ class BoundCascade:
             return self._bound_simulated_recompute([candidate], cutoff_s)
         if self._has_room(candidate):
             return 0.0  # the family's bound included it
-        quick = is_formula(candidate.schedule)  # the step times of other schedules are known only later
+        quick = is_formula(
+            candidate.schedule, candidate.pp, self.bounds.train
+        )  # the step times of other schedules are known only later
         least = self.bounds.relaxed(candidate, self._of_all(candidate), cutoff_s=cutoff_s, quick=quick)
         if quick and not least.is_seen:
             self._unseen.add(candidate)

@@ -55,7 +55,9 @@ def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
     if chosen.local.context is None or not chosen.context_model:
         return ()
     calls = algorithms_of(chosen.context_model, chosen.local.context)
-    plain = is_formula(chosen.candidate.schedule)  # for others the cut into stages takes long
+    plain = is_formula(
+        chosen.candidate.schedule, chosen.candidate.pp, job.train
+    )  # for others the cut into stages takes long
     ways = []
     for name in ALGORITHMS:
         if calls == {name: sum(calls.values())}:

@@ -264,9 +264,6 @@ class PhaseCosts:
             inputs = times - forward - values - gradients - weights
             if not recomputed:
                 inputs = np.where(np.isfinite(times), tables.seconds(k)[1] - weights, np.inf)
-            if problem.chunks == 1:  # see :func:`partitioner.solve.stages.virtual_stages.phases_of`
-                forward, inputs = forward + values, inputs + gradients
-                values = gradients = np.broadcast_to(np.zeros(1), times.shape)
             ends = [problem.ends[k].gathers, problem.ends[k].reductions] if problem.ends else []
             self.of_stage.append(
                 (

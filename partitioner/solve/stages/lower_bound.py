@@ -6,6 +6,7 @@ therefore skipped. With many stages few runs are left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,15 +16,16 @@ from numpy.typing import NDArray
 from partitioner.errors import CapacityError
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.csv_table import ScheduleTable
-from partitioner.schedules.formulas import is_formula, least_fill
+from partitioner.schedules.formulas import is_formula, is_split, least_fill
 from partitioner.solve.stages.problem import Pace, StageProblem
 from partitioner.solve.stages.split import capacity_error, stage_plan
-from partitioner.solve.stages.tables import ROUNDING_BYTES, TINY, StageTables
+from partitioner.solve.stages.tables import ROUNDING_BYTES, TINY, StageTables, Table
 from partitioner.units import bytes_text, format_plural
 
 Vector = NDArray[np.float64]
 
 Places = NDArray[np.int64]
+NO_DELAY = 0.0, 0.0
 _ROUNDING = 1e-9  # tolerance when numbers of stages are rounded up
 _LONG, _SEVERAL = (
     2.0,
@@ -56,35 +58,40 @@ class LeastTime:
         """
         return bool(np.isfinite(self.total_s))
 
-    def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:
+    def pipeline_s(
+        self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False, train: bool = True
+    ) -> float:
         """Return a lower bound on the seconds of ``m`` microbatches under ``schedule`` with one stage on each of ``p``
         ranks. ``overlap_steps``: whether a rank begins the next step as soon as it has ended its own part of this one.
+        ``train``: whether there are backwards.
         """
-        fill = least_fill(schedule, p, m, 1, overlap_steps)
-        seen = max(self.step_s, self._pipeline_s(schedule, p, m, fill, self.slowest_s, self.total_s))
-        return min(seen, self._pipeline_s(schedule, p, m, fill, *self.unseen))
+        fill = None if is_formula(schedule, p, train) else least_fill(schedule, p, m, 1, overlap_steps)
+        seen = max(self.step_s, self._pipeline_s(p, m, fill, self.slowest_s, self.total_s))
+        return min(seen, self._pipeline_s(p, m, fill, *self.unseen))
 
-    def _pipeline_s(
-        self, schedule: str | ScheduleTable, p: int, m: int, fill: tuple[float, float], slowest: float, total: float
-    ) -> float:
-        """Return a lower bound on the seconds of ``m`` microbatches under ``schedule`` on ``p`` ranks, if the slowest
-        stage takes at least ``slowest`` and all stages together at least ``total`` seconds per microbatch. ``fill``:
-        the time to fill and drain the pipeline, as two fractions: of the forward and of the backward seconds of a
-        microbatch through the whole model."""
+    def _pipeline_s(self, p: int, m: int, fill: tuple[float, float] | None, slowest: float, total: float) -> float:
+        """Return a lower bound on the seconds of ``m`` microbatches on ``p`` ranks, if the slowest stage takes at least
+        ``slowest`` and all stages together at least ``total`` seconds per microbatch. ``fill``: the time to fill and
+        drain the pipeline, as two fractions: of the forward and of the backward seconds of a microbatch through the
+        whole model; ``None``: the schedule has a formula."""
         if total == np.inf:
             return total
-        if is_formula(schedule):
+        if fill is None:
             return (m - 1) * slowest + total
         filled = fill[0] * self.forward_s + fill[1] * (total - self.forward_s)
         return max(m * slowest, m * total / p + (1 - 1 / p) * filled)
 
 
-def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False) -> LeastTime:
+def least_time(
+    problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False, delays: Sequence[Table] = ()
+) -> LeastTime:
     """Return lower bounds on the stage times of all cuts of the calls of ``problem`` into stages.
 
     ``cutoff_s``: steps that take at least this many seconds are of no use to the caller, so stages that alone take so
     long are skipped. ``quick``: skip all stages that take much longer than the total work divided by the number of
-    stages, even if no cut without such a stage fits. Raises :class:`CapacityError` if memory cannot suffice, and
+    stages, even if every cut that fits has such a stage. ``delays``: for each stage, a table of lower bounds on the
+    seconds from its last backward to the end of its reductions, whose entry ``[start, stop]`` is for the calls
+    ``start:stop``; empty if they are not to be counted. Raises :class:`CapacityError` if memory cannot suffice, and
     :class:`PlanError` if there are more stages than block calls (such as layers).
     """
     tables = StageTables(problem)
@@ -100,7 +107,7 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
     limit = _LONG * max(work / p, float(alone.max()))
     limit = limit if problem.num_microbatches >= _SEVERAL else np.inf
     enough = cutoff_s / problem.num_microbatches
-    found = _over_runs(tables, min(limit, enough))
+    found = _over_runs(tables, min(limit, enough), delays)
     if found is None and enough <= limit and enough < np.inf:
         return LeastTime(np.inf, np.inf, forward, 0.0, (enough, max(work, enough)))
     if found is None and limit < np.inf:
@@ -108,7 +115,7 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
             _check_memory(tables)
             return LeastTime(np.inf, np.inf, forward, 0.0, (limit, work))
         limit = np.inf
-        found = _over_runs(tables, enough)
+        found = _over_runs(tables, enough, delays)
     if found is None and enough < np.inf:
         return LeastTime(np.inf, np.inf, forward, 0.0, (enough, max(work, enough)))
     if found is None:
@@ -122,14 +129,16 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
     return LeastTime(most, total, forward, backward, (limit, max(work, limit)), step)
 
 
-def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
+def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tuple[float, float, float] | None:
     """Return three lower bounds in seconds: on the slowest stage, on the sum of all stages (both per microbatch), and
     on the step (0 if the schedule has a formula). The bounds are minima over the cuts of the block calls (such as
     layers) into stages whose work, without waits and recomputation, takes at most ``limit`` seconds per microbatch
-    each. ``tables``: seconds and bytes of all possible stages.
+    each.
 
-    Return ``None`` if the bounds may not hold for all cuts: if there is no such cut, or if the slowest stage takes more
-    than ``limit`` seconds with waits and recomputation, so that a cut with more work in a stage might be better.
+    Return ``None`` if there is no such cut, or if the slowest stage takes more than ``limit`` seconds with waits and
+    recomputation, because a cut with more work in a stage might then be better. ``tables``: seconds and bytes of all
+    possible stages. ``delays``: for each stage, lower bounds on the seconds from its last backward to the end of its
+    reductions.
     """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
@@ -140,7 +149,14 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
     if tables.slim is not None:
         slim = tables.slim.run_times(stages, start, stop)
         times = slim if problem.recompute == "selective" else np.minimum(times, slim)
-    followed = not is_formula(problem.schedule)  # for formula schedules the formula gives a tighter bound
+    followed = not is_formula(
+        problem.schedule, problem.num_stages, problem.train
+    )  # for formula schedules the formula gives a tighter bound
+    if followed:  # a rank may compute for another microbatch while a message is on its way
+        waits = [tables.transfers(stage) for stage in stages.tolist()]
+        times = times - np.stack([before[start, 0] + after[0, stop] for before, after in waits])
+    # the last backward ends on the first stage, which then reduces its gradients
+    least_delay = float(delays[0][0, stop[start == 0]].min(initial=np.inf)) if delays else 0.0
     of_pace: dict[SameObject[Pace], OtherStageTimes] = {}
     ends, values = stop[firsts], np.empty((2 + followed, len(start)))
     # the least maximum, the least sum and the least step, up to each call
@@ -155,7 +171,13 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
             if SameObject(pace) not in of_pace:
                 of_pace[SameObject(pace)] = _bound_other_stages(problem, pace)
             others = of_pace[SameObject(pace)]
-            np.maximum(before[2], _bound_step_after_stage(problem, stage, others, start, stop, time), out=values[2])
+            forward = tables.seconds(stage)[0][start, stop] + pace.overhead.forward_total_s
+            delay = (delays[stage][start, stop], least_delay) if delays else NO_DELAY
+            step = _bound_step_after_stage(problem, stage, others, start, stop, time, delay)
+            if not is_split(problem.schedule):
+                around = _bound_step_around_stage(problem, stage, others, start, stop, time, forward, delay)
+                step = np.maximum(step, around)
+            np.maximum(before[2], step, out=values[2])
         least.fill(np.inf)
         least[:, ends] = np.minimum.reduceat(values, firsts, axis=1)
     most, total, *step = least[:, -1].tolist()
@@ -164,8 +186,9 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
 
 class OtherStageTimes(NamedTuple):
     """Cumulative seconds of one microbatch in the block calls (such as layers) before each index, three arrays of shape
-    ``[calls + 1]``. ``ahead`` (forward) and ``back`` (backward for inputs) take the fastest device of any stage for
-    each call, so they are lower bounds. ``weights`` (backward for weights) is on the devices of one stage.
+    ``[calls + 1]``. ``ahead`` (forward) and ``back`` (backward for inputs; the whole backward if the schedule does not
+    split it) take the fastest device of any stage for each call, so they are lower bounds. ``weights`` (backward for
+    weights) is on the devices of one stage.
     """
 
     ahead: Vector
@@ -174,7 +197,13 @@ class OtherStageTimes(NamedTuple):
 
 
 def _bound_step_after_stage(
-    problem: StageProblem, stage: int, others: OtherStageTimes, start: Places, stop: Places, times: Vector
+    problem: StageProblem,
+    stage: int,
+    others: OtherStageTimes,
+    start: Places,
+    stop: Places,
+    times: Vector,
+    delay: tuple[Vector | float, float],
 ) -> Vector:
     """Return lower bounds in seconds on the step if the stage with index ``stage`` runs the block calls (such as
     layers) ``start:stop`` in ``times`` seconds per microbatch; all three are arrays. ``others``: cumulative seconds of
@@ -183,27 +212,55 @@ def _bound_step_after_stage(
     The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
     backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
     has postponed. If steps overlap, only the part of the earlier calls that exceeds these postponed backwards counts.
-    ``problem``: the calls and the schedule.
+    ``delay``: seconds from its last backward to the end of its reductions, and those of the first stage. ``problem``:
+    the calls and the schedule.
     """
     ahead, back, weights = others
     late = problem.half_done(stage) * (weights[stop] - weights[start])
     if problem.overlap_steps:
         besides = np.maximum(0.0, ahead[start] + back[start] - late)
     else:
-        besides = ahead[start] + np.maximum(0.0, back[start] - late)
+        besides = ahead[start] + np.maximum(np.maximum(0.0, back[start] - late) + delay[1], delay[0])
     through: Vector = problem.num_microbatches * times + besides
     return through
 
 
+def _bound_step_around_stage(
+    problem: StageProblem,
+    stage: int,
+    others: OtherStageTimes,
+    start: Places,
+    stop: Places,
+    times: Vector,
+    forward: Vector,
+    delay: tuple[Vector | float, float],
+) -> Vector:
+    """Return lower bounds in seconds on the step under 1F1B or GPipe, as :func:`_bound_step_after_stage` does, with the
+    calls behind the stage too. ``forward``: seconds of the stage's forward of a microbatch, without waits. The other
+    arguments are those of :func:`_bound_step_after_stage`.
+
+    The first microbatch passes all stages and comes back to the stage, which has run ``w`` forwards by then under 1F1B.
+    Then it runs the other forwards and all backwards, and the last backward continues through all earlier calls. Under
+    GPipe the stage runs all forwards first, the last microbatch passes all later stages, and backwards follow likewise.
+    """
+    ahead, back, _ = others
+    whole = ahead + back
+    besides = whole[-1] - whole[stop] + ahead[start] + np.maximum(back[start] + delay[1], delay[0])
+    begun = 1 if problem.schedule == "gpipe" else problem.not_begun(stage)
+    around: Vector = problem.num_microbatches * times - (begun - 1) * forward + besides
+    return around
+
+
 def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
     """Return lower bounds on the cumulative seconds of a microbatch in the block calls (such as layers) before each
-    index of ``problem``: forward, backward for inputs, and backward for weights. ``pace``: the costs on the devices of
-    one stage, which give the seconds of the backward for weights.
+    index of ``problem``: forward, backward for inputs (whole backward if the schedule does not split it), and backward
+    for weights. ``pace``: the costs on the devices of one stage, which give the seconds of the backward for weights.
     """
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
     train = problem.train
-    halves = ([(c.backward_total_s - c.later_s) * train for c in p.costs] for p in paces)
+    split = is_split(problem.schedule)
+    halves = ([(c.backward_total_s - c.later_s * split) * train for c in p.costs] for p in paces)
     back = [min(costs) for costs in zip(*halves, strict=True)]
     weights = [c.later_s * train for c in pace.costs]
     return OtherStageTimes(*(np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights)))

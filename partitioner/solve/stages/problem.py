@@ -89,7 +89,8 @@ class StageProblem:
     - ``state_bytes``: name of a parameter or buffer -> bytes on a rank, with its gradient and optimizer states.
       ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.
       ``local``: names of values that are never sent between stages. ``total_bytes``: bytes of values that are summed
-      over the whole batch by an all-reduce before the first forward.
+      over the whole batch by an all-reduce before the first forward. ``prologue_s``: seconds in which the last stage
+      computes them for one microbatch, if there are several stages.
     - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: index of a call ->
       its fixed stage. ``may_be_empty``: whether stages may have no call. ``barred``: for each stage, a mask ``[start,
       stop]`` of the calls ``start:stop`` of which it may not consist. ``repeated``: for each call, whether its block
@@ -133,6 +134,7 @@ class StageProblem:
     barred: tuple[NDArray[np.bool_], ...] = ()
     overlap_steps: bool = False
     total_bytes: float = 0.0
+    prologue_s: float = 0.0
     ends: tuple[StageEnds, ...] = ()
 
     @property

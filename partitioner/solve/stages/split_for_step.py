@@ -73,7 +73,8 @@ def cut_for_step(
         return PricedSplit(*best, min(step, pipeline + least_tail_s))
     tails = run_tails(min(cutoff_s, step))
     lowest = max(least_tail_s, min_max(list(tails))[0])
-    rounds = _ROUNDS if is_formula(problem.schedule) else _ROUNDS_FOLLOWED
+    formula = is_formula(problem.schedule, problem.num_stages // problem.chunks, problem.train)
+    rounds = _ROUNDS if formula else _ROUNDS_FOLLOWED
     for left in range(rounds, -1, -1):
         if pipeline + lowest >= min(cutoff_s, best[1]) * (1 - _ROUNDING) or not left:
             least = min(least, pipeline + lowest)

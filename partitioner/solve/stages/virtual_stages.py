@@ -39,6 +39,7 @@ from partitioner.schedules.formulas import (
 from partitioner.schedules.makespan import Phases
 from partitioner.schedules.registry import ranks_of
 from partitioner.solve.stages.improve_cuts import better_cuts
+from partitioner.solve.stages.lower_bound import least_time
 from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts, drop_smaller_counts
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan, StageSplit, solve_stages, stage_plan
@@ -162,6 +163,28 @@ def solve_virtual(
     the sum of stages chooses the cuts. ``cutoff_s``: pipelines that take at least this many seconds are of no use to
     the caller. Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cuts
     that fit were found.
+    """
+    split = _solve_with_recompute(problem, schedule, num_ranks, chunks, proven, improved, cutoff_s)
+    if not proven or problem.chunks > 1 or split.lower_bound_s >= min(split.ended_s, cutoff_s) * (1 - _CLOSE):
+        return split
+    # with one stage on each rank, memory decides what each stage recomputes, whatever the other stages are
+    flying = set_scheduled_in_flight(problem, schedule, num_ranks, chunks)
+    stages, m = least_time(flying, min(split.ended_s, cutoff_s)), problem.num_microbatches
+    least = stages.pipeline_s(schedule, num_ranks, m, problem.overlap_steps, problem.train)
+    return replace(split, lower_bound_s=min(split.ended_s, max(split.lower_bound_s, least)))
+
+
+def _solve_with_recompute(
+    problem: StageProblem,
+    schedule: str | ScheduleTable,
+    num_ranks: int,
+    chunks: int | None,
+    proven: bool,
+    improved: bool,
+    cutoff_s: float,
+) -> StageSplit:
+    """Return the best cut of the block calls (such as layers) of ``problem`` into virtual stages, with whatever
+    recomputation makes it fastest. The arguments are those of :func:`solve_virtual`.
     """
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
@@ -537,16 +560,13 @@ def phases_of(problem: StageProblem, stage: int, plan: StagePlan, *, ends: bool 
     calls (such as layers) and seconds. ``ends``: also return the seconds of the collectives at the ends of a step, if
     the problem has them.
 
-    Collectives and recomputation belong to the backward for inputs. On a rank with one stage the waits are added to the
-    forward and the backward, because the rank is idle then. A rank with several virtual stages can run another one
-    meanwhile. ``problem``: the calls and links.
+    Collectives and recomputation belong to the backward for inputs. While a message is on its way to the stage, its
+    rank may run another virtual stage, or another microbatch. ``problem``: the calls and links.
     """
     costs = problem.pace(stage).costs[plan.start : plan.stop]
     weights = sum(c.later_s for c in costs) if problem.train else 0.0
     values, gradients = plan.forward_wait_s, plan.transfer_s - plan.forward_wait_s
     inputs = plan.backward_s + plan.recompute_s - weights
-    if problem.chunks > 1:
-        each = (problem.ends[stage].gathers, problem.ends[stage].reductions) if ends and problem.ends else ()
-        sums = [float(seconds[plan.start : plan.stop].sum()) for seconds in each]
-        return Phases(plan.forward_s, inputs, weights, values, gradients, *sums)
-    return Phases(plan.forward_s + values, inputs + gradients, weights)
+    each = (problem.ends[stage].gathers, problem.ends[stage].reductions) if ends and problem.ends else ()
+    gathered, reduced = (float(seconds[plan.start : plan.stop].sum()) for seconds in each) if each else (0.0, 0.0)
+    return Phases(plan.forward_s, inputs, weights, values, gradients, gathered, reduced)

@@ -31,7 +31,16 @@ from partitioner.solve.stages.virtual_stages import solve_virtual
 from tests.helpers.stage_problems import call, problem, problems
 
 _TURNS = 300
-_EVERY = [("interleaved", 2), ("zb-1p", 1), ("zb-1p", 2), ("zb-2p", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+_EVERY = [
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("interleaved", 2),
+    ("zb-1p", 1),
+    ("zb-1p", 2),
+    ("zb-2p", 1),
+    ("zb-v", 2),
+    ("dualpipe-v", 2),
+]
 _MIXES = [(1 / 3, 1 / 3, 1 / 3), (0.3, 0.45, 0.25), (0.25, 0.6, 0.15)]
 
 
@@ -91,7 +100,7 @@ def test_nor_do_stages_that_are_cut_at_random(kind: tuple[str, int], p: int, m: 
     assert filled <= pipeline_seconds(schedule, p, m, v, stages) * (1 + 1e-9)
 
 
-@given(problems(), st.sampled_from(["zb-1p", "zb-2p"]), st.floats(0.3, 3.0))
+@given(problems(), st.sampled_from(["1f1b", "gpipe", "zb-1p", "zb-2p"]), st.floats(0.3, 3.0))
 @settings(max_examples=400)
 def test_least_times_hold_for_schedules_that_no_formula_describes(
     given_problem: StageProblem, schedule: str, share: float

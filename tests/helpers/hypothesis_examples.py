@@ -5,11 +5,11 @@ from __future__ import annotations
 runs_slow_tests = True  # ``conftest.py`` sets it before test files are imported
 
 
-def examples(number: int, fewer: int | None = None) -> int:
+def examples(number: int, quick: int | None = None) -> int:
     """Return the number of examples for ``@settings(max_examples=examples(60))``.
 
-    ``number``: examples where slow tests run. ``fewer``: examples elsewhere; ``None``: a quarter of ``number``.
+    ``number``: examples where slow tests run. ``quick``: examples elsewhere; ``None``: a quarter of ``number``.
     """
     if runs_slow_tests:
         return number
-    return max(1, number // 4) if fewer is None else fewer
+    return max(1, number // 4) if quick is None else quick

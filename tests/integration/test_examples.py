@@ -122,10 +122,17 @@ def test_a_trained_model_generates_as_one_process_does(tmp_path: Path):
     assert (tmp_path / "out" / "generate.json").exists()
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_a_policy_that_samples_between_steps_learns_as_in_one_process(name: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dpo", "--mesh pp=1,tp=2,dp=1 --steps 2"),
+        pytest.param("dpo", "", marks=pytest.mark.slow),
+        ("grpo", ""),
+    ],
+)
+def test_a_policy_that_samples_between_steps_learns_as_in_one_process(name: str, options: str, tmp_path: Path):
     """The script compares every answer, loss and gradient with one process in float64."""
-    printed = execute(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path, timeout=500)
+    printed = execute(str(ROOT / "examples" / f"{name}.py"), *options.split(), cwd=tmp_path, timeout=500)
     assert "all answers and losses are those of one process" in printed
     assert (tmp_path / "out" / f"{name}.json").exists()
 

@@ -14,12 +14,13 @@ from partitioner import LocalRanks
 from tests.helpers.grammar_judge import Outcome, judge
 from tests.helpers.grammar_recipes import Mesh, Op, Recipe
 from tests.helpers.grammar_strategies import MORE_RANKS, ONE_RANK, TWO_RANKS, recipes
+from tests.helpers.hypothesis_examples import examples
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
 _PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 _FAST = settings(
-    max_examples=60,
+    max_examples=examples(60, quick=5),
     derandomize=True,
     database=None,
     phases=_PHASES,

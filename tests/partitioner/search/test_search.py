@@ -1007,7 +1007,7 @@ def test_context_parallelism_is_tried_beside_the_best_plan():
         vocab_size=1024,
         hidden_size=16384,
         intermediate_size=53248,
-        num_hidden_layers=8,
+        num_hidden_layers=2,
         num_attention_heads=128,
         num_key_value_heads=8,
         max_position_embeddings=8192,
@@ -1017,12 +1017,11 @@ def test_context_parallelism_is_tried_beside_the_best_plan():
         model = LlamaForCausalLM(config)
         ids = torch.empty((1, 8192), dtype=torch.int64)
     topology, inputs = Topology.preset("dgx-h100", nodes=16), {"input_ids": ids, "labels": ids}
+    prepared = prepare(model, inputs, precision="bf16")
 
     def plan(**pins: Any) -> Plan:
-        pinned = Constraints(**pins)
-        return partition(
-            model, topology, inputs, global_batch=16, precision="bf16", constraints=pinned, estimate_only=True
-        )
+        pinned = Constraints(pp=1, **pins)
+        return partition(prepared, topology, global_batch=16, constraints=pinned, estimate_only=True)
 
     free = plan()
     assert free.mesh["cp"] == 2

@@ -34,7 +34,7 @@ from hypothesis import settings
 from partitioner import background
 from partitioner.solve.evaluate import prefetch
 from partitioner.solve.search import search
-from tests.helpers import hypothesis_examples
+from tests import example_counts
 
 settings.register_profile("untimed", deadline=None)  # an example takes longer where other processes run
 settings.load_profile("untimed")
@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Where each processor has a worker, plans are made by one process: a second one would take another's time.
     """
-    hypothesis_examples.runs_slow_tests = "not slow" not in config.getoption("markexpr")
+    example_counts.runs_slow_tests = "not slow" not in config.getoption("markexpr")
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) >= processors:
         for module in (prefetch, background):

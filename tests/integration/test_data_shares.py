@@ -25,7 +25,7 @@ from partitioner.simulate.program_time import plan_timeline, simulate_plan
 from partitioner.solve.evaluate.batch_shares import share_out
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
-from tests.helpers.hypothesis_examples import examples
+from tests.example_counts import examples
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.helpers.hypothesis_examples import examples
+from tests.example_counts import examples
 
 pytest.importorskip("transformers")
 
@@ -752,7 +752,8 @@ def small_node(devices: int, mebibytes: int) -> Topology:
 def test_fit_answers_what_a_run_takes_and_what_the_largest_sizes_are(saved: Path, tmp_path: Path) -> None:
     node = tmp_path / "node.yaml"
     node.write_text(small_node(2, 1).to_yaml())
-    result = invoke("fit", saved, "--topology", node, "--seq", 16, "--batch", 4, "--tokens", "64k", "--price", 36)
+    sizes = "--seq", 16, "--batch", 4, "--constraints", "dp=2,tp=1,pp=1"
+    result = invoke("fit", saved, "--topology", node, *sizes, "--tokens", "64k", "--price", 36)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     for words in ("fits: yes", "left on the fullest rank", "tokens/s", "largest batch: a microbatch", "1,000 steps"):

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, Phase, currently_in_test_context, event, giv
 from hypothesis import strategies as st
 
 from partitioner import LocalRanks
+from tests.example_counts import examples
 from tests.helpers.grammar_judge import Outcome, judge
 from tests.helpers.grammar_recipes import Mesh, Op, Recipe
 from tests.helpers.grammar_strategies import MORE_RANKS, ONE_RANK, TWO_RANKS, recipes
-from tests.helpers.hypothesis_examples import examples
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

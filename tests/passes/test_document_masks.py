@@ -25,8 +25,8 @@ from partitioner.passes.ops.attention import Band, count_max_pairs
 from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.execute.collective_ops import ContextDocumentAttention
+from tests.example_counts import examples
 from tests.helpers.attention.packed_models import BY_POSITIONS, NOTATIONS
-from tests.helpers.hypothesis_examples import examples
 from tests.helpers.normal_forms import assert_same, normal_form, numbers, operators
 
 LIMITS = st.one_of(st.none(), st.integers(0, 9))

@@ -22,7 +22,7 @@ from partitioner.passes.trace import autograd_functions
 from partitioner.passes.trace.transpose import transpose_backward
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.program.analysis import ProgramFacts
-from tests.helpers.hypothesis_examples import examples
+from tests.example_counts import examples
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -19,7 +19,7 @@ from partitioner.plan import Baseline, Candidate
 from partitioner.solve.search.smaller_clusters import is_even, rounder_clusters, smaller_clusters
 from partitioner.topology import loads
 from partitioner.units import seconds_text
-from tests.helpers.hypothesis_examples import examples
+from tests.example_counts import examples
 from tests.helpers.sample_programs import llama, plan_of
 from tests.helpers.small_clusters import cluster
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.passes.errors import PartitionError
 from partitioner.topology import loads
-from tests.helpers import hypothesis_examples
+from tests import example_counts
+from tests.example_counts import examples
 from tests.helpers.context_models import repeat_kv
-from tests.helpers.hypothesis_examples import examples
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -164,7 +164,7 @@ OFTEN = dict(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too
 
 
 @settings(max_examples=examples(2, quick=4), **OFTEN)
-@given(jobs(small=not hypothesis_examples.runs_slow_tests), pins())
+@given(jobs(small=not example_counts.runs_slow_tests), pins())
 def test_no_pinned_plan_goes_below_the_bound(job: dict[str, Any], fixed: dict[str, Any]):
     check(job, fixed)
 

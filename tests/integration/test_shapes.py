@@ -475,7 +475,7 @@ def test_the_layout_minimises_the_expected_step_time():
         vocab_size=8192,
         hidden_size=1024,
         intermediate_size=2816,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=16,
         use_cache=False,
     )

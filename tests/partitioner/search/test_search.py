@@ -1007,7 +1007,7 @@ def test_context_parallelism_is_tried_beside_the_best_plan():
         vocab_size=1024,
         hidden_size=16384,
         intermediate_size=53248,
-        num_hidden_layers=2,
+        num_hidden_layers=8,
         num_attention_heads=128,
         num_key_value_heads=8,
         max_position_embeddings=8192,
@@ -1020,7 +1020,7 @@ def test_context_parallelism_is_tried_beside_the_best_plan():
     prepared = prepare(model, inputs, precision="bf16")
 
     def plan(**pins: Any) -> Plan:
-        pinned = Constraints(pp=1, **pins)
+        pinned = Constraints(**pins)
         return partition(prepared, topology, global_batch=16, constraints=pinned, estimate_only=True)
 
     free = plan()

@@ -16,7 +16,6 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.passes.errors import PartitionError
 from partitioner.topology import loads
 from tests import example_counts
-from tests.example_counts import examples
 from tests.helpers.context_models import repeat_kv
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -163,7 +162,7 @@ def check(job: dict[str, Any], fixed: dict[str, Any]) -> None:
 OFTEN = dict(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
-@settings(max_examples=examples(2, quick=4), **OFTEN)
+@settings(max_examples=2, **OFTEN)
 @given(jobs(small=not example_counts.runs_slow_tests), pins())
 def test_no_pinned_plan_goes_below_the_bound(job: dict[str, Any], fixed: dict[str, Any]):
     check(job, fixed)

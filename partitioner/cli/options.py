@@ -56,7 +56,9 @@ Html = Annotated[
 ]
 Precision = Annotated[
     str | None,
-    typer.Option(help="`bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: the dtype of the parameters."),
+    typer.Option(
+        help="`bf16`, `fp16`, `fp32`, `tf32`, `fp64`, `fp8` or `nvfp4`; default: the dtype of the parameters."
+    ),
 ]
 GlobalBatch = Annotated[
     int | None,

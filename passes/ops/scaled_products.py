@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Scaling = Literal["tensor", "row", "block"]
+Scaling = Literal["tensor", "row", "block", "nvfp4"]  # the last: 4-bit numbers, see ``passes/ops/nvfp4.py``
 BLOCK = 32  # numbers with one scale
 
 _TYPE = torch.float8_e4m3fn
@@ -111,8 +111,8 @@ def _multiply_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """Return ``scale`` ``[m, n]``, the scales of an 8-bit matrix's blocks, as a vector in the order in which the GPU's
-    kernel reads them.
+    """Return ``scale`` ``[m, n]``, the scales of a matrix's blocks in an 8-bit type, as a vector in the order in which
+    the GPU's kernel reads them.
 
     The scales are padded to multiples of 128 rows and 4 columns, and cut into tiles of this size. In a tile, row ``r``
     is at ``16 * (r % 32) + 4 * (r // 32)`` (cuBLAS documentation, layout of 1D block scaling factors).
@@ -122,7 +122,7 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     padded = torch.zeros(tall * 128, wide * 4, dtype=torch.uint8, device=scale.device)
     padded[:rows, :columns] = scale.view(torch.uint8)
     tiles = padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)  # [row tiles, column tiles, 32, 4, 4]
-    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
+    return tiles.reshape(-1).view(scale.dtype)
 
 
 __all__ = [

@@ -33,6 +33,7 @@ ALIGNED = 16  # the kernels need rows and columns that are multiples of this
 _NUMBERS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 _OPERANDS: dict[torch.dtype, Operand] = {_NUMBERS: "numbers", _GRADIENTS: "gradient"}
 _SHORT = (torch.bfloat16, torch.float16)
+_CHOICES = (aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort.stable)
 _MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that a tensor of zeros has a scale
 
 
@@ -253,12 +254,12 @@ def can_multiply_in_fp8(product: WeightProduct, scaling: str = "tensor") -> bool
 def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node, WeightProduct]:
     """Return the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits, or in
     4: a dict from the product's node to its operands. ``scaling``: which numbers share a scale: those of a
-    ``"tensor"``, a ``"row"`` or a ``"block"`` of 32; ``"nvfp4"``: 4-bit numbers, except in products of which a loss is
-    made (:func:`find_loss_products`).
+    ``"tensor"``, a ``"row"`` or a ``"block"`` of 32; ``"nvfp4"``: 4-bit numbers, except in products of which a loss or
+    a choice is made (:func:`find_deciding_products`).
     """
     states = frozenset(block.states)
     known = {node: match_weight_product(node, states) for node in block.graph.nodes}
-    left = find_loss_products(block) if scaling == "nvfp4" else frozenset[fx.Node]()
+    left = find_deciding_products(block) if scaling == "nvfp4" else frozenset[fx.Node]()
     return {
         node: product
         for node, product in known.items()
@@ -266,12 +267,13 @@ def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node,
     }
 
 
-def find_loss_products(block: Block) -> frozenset[fx.Node]:
+def find_deciding_products(block: Block) -> frozenset[fx.Node]:
     """Return the matrix products with weights in the graph of ``block`` (a piece of the model) of which a scalar
-    result, such as a loss, is made without another such product: the head of a language model, and a router whose
-    balance is part of the loss. They keep 16 bits in NVFP4, as NVIDIA's recipe has it."""
+    result, such as a loss, or a choice is made without another such product: the head of a language model, and the
+    routers to experts. They keep 16 bits in NVFP4, as in NVIDIA's recipe."""
     states, found = frozenset(block.states), set[fx.Node]()
     ahead = [node for node in block.outputs if not node.meta["val"].dim() and node.meta["val"].is_floating_point()]
+    ahead += [node for node in block.graph.nodes if node.target in _CHOICES]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
@@ -345,8 +347,8 @@ __all__ = [
     "alignment",
     "can_multiply_in_fp8",
     "convert_products_to_fp8",
+    "find_deciding_products",
     "find_expert_products",
-    "find_loss_products",
     "find_weight_products",
     "linear_fp8",
     "linear_fp8_input",

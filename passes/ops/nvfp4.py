@@ -159,23 +159,21 @@ def multiply_nvfp4(left: Tensor, right: Tensor, operands: tuple[Operand, Operand
     ``right`` ``[n, k]``. ``operands``: what the two are. ``rotated``: multiply both by the Hadamard matrix first."""
     given = (rotate(x.contiguous()) if rotated else x.contiguous() for x in (left, right))
     a, b = (round_to_nvfp4(x, operand) for x, operand in zip(given, operands, strict=True))
-    if not left.is_cuda:
-        return (widen_nvfp4(a) @ widen_nvfp4(b).t()).to(left.dtype)
-    functional: Any = torch.nn.functional
-    block, tensor = functional.ScalingType.BlockWise1x16, functional.ScalingType.TensorWise
-    order = [functional.SwizzleType.SWIZZLE_32_4_4, functional.SwizzleType.NO_SWIZZLE]
-    product: Tensor = functional.scaled_mm(
-        a.values.view(torch.float4_e2m1fn_x2),
-        b.values.view(torch.float4_e2m1fn_x2).t(),
-        [swizzle_scales(a.scales), a.scale],
-        [block, tensor],
-        [swizzle_scales(b.scales), b.scale],
-        [block, tensor],
-        order,
-        order,
-        output_dtype=torch.bfloat16,
-    )
+    product = _multiply_on_gpu(a, b) if left.is_cuda else widen_nvfp4(a) @ widen_nvfp4(b).t()
     return product.to(left.dtype)
+
+
+def _multiply_on_gpu(a: Rounded, b: Rounded) -> Tensor:
+    """Return ``a @ b.T`` in bfloat16 by the GPU's NVFP4 kernel. ``a`` ``[m, k]``, ``b`` ``[n, k]``."""
+    functional: Any = torch.nn.functional
+    recipe = [functional.ScalingType.BlockWise1x16, functional.ScalingType.TensorWise]
+    order = [functional.SwizzleType.SWIZZLE_32_4_4, functional.SwizzleType.NO_SWIZZLE]
+    left, right = (each.values.view(torch.float4_e2m1fn_x2) for each in (a, b))
+    of_left, of_right = ([swizzle_scales(each.scales), each.scale] for each in (a, b))
+    found: Tensor = functional.scaled_mm(
+        left, right.t(), of_left, recipe, of_right, recipe, order, order, output_dtype=torch.bfloat16
+    )
+    return found
 
 
 __all__ = ["BITS", "NUMBERS", "Rounded", "multiply_nvfp4", "rotate", "round_to_nvfp4", "widen_nvfp4"]

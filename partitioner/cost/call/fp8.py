@@ -15,8 +15,8 @@ from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.ir.model import Block, FoldedModel
 from partitioner.passes.ops.fp8 import (
     alignment,
+    find_deciding_products,
     find_expert_products,
-    find_loss_products,
     find_weight_products,
     match_weight_product,
     ops,
@@ -305,7 +305,7 @@ def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
     weight among the block's parameters and buffers, reason). ``scaling``: which numbers share a scale: those of a
     ``"tensor"``, a ``"row"`` or a ``"block"``."""
     states, short = list(block.states), products_in_fp8(block, scaling, expert_region(block))
-    of_loss = find_loss_products(block) if scaling == "nvfp4" else frozenset[fx.Node]()
+    deciding = find_deciding_products(block) if scaling == "nvfp4" else frozenset[fx.Node]()
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
             continue
@@ -313,7 +313,7 @@ def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
         weight = next((s.name for s in sources if s.op == "placeholder" and s.name in states), None)
         if weight is not None:
             why = _describe_fp8_obstacle(node, frozenset(states), scaling)
-            yield states.index(weight), "a loss is made of it" if node in of_loss else why
+            yield states.index(weight), "a loss or a choice is made of it" if node in deciding else why
 
 
 def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str], scaling: Scaling) -> str:

@@ -33,7 +33,7 @@ def layer() -> Block:
     return next(block for block in folded.blocks.values() if CallWork(block).has_experts)
 
 
-def cost(block: Block, device: object = LAUNCHED, fp8: bool = False, **facts: object) -> CallCost:
+def cost(block: Block, device: object = LAUNCHED, fp8: str | None = None, **facts: object) -> CallCost:
     made = Spread(num_experts=COUNT, fp8=fp8, profile=ExecutionProfile(fused_casts=True, **facts))  # type: ignore[arg-type]
     return CallWork(block).cost(device, {}, made)  # type: ignore[arg-type]
 
@@ -123,6 +123,14 @@ def test_each_expert_casts_its_own_rows(layer: Block):
     assert each.forward_s - plain["each"].forward_s == pytest.approx(PRODUCTS * rounds + 0.0)
     assert grouped.forward_s - plain["grouped"].forward_s == pytest.approx(1.0), "of the rows that come"
     assert fused.forward_s == pytest.approx(grouped.forward_s - 1.0), "the activation is part of the product before it"
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_experts_are_in_nvfp4_where_another_framework_computes_them(layer: Block, elsewhere: bool):
+    """The runtime of this project keeps them in 16 bits."""
+    kernels = CallWork(layer).asked("nvfp4", ExecutionProfile(fused_casts=elsewhere)).kernels
+    formats = {kernels.precisions[i] for i in kernels.precision[kernels.expert & (kernels.flops > 0)]}
+    assert formats == {"nvfp4" if elsewhere else "bf16"}
 
 
 def test_rows_are_put_in_order_and_back(layer: Block):

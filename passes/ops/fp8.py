@@ -6,9 +6,9 @@ parameter, if the kernels support it (:func:`can_multiply_in_fp8`; the planner p
 
 With the scaling ``"tensor"``, operands are ``float8_e4m3fn`` and gradients ``float8_e5m2``, and each tensor is scaled
 by its own largest magnitude, computed at every use (Micikevicius et al. 2022, FP8 formats for deep learning). With
-``"row"`` and ``"block"``, all are ``float8_e4m3fn`` with several scales (``passes/ops/scaled_products.py``). With
-``"nvfp4"`` they have 4 bits (``passes/ops/nvfp4.py``); the operators keep their name, which saved plans contain. The
-result has the type of the unquantised operands. Non-finite operands give non-finite results.
+``"row"`` and ``"block"``, all are ``float8_e4m3fn`` with several scales, and with ``"nvfp4"`` 4-bit numbers
+(``passes/ops/scaled_products.py``). The operators keep their name, which saved plans contain. The result has the type
+of the unquantised operands. Non-finite operands give non-finite results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch import Tensor, fx
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ops import experts as _experts  # noqa: F401  # registers the products of experts
-from partitioner.passes.ops.nvfp4 import Operand, multiply_nvfp4
-from partitioner.passes.ops.scaled_products import BLOCK, multiply_scaled
+from partitioner.passes.ops.scaled_products import BLOCK, Operand, multiply_nvfp4, multiply_scaled
 
 aten = torch.ops.aten
 

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import partitioner
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.passes.errors import InputsError
-from partitioner.passes.ops import nvfp4
+from partitioner.passes.ops import scaled_products
 from partitioner.passes.ops.fp8 import linear_fp8, linear_fp8_input, linear_fp8_weight
-from partitioner.passes.ops.nvfp4 import Operand, rotate, round_to_nvfp4, widen_nvfp4
+from partitioner.passes.ops.scaled_products import Operand, rotate, round_to_nvfp4, widen_nvfp4
 from partitioner.runtime.program.precision import check_fp8
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -93,9 +93,7 @@ def test_a_tie_goes_to_the_number_with_even_bits():
     x = torch.tensor(
         [[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], [-0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, 0.0]]
     )
-    x = torch.cat(
-        [x.reshape(1, 16), torch.full((1, 16), 2688.0)]
-    )  # the scale of the tensor is 1, of the first block, too
+    x = torch.cat([x.reshape(1, 16), torch.full((1, 16), 2688.0)])  # both scales are 1
     found = widen_nvfp4(round_to_nvfp4(x, "numbers"))[0]
     assert found.tolist() == [0, 1, 1, 2, 2, 4, 4, 6, 0, -1, -1, -2, -2, -4, -4, 0]
 
@@ -138,13 +136,13 @@ def test_gradients_are_right_on_average():
 
 def test_random_numbers_are_even_and_follow_from_the_bits():
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = nvfp4._draw_by_bits(x)
+    found = scaled_products._draw_by_bits(x)
     assert float(found.min()) >= 0 and float(found.max()) < 1
     counts = torch.histc(found, 64, 0, 1)
     assert float(((counts - 1024) ** 2 / 1024).sum()) < 110  # chi-squared with 63 degrees of freedom: 1 in 5,000
-    assert torch.equal(found, nvfp4._draw_by_bits(x.clone()))
+    assert torch.equal(found, scaled_products._draw_by_bits(x.clone()))
     x[3, 4] += 1
-    other = nvfp4._draw_by_bits(x)
+    other = scaled_products._draw_by_bits(x)
     assert abs(float(torch.corrcoef(torch.stack([found, other]))[0, 1])) < 0.02
     assert abs(float(torch.corrcoef(torch.stack([found[1:], found[:-1]]))[0, 1])) < 0.02
 
@@ -250,7 +248,7 @@ def test_the_kernel_gets_what_it_reads(monkeypatch: pytest.MonkeyPatch):
         return (numbers(left, of_left) @ numbers(right.t(), of_right).t()).to(output_dtype)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
-    found = nvfp4._multiply_on_gpu(a, b)
+    found = scaled_products._multiply_on_gpu(a, b)
     torch.testing.assert_close(found, (widen_nvfp4(a) @ widen_nvfp4(b).t()).bfloat16(), rtol=2**-7, atol=1e-3)
 
 
@@ -258,11 +256,13 @@ def test_the_kernel_gets_what_it_reads(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.timeout(600)
 def test_compiled_rounding_is_that_of_eager():
     """As on GPUs, with sizes that change."""
-    tables, compiled = nvfp4._tables("cpu"), nvfp4._compiled_rounding()
+    tables, compiled = scaled_products._tables("cpu"), scaled_products._compiled_rounding()
     for shape in ((256, 512), (64, 96)):
         for tall, at_random in ((1, False), (16, False), (1, True)):
             x = torch.randn(shape).bfloat16()
-            pairs = zip(*(f(x, tables, tall, at_random) for f in (compiled, nvfp4._round_blocks)), strict=True)
+            pairs = zip(
+                *(f(x, tables, tall, at_random) for f in (compiled, scaled_products._round_blocks)), strict=True
+            )
             assert all(torch.equal(a.float(), b.float()) for a, b in pairs)
 
 
@@ -311,8 +311,8 @@ def test_a_plan_computes_nearly_what_it_does_in_bf16(pins: dict[str, Any], tmp_p
 def test_products_of_which_a_loss_is_made_keep_16_bits():
     plan = planned(llama(), dp=2)
     assert plan.notes == (
-        "14 of 15 products with weights are in nvfp4, the others in 16 bits: lm_head.weight (a loss or a choice is made "
-        "of it)",
+        "14 of 15 products with weights are in nvfp4, the others in 16 bits: "
+        "lm_head.weight (a loss or a choice is made of it)",
     )
     assert len(scalings(plan)) == 7  # of a layer
 

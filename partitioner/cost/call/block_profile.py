@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
 from partitioner.cost.call.fp8 import (
+    CastRules,
     first_readers,
     in_fp8,
     is_expert_product_in_fp8,
@@ -436,8 +437,8 @@ class _BlockProfiler:
         if node not in self.short:
             return kernels
         apart = node in self.region.products and self._cast_needs_own_kernel(node)
-        how = self.fused_casts, node in self.first, apart, self.current_scaling
-        made, casts = in_fp8(kernels, operands, results, way == 1, *how, scaling=scaling_of(node, self.fp8))
+        how = self.fused_casts, node in self.first, apart, self.current_scaling, scaling_of(node, self.fp8)
+        made, casts = in_fp8(kernels, operands, results, way == 1, CastRules(*how))
         if self.has_long_gradients or is_expert_product_in_fp8(node):
             made = [
                 old if old.learned and node in self.region.products else new

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import fx
 
@@ -21,8 +21,7 @@ from partitioner.passes.ops.fp8 import (
     match_weight_product,
     ops,
 )
-from partitioner.passes.ops.nvfp4 import BITS, NUMBERS
-from partitioner.passes.ops.scaled_products import Scaling
+from partitioner.passes.ops.scaled_products import BITS, NUMBERS, Scaling
 from partitioner.topology.hardware import DeviceType
 
 _SHOWN = 3  # products that a note names
@@ -96,23 +95,9 @@ def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.N
     return frozenset(found)
 
 
-def in_fp8(
-    kernels: list[Kernel],
-    operands: list[Operand],
-    results: list[Operand],
-    backward: bool,
-    fused: bool = False,
-    first: bool = True,
-    apart: bool = False,
-    current: bool = False,
-    scaling: Scaling | None = "tensor",
-) -> tuple[list[Kernel], list[Kernel]]:
-    """Return two lists: the kernels of a product with its weight in fp8, and the kernels that cast its operands to fp8.
-    If the product has no weight or no 16-bit operands, return ``kernels`` and no casts. With the ``scaling``
-    ``"nvfp4"``, all is in NVFP4 instead of fp8.
+class CastRules(NamedTuple):
+    """How the operands of a product with its weight are cast.
 
-    - ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of
-      the backward.
     - ``fused``: in forward, the kernel in front of the product writes the operand in fp8, as it is and transposed, if
       the product is the ``first`` to read it. In backward, one kernel reads the gradient once and writes it twice
       (NVIDIA's Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
@@ -120,7 +105,30 @@ def in_fp8(
     - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
       (``Float8CurrentScalingQuantizer``). Computing it takes two more launches. These launches read the whole tensor
       only with ``apart``, since otherwise the preceding kernel computes the maximum.
+    - ``scaling``: which numbers share a scale. With ``"nvfp4"``, all is in NVFP4 instead of fp8.
     """
+
+    fused: bool = False
+    first: bool = True
+    apart: bool = False
+    current: bool = False
+    scaling: Scaling | None = "tensor"
+
+
+def in_fp8(
+    kernels: list[Kernel],
+    operands: list[Operand],
+    results: list[Operand],
+    backward: bool,
+    rules: CastRules = CastRules(),  # noqa: B008  # immutable
+) -> tuple[list[Kernel], list[Kernel]]:
+    """Return two lists: the kernels of a product with its weight in fp8 or NVFP4, and the kernels that cast its
+    operands, as ``rules`` say. If the product has no weight or no 16-bit operands, return ``kernels`` and no casts.
+
+    ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of the
+    backward.
+    """
+    fused, first, apart, current, scaling = rules
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
     matrices = [o for o in operands if len(o.shape) > 1]
@@ -252,7 +260,7 @@ def least_in_fp8(
     writes. ``backward``: the kernels are those of the backward. ``fused``: neighbouring kernels do the casts.
     ``first``: no earlier product reads the same operands. ``scaling``: which numbers share a scale.
     """
-    made, casts = in_fp8(kernels, operands, results, backward, fused, first, scaling=scaling)
+    made, casts = in_fp8(kernels, operands, results, backward, CastRules(fused, first, scaling=scaling))
     made = [*made, *(cast._replace(launches=0) for cast in casts)]
     return made if _sum_kernel_seconds(made, device) < _sum_kernel_seconds(kernels, device) else kernels
 

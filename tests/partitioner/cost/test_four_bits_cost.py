@@ -13,12 +13,12 @@ from torch import fx, nn
 from partitioner import Constraints, ExecutionProfile, Plan, Topology, partition
 from partitioner.cost.call.call_cost import call_costs
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
-from partitioner.cost.call.fp8 import in_fp8
+from partitioner.cost.call.fp8 import CastRules, in_fp8
 from partitioner.cost.call.operators import Kernel, Operand
 from partitioner.passes.ir.gradient_flow import mark_block
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ops.fp8 import convert_products_to_fp8
-from partitioner.passes.ops.nvfp4 import round_to_nvfp4
+from partitioner.passes.ops.scaled_products import round_to_nvfp4
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
 from partitioner.solve.bounds.block_work import block_work
 from partitioner.topology import loads
@@ -120,7 +120,7 @@ def priced(backward: bool, **how: Any) -> tuple[list[Kernel], list[Kernel]]:
         return Kernel("matmul", traffic, of_state, flops=1.0, precision="bf16", learned=learned)
 
     kernels = [kernel(False), kernel(True)] if backward else [kernel(False)]
-    return in_fp8(kernels, OPERANDS, RESULTS, backward, scaling="nvfp4", **how)
+    return in_fp8(kernels, OPERANDS, RESULTS, backward, CastRules(**how, scaling="nvfp4"))
 
 
 def test_products_read_four_and_a_half_bits_and_write_sixteen():

@@ -226,8 +226,8 @@ def _compiled_rounding() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 
 def _round_blocks(x: Tensor, tables: _Tables, tall: int, at_random: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three tensors of ``x`` ``[m, k]`` in NVFP4 (:class:`Nvfp4Matrix`). ``tables``: the constants on the device
-    of ``x``. ``tall``: rows of a block. ``at_random``: round up or down at random."""
+    """Return the three tensors of ``x`` ``[m, k]`` in NVFP4 (:class:`Nvfp4Matrix`). ``tables``: the constants on the
+    device of ``x``. ``tall``: rows of a block. ``at_random``: round up or down at random."""
     rows, columns = x.shape
     blocks = x.view(rows // tall, tall, columns // NUMBERS, NUMBERS)
     largest = torch.linalg.vector_norm(blocks, torch.inf, dim=(1, 3), dtype=torch.float32)
@@ -292,8 +292,8 @@ __all__ = [
     "BITS",
     "BLOCK",
     "NUMBERS",
-    "Operand",
     "Nvfp4Matrix",
+    "Operand",
     "Scaling",
     "multiply_grouped_rows",
     "multiply_nvfp4",

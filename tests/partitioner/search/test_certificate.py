@@ -78,7 +78,8 @@ def jobs(draw: st.DrawFn, small: bool = False) -> dict[str, Any]:
     larger = [] if small else [(1, 8), (2, 4), (4, 2)]
     nodes, per_node = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), *larger]))
     network = draw(st.sampled_from([{"like": "ib-ndr"}, {"name": "network", "bandwidth": 3e9, "latency": 1e-5}]))
-    kind = draw(st.sampled_from(["h100-sxm", "a100-80gb"]))
+    kind = draw(st.sampled_from(["h100-sxm", "a100-80gb", "b200"]))
+    short = {"h100-sxm": ["fp8"], "b200": ["fp8", "nvfp4", "nvfp4"]}.get(kind, [])
     levels = [{"like": "nvlink4", "nodes": 1}, *([network] if nodes > 1 else [])]
     return {
         "layers": 2 if small else draw(st.sampled_from([2, 4, 6])),
@@ -90,7 +91,7 @@ def jobs(draw: st.DrawFn, small: bool = False) -> dict[str, Any]:
         "batch": draw(st.sampled_from([1, 2, 4, 8, 16, 32])),
         "vocab": draw(st.sampled_from([1024, 32000])),
         "memory": None if small else draw(st.sampled_from([None, None, 2, 4, 8])),
-        "precision": draw(st.sampled_from(["bf16", "bf16", "fp32", *(["fp8"] if kind == "h100-sxm" else [])])),
+        "precision": draw(st.sampled_from(["bf16", "bf16", "fp32", *short])),
         "cap": draw(st.sampled_from([None, None, 50.0])),
         "tied": draw(st.booleans()),
         "cluster": {

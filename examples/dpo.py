@@ -1,6 +1,6 @@
 """Direct preference optimisation (DPO) with answers that the trained policy samples between the steps.
 
-    python examples/dpo.py
+    python examples/dpo.py [--mesh tp=2,pp=1,dp=1] [--steps 2]
 
 The model of the plan is a loss: a policy that learns, and a frozen reference model. Four processes of this machine run
 it, with two pipeline stages of two tensor-parallel ranks. Before each step ``engine.generate`` samples two answers to
@@ -10,6 +10,8 @@ all gradients are compared with one process in float64.
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from partitioner import Constraints, Engine, Generate, LocalRanks, Plan, Topology, partition
 
-RANKS, STEPS, VOCAB = 4, 5, 64
+STEPS, VOCAB = 5, 64
 PROMPTS, PROMPT, NEW = 8, 8, 12
 
 
@@ -72,13 +74,17 @@ def build() -> nn.Module:
     return PreferenceLoss(build_llama(0), build_llama(0)).double()
 
 
-def make_plan() -> Plan:
+def count_ranks(mesh: Constraints) -> int:
+    return math.prod((mesh.pp or 1, mesh.dp or 1, mesh.tp or 1))
+
+
+def make_plan(mesh: Constraints) -> Plan:
     """``model="policy"`` names the submodule that generates; the plan keeps one copy of its weights."""
     return partition(
         build(),
-        Topology.local(RANKS),
+        Topology.local(count_ranks(mesh)),
         prefer(torch.zeros(2 * PROMPTS, PROMPT + NEW, dtype=torch.long)),
-        constraints=Constraints(pp=2, tp=2, dp=1),
+        constraints=mesh,
         programs={"answers": Generate(batch=2 * PROMPTS, prompt=PROMPT, length=PROMPT + NEW, model="policy")},
     )
 
@@ -108,13 +114,14 @@ class Found(NamedTuple):
 def run(
     generate: Callable[[Tensor, int], Tensor],
     step: Callable[[dict[str, Tensor]], tuple[float, float]],
+    steps: int,
 ) -> Found:
     """``generate``: samples a text after each prompt, by a seed. ``step``: trains on a batch, and returns its loss and
     the norm of its gradients.
     """
     prompts = torch.randint(VOCAB, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(1))
     texts, losses, norms = [], [], []
-    for number in range(STEPS):
+    for number in range(steps):
         texts.append(generate(prompts.repeat_interleave(2, 0), number))
         loss, norm = step(prefer(texts[-1]))
         losses.append(loss)
@@ -122,7 +129,7 @@ def run(
     return Found(texts, losses, norms)
 
 
-def train(path: str) -> tuple[Found, int]:
+def train(path: str, steps: int) -> tuple[Found, int]:
     """One rank: what it found, and the number of elements that its optimizer has states for."""
     engine = Engine(path, build())
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
@@ -136,11 +143,11 @@ def train(path: str) -> tuple[Found, int]:
         optimizer.step()
         return loss, norm
 
-    found = run(generate, step)
+    found = run(generate, step, steps)
     return found, sum(state["exp_avg"].numel() for state in optimizer.state.values())
 
 
-def train_alone() -> Found:
+def train_alone(steps: int) -> Found:
     """The same in one process, without a plan."""
     model = build()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -162,18 +169,22 @@ def train_alone() -> Found:
         optimizer.step()
         return float(loss.detach()), norm
 
-    return run(generate, step)
+    return run(generate, step, steps)
 
 
 def main() -> None:
-    plan = make_plan()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mesh", type=Constraints.parse, default="pp=2,tp=2,dp=1", help="sizes of pp, dp and tp")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    plan = make_plan(options.mesh)
     print(plan.summary())
     path = plan.save(Path("out") / "dpo.json")
-    with LocalRanks(RANKS) as ranks:
+    with LocalRanks(plan.world_size) as ranks:
         from examples.dpo import train as on_rank  # ranks import it by its name
 
-        results = ranks.call(on_rank, str(path.resolve()))
-    alone = train_alone()
+        results = ranks.call(on_rank, str(path.resolve()), options.steps)
+    alone = train_alone(options.steps)
     print("step  loss      norm      even tokens")
     for number, (texts, *row) in enumerate(zip(*alone, strict=True)):
         print(f"{number + 1:<5}", *(f"{value:<9.5f}" for value in row), f"{float(rate(texts[:, PROMPT:]).mean()):.3f}")

@@ -1,6 +1,6 @@
 """Reinforcement learning by group relative policy optimisation (GRPO): rollouts and updates with one engine.
 
-    python examples/grpo.py
+    python examples/grpo.py [--mesh tp=2,pp=1,dp=1] [--steps 2]
 
 The model of the plan is a loss: a policy that learns, and a frozen reference model. Four processes of this machine run
 it, data-parallel over two groups of two tensor-parallel ranks. Before each update ``engine.generate`` samples several
@@ -10,6 +10,8 @@ the answers to one prompt. Every answer, every loss and all gradients are compar
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from partitioner import Constraints, Engine, Generate, LocalRanks, Plan, Topology, partition
 
-RANKS, STEPS, VOCAB, END = 4, 6, 64, 1
+STEPS, VOCAB, END = 6, 64, 1
 PROMPTS, GROUP, PROMPT, NEW = 4, 8, 8, 12  # each prompt has a group of answers
 
 
@@ -78,14 +80,18 @@ def build() -> nn.Module:
     return GroupLoss(build_llama(0), build_llama(0)).double()
 
 
-def make_plan() -> Plan:
+def count_ranks(mesh: Constraints) -> int:
+    return math.prod((mesh.pp or 1, mesh.dp or 1, mesh.tp or 1))
+
+
+def make_plan(mesh: Constraints) -> Plan:
     """``model="policy"`` names the submodule that generates; the plan keeps one copy of its weights."""
     texts = torch.full((PROMPTS * GROUP, PROMPT + NEW), END)
     return partition(
         build(),
-        Topology.local(RANKS),
+        Topology.local(count_ranks(mesh)),
         compare(texts),
-        constraints=Constraints(dp=2, tp=2, pp=1),
+        constraints=mesh,
         programs={"rollout": Generate(batch=PROMPTS * GROUP, prompt=PROMPT, length=PROMPT + NEW, model="policy")},
     )
 
@@ -122,13 +128,14 @@ class Found(NamedTuple):
 def run(
     generate: Callable[[Tensor, int], Tensor],
     step: Callable[[dict[str, Tensor]], tuple[float, float]],
+    steps: int,
 ) -> Found:
     """``generate``: samples a text after each prompt, by a seed. ``step``: trains on a batch, and returns its loss and
     the norm of its gradients.
     """
     prompts = torch.randint(2, VOCAB, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(1))
     texts, losses, norms = [], [], []
-    for number in range(STEPS):
+    for number in range(steps):
         made = generate(prompts.repeat_interleave(GROUP, 0), number)
         texts.append(nn.functional.pad(made, (0, PROMPT + NEW - made.shape[1]), value=END))
         loss, norm = step(compare(texts[-1]))
@@ -137,7 +144,7 @@ def run(
     return Found(texts, losses, norms)
 
 
-def train(path: str) -> Found:
+def train(path: str, steps: int) -> Found:
     """One rank."""
     engine = Engine(path, build())
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
@@ -151,10 +158,10 @@ def train(path: str) -> Found:
         optimizer.step()
         return loss, norm
 
-    return run(generate, step)
+    return run(generate, step, steps)
 
 
-def train_alone() -> Found:
+def train_alone(steps: int) -> Found:
     """The same in one process, without a plan."""
     model = build()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
@@ -176,18 +183,22 @@ def train_alone() -> Found:
         optimizer.step()
         return float(loss.detach()), norm
 
-    return run(generate, step)
+    return run(generate, step, steps)
 
 
 def main() -> None:
-    plan = make_plan()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mesh", type=Constraints.parse, default="dp=2,tp=2,pp=1", help="sizes of pp, dp and tp")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    plan = make_plan(options.mesh)
     print(plan.summary())
     path = plan.save(Path("out") / "grpo.json")
-    with LocalRanks(RANKS) as ranks:
+    with LocalRanks(plan.world_size) as ranks:
         from examples.grpo import train as on_rank  # ranks import it by its name
 
-        results = ranks.call(on_rank, str(path.resolve()))
-    alone = train_alone()
+        results = ranks.call(on_rank, str(path.resolve()), options.steps)
+    alone = train_alone(options.steps)
     print("step  loss      norm      reward")
     for number, (texts, *row) in enumerate(zip(*alone, strict=True)):
         print(f"{number + 1:<5}", *(f"{value:<9.5f}" for value in row), f"{float(rate(texts).mean()):.3f}")

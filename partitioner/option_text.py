@@ -61,8 +61,9 @@ def _profile(fact: str) -> str:
 
 _ELSEWHERE: dict[str, str] = {
     "partition(..., precision={value})": "precision",
-    'partition(..., precision="bf16"), "fp16", "tf32" or "fp8"': "bf16 fp16 fp8 tf32 mixed_precision amp autocast "
-    "dtype torch_dtype param_dtype mixed_precision_param half bfloat16 float16 compute_dtype",
+    'partition(..., precision="bf16"), "fp16", "tf32", "fp8" or "nvfp4"': "bf16 fp16 fp8 nvfp4 fp4 tf32 "
+    "mixed_precision amp autocast dtype torch_dtype param_dtype mixed_precision_param half bfloat16 float16 "
+    "compute_dtype",
     "partition(..., optimizer={value})": "optimizer optim optimizer_name",
     "partition(..., global_batch={value})": "global_batch batch global_train_batch train_batch gbs",
     "partition(..., objective={value})": "objective mode",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 OBJECTIVES = ("train", "infer")
 
 _SHOWN = 3  # leaves of a result that a message lists
-_AROUND = {"fp8": "bf16", "tf32": "fp32"}  # of products, and what is between them
+_AROUND = {"fp8": "bf16", "nvfp4": "bf16", "tf32": "fp32"}  # of products, and what is between them
 _PRECISIONS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "torch.float64": "fp64"}
 
 
@@ -77,8 +77,9 @@ def check_topology(topology: object) -> None:
 
 
 def check_precision(topology: Topology, precision: str | None, fp8_scaling: str = "tensor") -> None:
-    """Raise :class:`InputsError` if ``precision`` is ``"fp8"`` and a device of ``topology`` cannot multiply in it, or
-    :class:`ConstraintError` if no device has products with the scales ``fp8_scaling`` or nothing is in fp8."""
+    """Raise :class:`InputsError` if ``precision`` is ``"fp8"`` or ``"nvfp4"`` and a device of ``topology`` cannot
+    multiply in it, or :class:`ConstraintError` if no device has products with the scales ``fp8_scaling`` or nothing is
+    in fp8."""
     if precision != "fp8" and fp8_scaling != "tensor":
         raise ConstraintError(
             f"fp8_scaling={fp8_scaling!r} without precision='fp8': no product is in fp8; expected precision='fp8', or "
@@ -92,6 +93,15 @@ def check_precision(topology: Topology, precision: str | None, fp8_scaling: str 
             f"in fp8: expected fp8 in the peak of every kind of device, as of h100-sxm; {lacking[0]} lists "
             f'{listed}; plan with precision="bf16" or "fp16"; if the devices do support fp8, give its rate in '
             f"the topology, like peak: {{fp8: 1979 TFLOP/s}}"
+        )
+    lacking = sorted(k for k in {k for k, _ in topology.paces[0]} if not topology.types[k].has_nvfp4)
+    if precision == "nvfp4" and lacking:
+        listed = ", ".join(topology.types[lacking[0]].peak)
+        other = "fp8" if all(topology.types[k].has_fp8 for k in lacking) else "bf16"
+        raise InputsError(
+            f'precision="nvfp4", but {" and ".join(lacking)} of {topology.name} cannot multiply in it: expected nvfp4 '
+            f"in the peak of every kind of device, as of b200; {lacking[0]} lists {listed}; plan with "
+            f'precision="{other}"; where the devices do have it, give its rate, like peak: {{nvfp4: 9000 TFLOP/s}}'
         )
     lacking = sorted(k for k in {k for k, _ in topology.paces[0]} if not topology.types[k].has_mxfp8)
     if fp8_scaling == "block" and lacking:
@@ -174,9 +184,9 @@ def _loss_example(model: FoldedModel) -> str:
 
 
 def type_of(precision: str | None) -> str | None:
-    """Return the number format of parameters and activations for the ``precision`` that the user requested. ``fp8`` and
-    ``tf32`` concern only matrix products: they give ``bf16`` and ``fp32``. Anything else, also ``None``, is returned
-    unchanged."""
+    """Return the number format of parameters and activations for the ``precision`` that the user requested. ``fp8``,
+    ``nvfp4`` and ``tf32`` concern only matrix products: they give ``bf16``, ``bf16`` and ``fp32``. Anything else, also
+    ``None``, is returned unchanged."""
     return _AROUND.get(precision, precision) if precision else precision
 
 
@@ -187,8 +197,9 @@ def rate_cluster(topology: Topology, precision: str, margin: float = 0.0) -> Top
 
 
 def precision_of(model: FoldedModel, asked: str | None = None) -> str:
-    """Return the precision in which ``model`` is planned: ``asked`` if that is ``fp8`` or ``tf32``, otherwise that of
-    most elements of its parameters and buffers, such as ``bf16``. Return ``fp32`` if none of them is floating-point."""
+    """Return the precision in which ``model`` is planned: ``asked`` if that is ``fp8``, ``nvfp4`` or ``tf32``,
+    otherwise that of most elements of its parameters and buffers, such as ``bf16``. Return ``fp32`` if none of them is
+    floating-point."""
     if asked in _AROUND:
         return asked
     sizes: Counter[str] = Counter()

@@ -20,6 +20,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What the test files import, once for all ranks that a process forks.
+os.environ.setdefault(
+    "PARTITIONER_PRELOAD", "partitioner.api,transformers.models.llama.modeling_llama,hypothesis,pytest"
+)
 
 import networkx  # noqa: F401  # the package imports it late; what is imported here is frozen below
 import pytest
@@ -30,6 +34,7 @@ from hypothesis import settings
 from partitioner import background
 from partitioner.solve.evaluate import prefetch
 from partitioner.solve.search import search
+from tests import example_counts
 
 settings.register_profile("untimed", deadline=None)  # an example takes longer where other processes run
 settings.load_profile("untimed")
@@ -37,8 +42,8 @@ torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 20)
 
 _COSTS = Path(__file__).parent / "case_costs.json"
-_BUDGET_S = 4.0  # for the cases of one function
-_RECORDED_S = 3.0  # functions that take less are not recorded, and run whole
+_BUDGET_S = 2.5  # for the cases of one function
+_RECORDED_S = 2.0  # functions that take less are not recorded, and run whole
 
 _seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # function -> case -> seconds
 
@@ -83,8 +88,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     _COSTS.write_text(json.dumps({name: round(seconds, 2) for name, seconds in mean.items()}, indent=1) + "\n")
 
 
-def pytest_configure() -> None:
-    """Where each processor has a worker, plans are made by one process: a second one would take another's time."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell test files whether slow tests are run, which decides how many examples properties have.
+
+    Where each processor has a worker, plans are made by one process: a second one would take another's time.
+    """
+    example_counts.runs_slow_tests = "not slow" not in config.getoption("markexpr")
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) >= processors:
         for module in (prefetch, background):

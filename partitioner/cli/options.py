@@ -75,8 +75,8 @@ Html = Annotated[
 Precision = Annotated[
     str | None,
     typer.Option(
-        help="Precision of the computation: `bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: the dtype of "
-        "the parameters."
+        help="Precision of the computation: `bf16`, `fp16`, `fp32`, `tf32`, `fp64`, `fp8` or `nvfp4`; default: the "
+        "dtype of the parameters."
     ),
 ]
 GlobalBatch = Annotated[

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import RenderableType
@@ -53,6 +53,7 @@ from partitioner.units import (
 
 if TYPE_CHECKING:
     from partitioner.passes.ir.model import FoldedModel
+    from partitioner.passes.ops.scaled_products import Scaling
 
 _OTHERS = {"bf16": "fp16", "fp16": "bf16", "fp32": "tf32"}
 
@@ -85,12 +86,13 @@ def notes_on_precision(
     topology: Topology,
     precision: str,
     model: FoldedModel,
-    fp8_scaling: Literal["tensor", "row", "block"] = "tensor",
+    scaling: Scaling | None = None,
     program: Program | None = None,
 ) -> tuple[str, ...]:
-    """Return notes for the user, one sentence each: for ``precision`` ``fp8``, which products of ``model`` are not in
-    fp8; for ``fp32`` on GPUs, that plans ignore the setting ``torch.set_float32_matmul_precision`` of this process.
-    ``topology``: the devices that the plan is for. ``fp8_scaling``: which numbers share a scale in fp8. ``program``:
+    """Return notes for the user, one sentence each: with ``scaling``, which products of ``model`` are not in fp8, or
+    NVFP4; for ``fp32`` on GPUs, that plans ignore the setting ``torch.set_float32_matmul_precision`` of this process.
+    ``topology``: the devices that the plan is for. ``scaling``: which numbers share a scale in fp8 or NVFP4, or
+    ``None`` if nothing is in them. ``program``:
     the plan's program (instructions and graphs of all ranks), or ``None`` if the plan only has estimates.
     """
     import torch  # imported late: the report of a plan does not need it
@@ -99,8 +101,8 @@ def notes_on_precision(
     from partitioner.runtime.program.precision import list_fp8_blocks
     from partitioner.validate import torch_device
 
-    if precision == "fp8":
-        return notes_on_fp8(model, fp8_scaling, None if program is None else list_fp8_blocks(program))
+    if scaling is not None:
+        return notes_on_fp8(model, scaling, None if program is None else list_fp8_blocks(program))
     setting = torch.get_float32_matmul_precision()
     if setting == "highest" or precision != "fp32" or torch_device(topology) != "cuda":
         return ()
@@ -129,7 +131,8 @@ def _product_types(program: Program) -> str:
         _, _, name = str(node.get("target", "")).partition(".")
         value: Any = node.get("val") or ()  # shape, dtype and, if transposed, strides of the node's only result
         if node["op"] == "call_function" and is_product_name(name) and len(value) >= 2 and isinstance(value[1], str):
-            found["fp8" if "fp8" in name else _shorten_dtype(value[1])] += 1
+            nvfp4 = node["args"][4:5] == ["nvfp4"]
+            found["nvfp4" if nvfp4 else "fp8" if "fp8" in name else _shorten_dtype(value[1])] += 1
     if program.tf32:
         found["tf32 on GPUs"] += found.pop("fp32", 0)
     return f"products in {' and '.join(name for name, _ in found.most_common())}" if found else ""

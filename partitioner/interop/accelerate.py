@@ -241,9 +241,11 @@ def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, .
     found |= {"num_processes": layout.devices // lost} if layout.devices else {}
     if layout.devices and lost > 1:
         leave_out("devices", "they are fewer without the axes that are left out")
-    precision = {"fp32": "no"}.get(layout.precision or "fp32", layout.precision)
+    precision = {"fp32": "no", "nvfp4": "bf16"}.get(layout.precision or "fp32", layout.precision)
     if layout.precision is None:
         leave_out("precision", "it is float32 unless a type is given")
+    elif layout.precision == "nvfp4":
+        leave_out("precision", "there is no product in 4 bits; the type is bf16")
     found["mixed_precision"] = precision
     if layout.zero not in (0, 2, 3):
         leave_out("zero", "FSDP shards parameters, too, or gradients; nothing is sharded")

@@ -13,7 +13,7 @@ from partitioner.passes.documented_model import DocumentedModel
 from partitioner.passes.errors import PartitionError
 from partitioner.runtime.program.program import Offload
 
-Precision = Literal["bf16", "fp16", "fp32", "fp8"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8", "nvfp4"]
 
 # The fields that say how a model is trained. The others say where the layout comes from and how it is executed.
 FACTS = (

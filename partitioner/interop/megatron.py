@@ -36,6 +36,8 @@ _RECOMPUTED = (
 )  # fmt: skip
 _FP8 = {name: name for name in ("none", "e4m3", "hybrid", "e5m2")}
 _FP8_RECIPES = {name: name for name in ("delayed", "tensorwise", "mxfp8", "blockwise", "custom", "nvfp4")}
+_FP4 = {name: name for name in ("none", "e2m1")}
+_FP4_RECIPES = {name: name for name in ("nvfp4", "custom")}
 _GRAPHS = {name: name for name in ("none", "local", "transformer_engine", "full_iteration")}
 _PLACES = re.compile(r"[EtmL]")
 _MOST_REPEATED = 10_000
@@ -73,8 +75,7 @@ _BEYOND = {
     "microbatch-group-size-per-vp-stage": "the prediction assumes that groups of microbatches are as large as pp",
     "gradient-accumulation-fusion": "the execution profile of the framework already assumes it",
     "nccl-ub": "the memory and speed of registered buffers are not modelled",
-    "fp4-format": "fp4 is priced as fp8",
-    "fp4": "fp4 is priced as fp8",
+    "fp4-param-gather": "the prediction assumes that parameters are gathered in 16 bits",
     "mtp-num-layers": "layers for multi-token prediction are counted if the given model has them",
 }  # fmt: skip
 _OF_MODEL = frozenset(
@@ -91,6 +92,7 @@ _BRIDGE_NAMES = {  # field of Megatron-Bridge -> Megatron-LM's option of the sam
     "sequence-length": "seq-length",
     "grad-reduce-in-fp32": "accumulate-allreduce-grads-in-fp32",
     "fp8": "fp8-format",
+    "fp4": "fp4-format",
 }
 
 
@@ -194,7 +196,9 @@ def _read_recipe(name: str) -> dict[str, Any]:
         )
     short = bool(found[2]) or found[1] == "fp16"
     fields: dict[str, Any] = {found[1]: True, "grad_reduce_in_fp32": not short}
-    if found[2]:
+    if found[2] == "nvfp4":
+        fields |= {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
+    elif found[2]:
         scaling = {"fp8_delayed_scaling": "delayed", "fp8_current_scaling": "tensorwise", "mxfp8": "mxfp8"}
         fields |= {"fp8": "hybrid", "fp8_recipe": scaling.get(found[2], "blockwise")}
     return fields
@@ -274,22 +278,34 @@ def _check_model_sizes(options: Options, tp: int, ep: int) -> None:
 
 
 def _read_precision(options: Options) -> str:
-    """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. FP4 counts as ``fp8``.
-    ``options``: name of a Megatron-LM option -> value."""
+    """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32``, ``fp8`` or ``nvfp4``. ``options``: options
+    of Megatron-LM (name -> value). Raise :class:`ContradictionError` for two formats at once."""
     bf16, fp16 = options.take_flag("bf16"), options.take_flag("fp16")
     if bf16 and fp16:
         raise ContradictionError(f"{options.name('bf16')} and {options.name('fp16')} together; expected one of them")
     options.take("pipeline-dtype")
     short = "bf16" if bf16 else "fp16" if fp16 else "fp32"
-    for option in ("fp8-format", "fp8"):
-        if isinstance(value := options.given.get(option), str) and value:
-            options.take_choice(option, _FP8)
-    for option in ("fp8-format", "fp8", "fp4-format", "fp4"):
-        value = options.take(option)
-        if value not in (None, False, "none", ""):
-            return "fp8"
+    fp8, fp4 = _find_format(options, "fp8", _FP8), _find_format(options, "fp4", _FP4)
     options.take_flag("fp32")
-    return short
+    if fp8 and fp4:
+        raise ContradictionError(
+            f"{options.name(fp8)} and {options.name(fp4)} together; expected products in one format: remove one of them"
+        )
+    if fp4 and options.take_choice("fp4-recipe", _FP4_RECIPES, "nvfp4") == "custom":
+        options.note("fp4-recipe", "the quantizers of a custom recipe are priced as those of nvfp4")
+    return "nvfp4" if fp4 else "fp8" if fp8 else short
+
+
+def _find_format(options: Options, name: str, known: Mapping[str, str]) -> str | None:
+    """Return the option among ``options`` that switches on products in ``name``, ``fp8`` or ``fp4``: ``fp8-format`` of
+    Megatron-LM or ``fp8`` of a configuration; ``None`` if neither does. ``known``: the formats that there are."""
+    found = None
+    for option in (f"{name}-format", name):
+        if isinstance(value := options.given.get(option), str) and value:
+            options.take_choice(option, known)
+        if options.take(option) not in (None, False, "none", ""):
+            found = found or option
+    return found
 
 
 def _read_zero(options: Options) -> int:
@@ -643,7 +659,7 @@ def write_megatron_bridge(layout: TrainingLayout) -> tuple[str, tuple[UnusedOpti
         found["dist"] = {"use_megatron_fsdp": True}
         found["checkpoint"] = {"ckpt_format": given["ckpt-format"]}
     if layout.pp > 1:
-        types = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
+        types = {"bf16": "bfloat16", "fp8": "bfloat16", "nvfp4": "bfloat16", "fp16": "float16"}
         found["model"]["pipeline_dtype"] = f"torch.{types.get(layout.precision or '', 'float32')}"
     return yaml.safe_dump(found, sort_keys=False), missing
 
@@ -762,6 +778,7 @@ def _add_states(layout: TrainingLayout, given: dict[str, Any], leave_out: Any) -
     types: dict[str, dict[str, Any]] = {
         "bf16": {"bf16": True},
         "fp8": {"bf16": True, "fp8-format": "hybrid"},
+        "nvfp4": {"bf16": True, "fp4-format": "e2m1", "fp4-recipe": "nvfp4"},
         "fp16": {"fp16": True},
     }
     given |= types.get(layout.precision or "", {})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 from partitioner.interop.formats import write_layout
-from partitioner.interop.layout import LayoutError, TrainingLayout, UnusedOption
+from partitioner.interop.layout import LayoutError, Precision, TrainingLayout, UnusedOption
 from partitioner.plan import Plan
 from partitioner.simulate.weight_precision import common_precision
 
@@ -115,17 +115,21 @@ def _count_stage_layers(plan: Plan, missing: list[UnusedOption]) -> tuple[int, .
 
 
 def _find_precision(plan: Plan, missing: list[UnusedOption]) -> Any:
-    """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32`` or ``fp8``. For any other precision of
-    ``plan``, return ``fp32`` and add the precision to ``missing``, the properties that are not expressed.
+    """Return the precision of matrix products: ``bf16``, ``fp16``, ``fp32``, ``fp8`` or ``nvfp4``. For any other
+    precision of ``plan``, return ``fp32`` and add the precision to ``missing``, the properties that are not expressed.
     """
-    if plan.precision in ("bf16", "fp16", "fp32", "fp8"):
+    if plan.precision in get_args(Precision):
         return plan.precision
     if plan.precision is None and plan.written is not None:
         found = common_precision(plan.written)
         if found in ("bf16", "fp16", "fp32"):
             return found
     missing.append(
-        _lose("precision", plan.precision or "that of the parameters", "is not one of bf16, fp16, fp32, fp8")
+        _lose(
+            "precision",
+            plan.precision or "that of the parameters",
+            f"is not one of {', '.join(get_args(Precision))}",
+        )
     )
     return "fp32"
 

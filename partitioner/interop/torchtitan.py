@@ -64,7 +64,8 @@ _BEYOND = {
     ),
     "training.mixed_precision_reduce": "the prediction assumes that gradients are reduced in float32",
 }
-_FLOAT8 = re.compile(r"(float8|mx|mxfp8|nvfp4)", re.IGNORECASE)
+_FLOAT8 = re.compile(r"(float8|mx|mxfp8)", re.IGNORECASE)
+_NVFP4 = re.compile(r"nvfp4", re.IGNORECASE)
 
 
 def read_torchtitan(
@@ -433,8 +434,8 @@ def _read_recompute(options: Options, nested: Mapping[str, Any]) -> str | None:
 
 
 def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
-    """Return the precision of matrix products, such as ``bf16`` or ``fp8``. ``nested``: the configuration with sections
-    as inner mappings. ``options``: the options of a torchtitan configuration."""
+    """Return the precision of matrix products, such as ``bf16``, ``fp8`` or ``nvfp4``. ``nested``: the configuration
+    with sections as inner mappings. ``options``: the options of a torchtitan configuration."""
     kind = options.take_choice("training.mixed_precision_param", _TYPES, "bf16")
     whole = options.take_choice("training.dtype", _TYPES, "fp32")
     if whole == "bf16":
@@ -446,8 +447,12 @@ def _read_precision(options: Options, nested: Mapping[str, Any]) -> str:
     flags = [options.take_flag(f"{section}.enable_float8_linear") for section in ("float8", "training")]
     float8 = any(_FLOAT8.search(str(name)) for name in listed) or any(flags)
     model = nested.get("model_spec")
-    if isinstance(model, Unreadable) and re.search(r"(Float8|MXFP8|NVFP4)\w*Converter", model):
-        float8 = True
+    nvfp4 = any(_NVFP4.search(str(name)) for name in listed)
+    if isinstance(model, Unreadable):
+        float8 = float8 or re.search(r"(Float8|MXFP8)\w*Converter", model) is not None
+        nvfp4 = nvfp4 or re.search(r"NVFP4\w*Converter", model) is not None
+    if nvfp4:
+        return "nvfp4"
     return "fp8" if float8 else "bf16" if whole == "bf16" else str(kind)
 
 
@@ -542,7 +547,8 @@ def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[
     elif layout.precision == "fp8" and not new:
         sections["model"] = {"converters": ["quantize.linear.float8"]}
     elif layout.precision != "bf16":
-        how = "a converter of the model, which the module does not have" if layout.precision == "fp8" else "bfloat16"
+        converted = layout.precision in ("fp8", "nvfp4") and (new or layout.precision == "nvfp4")
+        how = "a converter of the model, which is not written" if converted else "bfloat16"
         leave_out("precision", f"the type is {how}")
     modes = {"full": "full", "alternate": "selective", "none": "none", "selective": "selective"}
     if layout.recompute not in modes or layout.recompute == "selective":

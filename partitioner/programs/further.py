@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from partitioner.background import BackgroundWorker, can_help
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
+from partitioner.cost.call.fp8 import find_scaling
 from partitioner.errors import CapacityError, ConstraintError, PlanError
 from partitioner.explain.kernel_costs import with_kernel_seconds
 from partitioner.explain.tables import notes_on_precision
@@ -556,7 +557,9 @@ def assemble_plan(first: FirstProgram, further: dict[str, FurtherProgram], topol
         notes=(
             *job.model.notes,
             *([first.note] if first.note else []),
-            *notes_on_precision(topology, job.precision, chosen.local.model, job.profile.fp8_scaling, found.program),
+            *notes_on_precision(
+                topology, job.precision, chosen.local.model, find_scaling(job.precision, job.profile), found.program
+            ),
         ),
         context=found.context,
         objective=prepared.objective,

@@ -14,6 +14,7 @@ from partitioner.constraints import Constraints
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.collectives import collective_time, message_time
 from partitioner.cost.call.expert_parallel import Spread, expert_region
+from partitioner.cost.call.fp8 import find_scaling
 from partitioner.cost.call.roofline import copied_s
 from partitioner.cost.call.saved_activations import kept_by
 from partitioner.cost.call.states import StateCost, update_time
@@ -346,7 +347,7 @@ class PlanDurations:
 
     def choose_fp8(self) -> frozenset[str]:
         """Return the names of the blocks (such as layers) whose products with weights are estimated to be faster in
-        fp8, on all pipeline stages. The plan's program must not have products in fp8 yet."""
+        fp8, or NVFP4, on all pipeline stages. The plan's program must not have products in this format yet."""
         slower: set[str] = set()
         used: set[str] = set()
         for stage, costs in zip(self.plan.program.stages, self._price_calls(None, fp8=True), strict=True):
@@ -365,7 +366,9 @@ class PlanDurations:
         program = self.plan.program
         train, again = program.objective == "train", partial(_find_recomputed_nodes, program)
         costs = CallCostCache(self.blocks, self.topology, train, again, pieces=pieces)
-        spread = replace(self._expert_spread, fp8=True) if fp8 else self._expert_spread
+        spread = self._expert_spread
+        if fp8:
+            spread = replace(spread, fp8=find_scaling(self.plan.precision or "", spread.profile))
         return tuple(costs.of_stage(seats, spread) for seats in self._seats or self.machine.seats)
 
     @property

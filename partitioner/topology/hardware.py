@@ -33,7 +33,7 @@ class TopologyPart(BaseModel, metaclass=DocumentedModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-PRECISIONS = ("mxfp8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
+PRECISIONS = ("nvfp4", "mxfp8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 
 
 class DeviceType(TopologyPart):
@@ -156,6 +156,12 @@ class DeviceType(TopologyPart):
         return "mxfp8" in self.peak or self.torch == "cpu"
 
     @property
+    def has_nvfp4(self) -> bool:
+        """Return whether the device can multiply in NVFP4, 4-bit numbers with a scale for every 16. GPUs can if they
+        list an nvfp4 peak. CPUs always can, slowly, for experiments."""
+        return "nvfp4" in self.peak or self.torch == "cpu"
+
+    @property
     def in_tf32(self) -> DeviceType:
         """Return a copy of this device type in which float32 matrix products run at the TF32 rate, if it has one. The
         rate of float32 attention stays the same, because fused attention does not use TF32 (torch 2.11 on H200)."""
@@ -177,6 +183,7 @@ class DeviceType(TopologyPart):
 
 
 _STAND_INS = {
+    "nvfp4": ("mxfp8", "fp8", "fp16", "bf16", "fp32"),
     "mxfp8": ("fp8", "fp16", "bf16", "fp32"),
     "fp8": ("fp16", "bf16", "fp32"),
     "bf16": ("fp16", "fp32"),

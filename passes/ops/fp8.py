@@ -6,8 +6,9 @@ parameter, if the kernels support it (:func:`can_multiply_in_fp8`; the planner p
 
 With the scaling ``"tensor"``, operands are ``float8_e4m3fn`` and gradients ``float8_e5m2``, and each tensor is scaled
 by its own largest magnitude, computed at every use (Micikevicius et al. 2022, FP8 formats for deep learning). With
-``"row"`` and ``"block"``, all are ``float8_e4m3fn`` with several scales (``passes/ops/scaled_products.py``). The result
-has the type of the unquantised operands. Non-finite operands give non-finite results.
+``"row"`` and ``"block"``, all are ``float8_e4m3fn`` with several scales, and with ``"nvfp4"`` 4-bit numbers
+(``passes/ops/scaled_products.py``). The operators keep their name, which saved plans contain. The result has the type
+of the unquantised operands. Non-finite operands give non-finite results.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from torch import Tensor, fx
 from partitioner.passes.ir.collectives import NAMESPACE, _library
 from partitioner.passes.ir.model import Block
 from partitioner.passes.ops import experts as _experts  # noqa: F401  # registers the products of experts
-from partitioner.passes.ops.scaled_products import BLOCK, multiply_scaled
+from partitioner.passes.ops.scaled_products import BLOCK, Operand, multiply_nvfp4, multiply_scaled
 
 aten = torch.ops.aten
 
 ALIGNED = 16  # the kernels need rows and columns that are multiples of this
 _NUMBERS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+_OPERANDS: dict[torch.dtype, Operand] = {_NUMBERS: "numbers", _GRADIENTS: "gradient"}
 _SHORT = (torch.bfloat16, torch.float16)
+_CHOICES = (aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort.stable)
 _MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that a tensor of zeros has a scale
 
 
@@ -51,13 +54,20 @@ def _multiply_in_fp8(
     exact: bool,
     bias: Tensor | None = None,
     scaling: str = "tensor",
+    weight: bool = True,
 ) -> Tensor:
     """Return ``left @ right.T``, plus ``bias`` if given, in the type of ``left``, computed with operands rounded to 8
-    bits.
+    bits, or to 4.
 
-    ``left`` ``[m, k]``, ``right`` ``[n, k]``. ``kinds``: the 8-bit types of the two operands, if each has one scale.
-    ``exact``: accumulate in full float32, which gradients need. ``scaling``: ``"tensor"``, ``"row"`` or ``"block"``.
+    ``left`` ``[m, k]``, ``right`` ``[n, k]``. ``kinds``: the 8-bit types of the two operands, if each has one scale;
+    they also tell which is a gradient. ``exact``: accumulate in full float32, which gradients need. ``scaling``:
+    ``"tensor"``, ``"row"``, ``"block"`` or ``"nvfp4"``. ``weight``: ``right`` is a weight; otherwise the product is the
+    gradient of one.
     """
+    if scaling == "nvfp4":
+        of_left, of_right = (_OPERANDS[kind] for kind in kinds)
+        short = multiply_nvfp4(left, right, (of_left, "weight" if weight else of_right), rotated=not weight)
+        return short if bias is None else short + bias
     if scaling != "tensor":
         return multiply_scaled(left, right, scaling, bias, exact)
     a, of_a = _quantize_to_fp8(left, kinds[0])
@@ -79,7 +89,7 @@ def linear_fp8(
     in]`` rounded to 8 bits. ``bias``: ``[out]``.
 
     ``transposed``: ``weight`` is ``[in, out]``, and the product is ``x @ weight``. ``scaling``: which numbers share a
-    scale: all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``).
+    scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"`` of 32; ``"nvfp4"``: a block of 16 4-bit numbers.
     """
     rows, kinds = weight.t() if transposed else weight, (_NUMBERS, _NUMBERS)
     product = _multiply_in_fp8(_flatten_to_rows(x), rows, kinds, exact=False, bias=bias, scaling=scaling)
@@ -90,8 +100,7 @@ def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False, sca
     """Return the gradient of ``x`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
     ``grad`` ``[..., out]``: the gradient of the layer's result. ``weight``: ``[out, in]``, or ``[in, out]`` if
-    ``transposed``. ``scaling``: which numbers share a scale: all of a tensor (``"tensor"``), a row (``"row"``) or 32 of
-    a row (``"block"``).
+    ``transposed``. ``scaling``: as of :func:`linear_fp8`.
     """
     rows = weight if transposed else weight.t()
     kinds = _GRADIENTS, _NUMBERS
@@ -103,13 +112,12 @@ def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False, scaling
     """Return the gradient of ``weight`` in a linear layer ``x @ weight.T``, with both operands rounded to 8 bits.
 
     ``grad`` ``[..., out]``: the gradient of the layer's result. ``x`` ``[..., in]``: its input. ``transposed``:
-    ``weight``, and so the result, is ``[in, out]`` instead of ``[out, in]``. ``scaling``: which numbers share a scale:
-    all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``).
+    ``weight``, and so the result, is ``[in, out]`` instead of ``[out, in]``. ``scaling``: as of :func:`linear_fp8`.
     """
     left, right = _flatten_to_rows(grad).t(), _flatten_to_rows(x).t()
     if transposed:
-        return _multiply_in_fp8(right, left, (_NUMBERS, _GRADIENTS), exact=True, scaling=scaling)
-    return _multiply_in_fp8(left, right, (_GRADIENTS, _NUMBERS), exact=True, scaling=scaling)
+        return _multiply_in_fp8(right, left, (_NUMBERS, _GRADIENTS), exact=True, scaling=scaling, weight=False)
+    return _multiply_in_fp8(left, right, (_GRADIENTS, _NUMBERS), exact=True, scaling=scaling, weight=False)
 
 
 _HOW = 'bool transposed=False, str scaling="tensor"'
@@ -223,31 +231,56 @@ def _is_state(node: fx.Node, states: Collection[str]) -> bool:
     return node.op == "placeholder" and node.name in states
 
 
+def alignment(scaling: str) -> int:
+    """Return the number of which all sizes of a product must be multiples. ``scaling``: which numbers share a scale."""
+    return BLOCK if scaling in ("block", "nvfp4") else ALIGNED
+
+
 def can_multiply_in_fp8(product: WeightProduct, scaling: str = "tensor") -> bool:
     """Return whether the 8-bit kernels support the types and sizes of the matrix product ``product``.
 
     All operands must have one 16-bit type, and all sizes must be multiples of ``ALIGNED`` (16), or of 32 with the
-    ``scaling`` ``"block"``. This applies to every size, because each is the summed dim of one of the three products of
-    forward and backward.
+    ``scaling`` ``"block"`` or ``"nvfp4"``: each size is that of the summed dim in one of the three products of forward
+    and backward, and rows of 4-bit numbers must be multiples of 16 bytes.
     """
-    aligned = BLOCK if scaling == "block" else ALIGNED
+    aligned = alignment(scaling)
     operands = [o.meta["val"] for o in (product.x, product.weight, product.bias) if o is not None]
     alike = operands[0].dtype in _SHORT and all(o.dtype == operands[0].dtype for o in operands)
     return alike and all(size and size % aligned == 0 for size in product.sizes)
 
 
 def find_weight_products(block: Block, scaling: str = "tensor") -> dict[fx.Node, WeightProduct]:
-    """Return the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits: node
-    of a product -> its operands. ``scaling``: which numbers share a scale: all of a tensor (``"tensor"``), a row
-    (``"row"``) or 32 of a row (``"block"``).
+    """Return the matrix products in the graph of ``block`` (a piece of the model) that can be computed in 8 bits, or in
+    4: a dict from the product's node to its operands. ``scaling``: which numbers share a scale: those of a
+    ``"tensor"``, a ``"row"`` or a ``"block"`` of 32; ``"nvfp4"``: 4-bit numbers, except in products of which a loss or
+    a choice is made (:func:`find_deciding_products`).
     """
     states = frozenset(block.states)
     known = {node: match_weight_product(node, states) for node in block.graph.nodes}
+    left = find_deciding_products(block) if scaling == "nvfp4" else frozenset[fx.Node]()
     return {
         node: product
         for node, product in known.items()
-        if product is not None and can_multiply_in_fp8(product, scaling)
+        if product is not None and node not in left and can_multiply_in_fp8(product, scaling)
     }
+
+
+def find_deciding_products(block: Block) -> frozenset[fx.Node]:
+    """Return the matrix products with weights in the graph of ``block`` (a piece of the model) of which a scalar
+    result, such as a loss, or a choice is made without another such product: the head of a language model, and the
+    routers to experts. They keep 16 bits in NVFP4, as in NVIDIA's recipe."""
+    states, found = frozenset(block.states), set[fx.Node]()
+    ahead = [node for node in block.outputs if not node.meta["val"].dim() and node.meta["val"].is_floating_point()]
+    ahead += [node for node in block.graph.nodes if node.target in _CHOICES]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if node.op == "call_function" and match_weight_product(node, states) is not None:
+            found.add(node)
+            continue
+        ahead += (more := [n for n in node.all_input_nodes if n not in seen])
+        seen.update(more)
+    return frozenset(found)
 
 
 def find_expert_products(block: Block, scaling: str) -> set[fx.Node]:
@@ -309,8 +342,10 @@ def restore_products(block: Block) -> None:
 __all__ = [
     "ALIGNED",
     "WeightProduct",
+    "alignment",
     "can_multiply_in_fp8",
     "convert_products_to_fp8",
+    "find_deciding_products",
     "find_expert_products",
     "find_weight_products",
     "linear_fp8",

@@ -1,27 +1,56 @@
-"""Products of matrices in 8-bit floating point with several scales per matrix.
+"""Products of matrices in 8-bit and 4-bit floating point with several scales per matrix.
 
 With ``"row"``, every row of both operands (along the summed dim) has a scale in float32, so that its largest magnitude
 becomes the largest number of the type. With ``"block"``, every 32 numbers along the summed dim have a scale that is a
 power of two, stored as ``float8_e8m0fnu``: the format MXFP8 (Open Compute Project, Microscaling formats
 specification 1.0). The scale is rounded up, so that no number is cut off.
 
-GPUs have kernels for both (``torch._scaled_mm`` and ``torch.nn.functional.scaled_mm``). Elsewhere operands are widened
-to float32 and multiplied: every product of two 8-bit numbers and its scale is exact in float32, only sums are rounded.
+With ``"nvfp4"``, there are two levels of scales. A number is one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign (E2M1). A
+block of 16 numbers has a scale in ``float8_e4m3fn``, and a tensor one in float32. The recipe is that of NVIDIA for
+training (arXiv 2509.25149):
+
+- Blocks are 16 numbers along the summed dim. Those of a weight are 16 x 16 numbers, so that forward and backward
+  multiply by the same rounded weight.
+- Gradients are rounded up or down at random, with the distance to the two neighbours as probability, so that the
+  rounded gradient is right on average. Everything else is rounded to the nearest number.
+- For the gradient of a weight, both operands are multiplied by an orthogonal matrix along the summed dim, a Hadamard
+  matrix of 16 x 16 with fixed random signs. It spreads large numbers over their block, and cancels in the product.
+
+The random numbers are a function of the gradient's position and of the sum of all its bits: equal gradients are rounded
+equally, and no state is needed.
+
+GPUs have kernels for all of them (``torch._scaled_mm`` and ``torch.nn.functional.scaled_mm``). Elsewhere operands are
+widened to float32 and multiplied: every product of two 8-bit numbers and its scale is exact in float32, only sums are
+rounded; in NVFP4 the product of scales is rounded, too.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
-Scaling = Literal["tensor", "row", "block"]
+Scaling = Literal["tensor", "row", "block", "nvfp4"]  # the last: 4-bit numbers
 BLOCK = 32  # numbers with one scale
 
 _TYPE = torch.float8_e4m3fn
 _MIN_MAGNITUDE = 1e-30  # lower limit of a largest magnitude, so that zeros have a scale
 _MIN_EXPONENT, _MAX_EXPONENT = -127, 127  # smallest and largest exponent of float8_e8m0fnu
+
+NUMBERS = 16  # numbers in a row of a block
+BITS = 4.5  # of a number, with its share of a block's scale
+
+Operand = Literal["numbers", "weight", "gradient"]
+
+_LARGEST = 6.0  # of E2M1
+_LARGEST_SCALE = 448.0  # of float8_e4m3fn
+_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SIGNS = 0b1011001110100101  # of the rows of the Hadamard matrix: a set bit is a minus
+_MIX = (-1640531535, -2048144789, -1028477379)  # odd factors that mix the bits of an integer (as in MurmurHash3)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = _TYPE) -> tuple[Tensor, Tensor]:
@@ -111,8 +140,8 @@ def _multiply_blocks(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """Return ``scale`` ``[m, n]``, the scales of an 8-bit matrix's blocks, as a vector in the order in which the GPU's
-    kernel reads them.
+    """Return ``scale`` ``[m, n]``, the scales of a matrix's blocks in an 8-bit type, as a vector in the order in which
+    the GPU's kernel reads them.
 
     The scales are padded to multiples of 128 rows and 4 columns, and cut into tiles of this size. In a tile, row ``r``
     is at ``16 * (r % 32) + 4 * (r // 32)`` (cuBLAS documentation, layout of 1D block scaling factors).
@@ -122,16 +151,158 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     padded = torch.zeros(tall * 128, wide * 4, dtype=torch.uint8, device=scale.device)
     padded[:rows, :columns] = scale.view(torch.uint8)
     tiles = padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)  # [row tiles, column tiles, 32, 4, 4]
-    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
+    return tiles.reshape(-1).view(scale.dtype)
+
+
+class Nvfp4Matrix(NamedTuple):
+    """A matrix ``[m, k]`` in NVFP4. ``values`` ``[m, k / 2]``, uint8: two numbers in a byte, the first in the lower
+    half. ``scales`` ``[m, k / 16]``, ``float8_e4m3fn``: those of the blocks. ``scale``: that of the tensor, float32."""
+
+    values: Tensor
+    scales: Tensor
+    scale: Tensor
+
+
+class _Tables(NamedTuple):
+    """Constants on a device. ``levels``: the 15 numbers of E2M1, sorted. ``gaps``: the distance from each to the next.
+    ``limits``: the least number that is rounded to each level but the first. ``codes``: the bits of each level.
+    ``numbers`` ``[16]``: the number of each code. ``hadamard`` ``[16, 16]``: the orthogonal matrix.
+    """
+
+    levels: Tensor
+    gaps: Tensor
+    limits: Tensor
+    codes: Tensor
+    numbers: Tensor
+    hadamard: Tensor
+
+
+@cache
+def _tables(device: str) -> _Tables:
+    positive = torch.tensor(_LEVELS)
+    levels = torch.cat([-positive.flip(0)[:-1], positive])
+    middles = (levels[1:] + levels[:-1]) / 2
+    # Codes of magnitudes alternate between even and odd. A tie goes to the even one: downwards if the lower is even.
+    last = len(_LEVELS) - 1
+    lower_is_even = (torch.arange(len(middles)) - last) % 2 == 0
+    limits = torch.where(lower_is_even, torch.nextafter(middles, torch.tensor(torch.inf)), middles)
+    codes = torch.cat([torch.arange(last, 0, -1) + len(_LEVELS), torch.arange(len(_LEVELS))]).to(torch.uint8)
+    matrix = torch.ones(1, 1)
+    while len(matrix) < NUMBERS:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = torch.tensor([-1.0 if _SIGNS >> row & 1 else 1.0 for row in range(NUMBERS)])
+    found = _Tables(
+        levels,
+        torch.cat([levels[1:] - levels[:-1], torch.ones(1)]),
+        limits,
+        codes,
+        torch.cat([positive, -positive]),
+        signs[:, None] * matrix / NUMBERS**0.5,
+    )
+    return _Tables(*(table.to(device) for table in found))
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Return ``x`` ``[m, k]`` in float32 with every 16 numbers of a row multiplied by the Hadamard matrix with random
+    signs. The product of two matrices with the transpose of the other stays the same if both are rotated."""
+    rotated: Tensor = (x.float().view(-1, NUMBERS) @ _tables(str(x.device)).hadamard).view(x.shape)
+    return rotated
+
+
+def round_to_nvfp4(x: Tensor, operand: Operand) -> Nvfp4Matrix:
+    """Return ``x`` ``[m, k]`` in NVFP4, with blocks along ``k``. ``operand``: what ``x`` is. A ``"weight"`` has blocks
+    of 16 x 16, a ``"gradient"`` is rounded at random, and other ``"numbers"`` are rounded to the nearest.
+
+    ``k`` must be a multiple of 16, and for a weight also ``m``. On GPUs the operators are compiled to few kernels.
+    """
+    tall = NUMBERS if operand == "weight" else 1
+    run = _compiled_rounding() if x.is_cuda and has_triton() else _round_blocks
+    return Nvfp4Matrix(*run(x, _tables(str(x.device)), tall, operand == "gradient"))
+
+
+@cache
+def _compiled_rounding() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return torch.compile(_round_blocks, dynamic=True)
+
+
+def _round_blocks(x: Tensor, tables: _Tables, tall: int, at_random: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three tensors of ``x`` ``[m, k]`` in NVFP4 (:class:`Nvfp4Matrix`). ``tables``: the constants on the
+    device of ``x``. ``tall``: rows of a block. ``at_random``: round up or down at random."""
+    rows, columns = x.shape
+    blocks = x.view(rows // tall, tall, columns // NUMBERS, NUMBERS)
+    largest = torch.linalg.vector_norm(blocks, torch.inf, dim=(1, 3), dtype=torch.float32)
+    scale = largest.amax().clamp(min=_MIN_MAGNITUDE) / (_LARGEST * _LARGEST_SCALE)
+    scales = (largest / (_LARGEST * scale)).to(torch.float8_e4m3fn)
+    wide = scales.float() * scale
+    factor = torch.where(wide == 0, 0.0, wide.reciprocal())  # a block far smaller than the tensor's largest is zero
+    made = blocks * factor[:, None, :, None]
+    if at_random:
+        made = made.clamp(-_LARGEST, _LARGEST)
+        level = torch.bucketize(made, tables.levels[1:], out_int32=True, right=True)
+        chance = _draw_by_bits(x).view_as(made) * tables.gaps[level]
+        level = level + (chance < made - tables.levels[level])
+    else:
+        level = torch.bucketize(made, tables.limits, out_int32=True, right=True)
+    codes = tables.codes[level].view(rows, columns)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales.repeat_interleave(tall, 0) if tall > 1 else scales, scale
+
+
+def _draw_by_bits(x: Tensor) -> Tensor:
+    """Return a random number from 0 (included) to 1 for each number of ``x``, float32: a function of its position and
+    of the bits of all numbers of ``x``."""
+    seed = x.view(torch.int32 if x.element_size() == 4 else torch.int16).sum(dtype=torch.int64)
+    state = torch.arange(x.numel(), dtype=torch.int32, device=x.device) + seed.to(torch.int32)
+    state = state * _MIX[0]
+    for factor in _MIX[1:]:
+        state = (state ^ (state >> 15 & 0x1FFFF)) * factor
+    return (state >> 8 & 0xFFFFFF).float() * 2.0**-24
+
+
+def widen_nvfp4(rounded: Nvfp4Matrix) -> Tensor:
+    """Return the numbers ``[m, k]`` in float32 that ``rounded`` stands for."""
+    values, numbers = rounded.values, _tables(str(rounded.values.device)).numbers
+    codes = torch.stack([values & 15, values >> 4], 2).view(len(values), -1, NUMBERS)
+    wide: Tensor = (numbers[codes.int()] * (rounded.scales.float() * rounded.scale)[:, :, None]).flatten(1)
+    return wide
+
+
+def multiply_nvfp4(left: Tensor, right: Tensor, operands: tuple[Operand, Operand], rotated: bool) -> Tensor:
+    """Return ``left @ right.T`` in the type of ``left``, computed with operands in NVFP4. ``left`` ``[m, k]``,
+    ``right`` ``[n, k]``. ``operands``: what the two are. ``rotated``: multiply both by the Hadamard matrix first."""
+    given = (rotate(x.contiguous()) if rotated else x.contiguous() for x in (left, right))
+    a, b = (round_to_nvfp4(x, operand) for x, operand in zip(given, operands, strict=True))
+    product = _multiply_on_gpu(a, b) if left.is_cuda else widen_nvfp4(a) @ widen_nvfp4(b).t()
+    return product.to(left.dtype)
+
+
+def _multiply_on_gpu(a: Nvfp4Matrix, b: Nvfp4Matrix) -> Tensor:
+    """Return ``a @ b.T`` in bfloat16 by the GPU's NVFP4 kernel. ``a`` ``[m, k]``, ``b`` ``[n, k]``."""
+    functional: Any = torch.nn.functional
+    recipe = [functional.ScalingType.BlockWise1x16, functional.ScalingType.TensorWise]
+    order = [functional.SwizzleType.SWIZZLE_32_4_4, functional.SwizzleType.NO_SWIZZLE]
+    left, right = (each.values.view(torch.float4_e2m1fn_x2) for each in (a, b))
+    of_left, of_right = ([swizzle_scales(each.scales), each.scale] for each in (a, b))
+    found: Tensor = functional.scaled_mm(
+        left, right.t(), of_left, recipe, of_right, recipe, order, order, output_dtype=torch.bfloat16
+    )
+    return found
 
 
 __all__ = [
+    "BITS",
     "BLOCK",
+    "NUMBERS",
+    "Nvfp4Matrix",
+    "Operand",
     "Scaling",
     "multiply_grouped_rows",
+    "multiply_nvfp4",
     "multiply_scaled",
     "quantize_blocks",
     "quantize_rows",
+    "rotate",
+    "round_to_nvfp4",
     "swizzle_scales",
     "widen",
+    "widen_nvfp4",
 ]

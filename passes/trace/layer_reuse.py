@@ -157,10 +157,19 @@ class Journal(TorchFunctionMode):
 @contextlib.contextmanager
 def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
     """Return a context inside of a trace, in which operators are computed on fake tensors but are not recorded in the
-    graph. ``operands``: fake tensors of the trace, from which the fake tensor mode is found."""
+    graph. ``operands``: fake tensors of the trace, from which the fake tensor mode is found.
+
+    Function modes of the user, who may have entered them around the trace, stay active: they change what operators
+    compute, and the calls that are compared must compute the same.
+    """
+    modes = torch.overrides._get_current_function_mode_stack()
     with contextlib.ExitStack() as stack:
-        for _ in torch.overrides._get_current_function_mode_stack():
+        for _ in modes:
             stack.enter_context(torch.overrides._pop_mode_temporarily())
+        for mode in modes:
+            if type(mode).__module__.partition(".")[0] not in ("torch", "partitioner"):
+                torch.overrides._push_mode(mode)
+                stack.callback(torch.overrides._pop_mode)
         stack.enter_context(disable_proxy_modes_tracing())
         fake = detect_fake_mode(list(operands))
         if fake is not None and fake.shape_env is not None:

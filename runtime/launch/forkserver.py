@@ -2,6 +2,10 @@
 
 The fork server of ``multiprocessing`` would import the user's main script again in every rank. This one receives a
 socket for communication with each rank, and kills all of its ranks when it ends.
+
+The environment variable ``PARTITIONER_PRELOAD`` names further modules, separated by commas, that the server imports
+before it forks, so that ranks need not import each by itself. They must start no thread and not use autograd when they
+are imported; those that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -25,6 +30,7 @@ from partitioner import runtime
 
 _ROOT = Path(runtime.__path__[0]).absolute().parent.parent  # where `partitioner` is found
 
+_PRELOAD = "PARTITIONER_PRELOAD"
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 # Ctrl-C is for the client, which then closes the socket; also while the server imports.
 _SERVER = """
@@ -138,6 +144,9 @@ def serve(fd: int) -> None:
     from partitioner.runtime.launch import process_pool
 
     process_pool.preload_imports()
+    for name in filter(None, os.environ.get(_PRELOAD, "").split(",")):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     requests = socket.socket(fileno=fd)
     statuses: dict[int, int] = {}
     running: set[int] = set()

@@ -20,7 +20,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 
 _WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with products in 8 bits
 _WITH_EXPERTS = (9, 0)  # of the devices with grouped products and a scale for each row
-_WITH_MXFP8 = (10, 0)  # of the first with a scale for every 32 numbers
+_WITH_BLOCKS = (10, 0)  # of the first with a scale for every 32 numbers, and with 4-bit numbers
 
 
 def convert_precision(program: Program, precision: str | None) -> Program:
@@ -48,7 +48,8 @@ def convert_precision(program: Program, precision: str | None) -> Program:
 def convert_to_fp8(program: Program, scaling: str = "tensor", blocks: Collection[str] | None = None) -> Program:
     """Return a copy of ``program`` in which matrix products with weights are computed in 8-bit floats, where the
     kernels support the types and shapes. ``scaling``: which numbers share a scale: ``"tensor"``, ``"row"`` or
-    ``"block"``. ``blocks``: names of the blocks (such as layers) to convert; ``None``: all.
+    ``"block"``; ``"nvfp4"``: they are computed in 4-bit floats. ``blocks``: names of the blocks (such as layers) to
+    convert; ``None``: all.
     """
 
     def round_input(name: str, data: BlockGraph) -> BlockGraph:
@@ -88,8 +89,8 @@ def allow_tf32_products(program: Program, device: torch.device) -> Iterator[None
 
 
 def check_fp8(program: Program, device: torch.device) -> None:
-    """Raise :class:`LaunchError` if ``program`` multiplies in 8-bit floats and the GPU ``device`` has no kernels for
-    this, or none for scales of blocks of 32 numbers (MXFP8).
+    """Raise :class:`LaunchError` if ``program`` multiplies in 8-bit or 4-bit floats and the GPU ``device`` has no
+    kernels for this, or none for scales of blocks of numbers (MXFP8, NVFP4).
     """
     if device.type != "cuda":
         return
@@ -104,14 +105,21 @@ def check_fp8(program: Program, device: torch.device) -> None:
             f"{torch.cuda.get_device_name(device)} (compute capability {found}) has no kernel; expected 9.0 (Hopper): "
             'plan with precision="bf16", or with fp8_scaling="block", which leaves experts in 16 bits'
         )
-    blocks = any(n["args"][4:] == ["block"] for n in nodes)
-    needed = _WITH_MXFP8 if blocks else _WITH_FP8
+    scalings = {scaling for n in nodes for scaling in n["args"][4:]}
+    blocks, short = bool(scalings & {"block", "nvfp4"}), "nvfp4" in scalings
+    if short and not (hasattr(torch.nn.functional, "scaled_mm") and hasattr(torch, "float4_e2m1fn_x2")):
+        raise LaunchError(
+            f"the plan multiplies in NVFP4, for which torch {torch.__version__} has no product; expected torch 2.10 or "
+            'later: install it, or plan with precision="bf16"'
+        )
+    needed = _WITH_BLOCKS if blocks else _WITH_FP8
     if not nodes or capability >= needed:
         return
     found, expected = ".".join(map(str, capability)), ".".join(map(str, needed))
-    what = "in MXFP8 (fp8_scaling='block')" if blocks else "in fp8"
+    what = "in NVFP4" if short else "in MXFP8 (fp8_scaling='block')" if blocks else "in fp8"
     kinds = "Blackwell" if blocks else "Ada, Hopper, Blackwell"
-    advice = "fp8_scaling='row'" if blocks and capability >= _WITH_FP8 else 'precision="bf16"'
+    finer = 'precision="fp8"' if short else "fp8_scaling='row'"
+    advice = finer if blocks and capability >= _WITH_FP8 else 'precision="bf16"'
     raise LaunchError(
         f"the plan multiplies {what}, for which {torch.cuda.get_device_name(device)} (compute capability {found}) "
         f"has no kernels; expected {expected} or more ({kinds}): plan with {advice}"

@@ -48,6 +48,14 @@ class _Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def keep_layers(model: nn.Module, count: int) -> nn.Module:
+    """Keep the first ``count`` of the layers of a decoder or an encoder of transformers, and return the model."""
+    (layers,) = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    del layers[count:]
+    model.config.num_hidden_layers = count  # type: ignore[union-attr]
+    return model
+
+
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
     """The context in which new floating tensors and explicit casts to float32 are float64."""

@@ -40,7 +40,7 @@ def layouts(draw: st.DrawFn) -> TrainingLayout:
         microbatch_size=size, microbatches=count, zero=draw(st.sampled_from([0, 1, 2, 3])),
         sequence_parallel=draw(st.sampled_from([None, True, False])),
         context=draw(st.sampled_from([None, "all_gather", "ring", "ulysses"])), recompute=draw(RECOMPUTES),
-        offload=draw(OFFLOADS), precision=draw(st.sampled_from(["bf16", "fp16", "fp32", "fp8"])),
+        offload=draw(OFFLOADS), precision=draw(st.sampled_from(["bf16", "fp16", "fp32", "fp8", "nvfp4"])),
         optimizer=draw(st.sampled_from(["adamw", "adam", "sgd", "sgd_momentum", "none"])),
         seq_length=draw(st.sampled_from([None, 1152, 2304])), **(stages if pp > 1 else {}),
     ).at(pp * tp * cp * dp)  # fmt: skip

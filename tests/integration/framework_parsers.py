@@ -19,6 +19,9 @@ from typing import Any
 Facts = dict[str, Any]
 
 
+_FORMATS = {"fp4": "nvfp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16"}  # option of Megatron -> precision
+
+
 def parse_torchtitan(path: Path, devices: int) -> Facts:
     from torchtitan.config import ConfigManager
     from torchtitan.distributed.parallel_dims import ParallelDims
@@ -89,7 +92,7 @@ def parse_megatron(path: Path, devices: int) -> Facts:
         "tp": config.tensor_model_parallel_size, "pp": config.pipeline_model_parallel_size,
         "cp": config.context_parallel_size, "ep": config.expert_model_parallel_size,
         "sharded": bool(ddp.use_distributed_optimizer),
-        "precision": "fp8" if config.fp8 else "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32",
+        "precision": next((p for o, p in _FORMATS.items() if getattr(config, o, None)), "fp32"),
     }  # fmt: skip
     if config.pipeline_model_parallel_size > 1:
         found["virtual_stages"] = config.virtual_pipeline_model_parallel_size

@@ -206,5 +206,6 @@ def test_test_files_import_no_other():
 
 
 def test_no_model_is_known_by_name():
-    found = [(path, line, word) for path in MODULES for line, word in code_words(path) if NAMES.search(word)]
+    named = [path for path in MODULES if NAMES.search((ROOT / path).read_text())]  # maybe in a docstring or comment
+    found = [(path, line, word) for path in named for line, word in code_words(path) if NAMES.search(word)]
     assert found == []

@@ -25,6 +25,7 @@ from partitioner.simulate.program_time import plan_timeline, simulate_plan
 from partitioner.solve.evaluate.batch_shares import share_out
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
+from tests.example_counts import examples
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -318,7 +319,7 @@ def test_a_replica_whose_ranks_are_on_two_nodes_gets_less_of_the_batch(pins: dic
     assert plan.certificate.bound <= plan.estimate.step_time
 
 
-@settings(max_examples=3)
+@settings(max_examples=examples(3, quick=1))
 @given(
     fast=st.integers(1, 3),
     slow=st.integers(1, 3),

@@ -25,6 +25,7 @@ from partitioner import (
     Topology,
     TopologyError,
     partition,
+    prepare,
 )
 from partitioner.errors import Advice
 from tests.helpers.square_layers import Tower, inputs
@@ -169,9 +170,10 @@ def test_memory_that_does_not_suffice_names_stage_shortage_and_a_change() -> Non
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(32768, 32768) for _ in range(16)))
     small, inputs = Topology.preset("dgx-v100", nodes=1), (torch.empty(64, 32768, device="meta"),)
-    assert partition(model, small, inputs, loss=torch.sum).offload  # what its hosts have suffices
+    prepared = prepare(model, inputs, loss=torch.sum)
+    assert partition(prepared, small, constraints=Constraints(tp=1)).offload  # what its hosts have suffices
     with pytest.raises(CapacityError, match=r"stage \d") as error:
-        partition(model, small, inputs, loss=torch.sum, constraints=Constraints(offload="none"))
+        partition(prepared, small, constraints=Constraints(tp=1, offload="none"))
     assert error.value.missing_bytes > 0
     assert "GiB" in str(error.value)
 

@@ -53,9 +53,11 @@ def test_readme_and_tour_have_code():
     assert {"README", "tour"} <= {page.stem for page in PAGES_WITH_CODE}
 
 
-def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Standard output of an example that is run here, as a script."""
-    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+def printed_by(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Standard output of an example that is run here, as a script, which need not import all anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out
 
 
@@ -115,13 +117,17 @@ def test_a_script_for_trainer_trains_by_a_plan_and_goes_on(tmp_path: Path):
     }
 
 
-def test_a_trained_model_generates_as_one_process_does(tmp_path: Path):
+def test_a_trained_model_generates_as_one_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """The script compares every generated token with the model's own ``generate``."""
-    printed = execute(str(ROOT / "examples" / "generate.py"), cwd=tmp_path, timeout=500)
+    monkeypatch.chdir(tmp_path)
+    printed = printed_by("generate", capsys)
     assert "144 generated tokens, all as one process has them" in printed
     assert (tmp_path / "out" / "generate.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_a_policy_that_samples_between_steps_learns_as_in_one_process(name: str, tmp_path: Path):
     """The script compares every answer, loss and gradient with one process in float64."""
@@ -130,9 +136,23 @@ def test_a_policy_that_samples_between_steps_learns_as_in_one_process(name: str,
     assert (tmp_path / "out" / f"{name}.json").exists()
 
 
-def test_packed_texts_train_as_texts_one_by_one(tmp_path: Path):
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_a_policy_on_two_ranks_learns_as_in_one_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two steps of the scripts above."""
+    monkeypatch.chdir(tmp_path)
+    printed = printed_by(name, capsys, "--mesh", "pp=1,tp=2,dp=1", "--steps", "2")
+    assert "all answers and losses are those of one process" in printed
+    assert (tmp_path / "out" / f"{name}.json").exists()
+
+
+def test_packed_texts_train_as_texts_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """The script compares every loss with one process that runs each text alone."""
-    printed = execute(str(ROOT / "examples" / "finetune_packed.py"), cwd=tmp_path, timeout=500)
+    monkeypatch.chdir(tmp_path)
+    printed = printed_by("finetune_packed", capsys)
     assert (
         "4 attention calls restricted to packed documents; the cost model assumes documents of 39 positions, the mean"
         in printed

@@ -32,12 +32,12 @@ from partitioner.pretrained.generation import find_first_token
 from partitioner.programs.requests import constrain_for_programs
 from partitioner.runtime.prove.layouts import LayoutError, prove_same_caches
 from tests.helpers.every_rank import on_every_rank
-from tests.helpers.models import CASES, float64
+from tests.helpers.models import CASES, float64, keep_layers
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
 CLOSE = 1e-9
-VOCAB, NEW = 64, 6
+VOCAB, NEW, LAYERS = 64, 6, 2
 PROMPTS = ((4, 8), (3, 5), (4, 11), (1, 19))  # samples and tokens: as planned, fewer, and more than are read at once
 ASKED = Generate(batch=4, prompt=8, length=28)
 
@@ -51,9 +51,10 @@ class Generated(NamedTuple):
 
 
 def model_of(family: str) -> nn.Module:
-    """The test model of a family in float64."""
+    """The test model of a family in float64. The first one has two layers, because most tests use it."""
     with float64():
-        return CASES[family].build().double()
+        model = CASES[family].build().double()
+        return keep_layers(model, LAYERS) if family == "llama" else model
 
 
 def draw_prompt(samples: int, positions: int) -> Tensor:
@@ -322,7 +323,7 @@ def test_caches_are_sharded_as_heads_and_layers_are():
     plan = plan_generation("llama", tp=2)
     further = plan.further["generate decode"]
     caches = {i.value: i for i in further.program.inputs if i.path in further.caches}
-    assert len(caches) == 2 * 4  # keys and values of each layer
+    assert len(caches) == 2 * LAYERS  # keys and values of each layer
     for value, data in caches.items():
         assert data.shape == (ASKED.batch, 4, ASKED.length, 8)
         assert (data.batch_dim, further.program.values[value].layout) == (0, "S1")
@@ -435,7 +436,7 @@ def test_the_estimate_counts_the_caches():
     shorter = plan_generation("llama").further["generate decode"].memory
     longer = plan_length(ASKED.length + 3000).further["generate decode"].memory
     cache = 4 * 4 * 3000 * 8 * 8  # samples, heads, places, width, bytes
-    caches = 2 * 4 * cache  # keys and values of each layer
+    caches = 2 * LAYERS * cache  # keys and values of each layer
     assert caches <= longer - shorter < caches + 5 * cache  # and the mask, and temporary tensors of one layer
     with pytest.raises(PlanError, match=r"program 'generate prefill' .*too much"):
         plan_length(100_000_000)

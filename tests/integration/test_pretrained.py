@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.example_counts import examples
+
 pytest.importorskip("transformers")
 
 import transformers
@@ -805,7 +807,7 @@ VALUES = st.one_of(
 SMALL = {"llama": tiny_config("llama"), "t5": tiny_config("t5"), "vit": tiny_config("vit"), "bert": tiny_config("bert")}
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_changed_files_give_typed_errors_alone(tmp_path: Path, data: st.DataObject) -> None:
     fields = json.loads(SMALL[data.draw(st.sampled_from(sorted(SMALL)))].to_json_string(use_diff=False))
@@ -843,7 +845,8 @@ def small_node(devices: int, mebibytes: int) -> Topology:
 def test_fit_answers_what_a_run_takes_and_what_the_largest_sizes_are(saved: Path, tmp_path: Path) -> None:
     node = tmp_path / "node.yaml"
     node.write_text(small_node(2, 1).to_yaml())
-    result = invoke("fit", saved, "--topology", node, "--seq", 16, "--batch", 4, "--tokens", "64k", "--price", 36)
+    sizes = "--seq", 16, "--batch", 4, "--constraints", "dp=2,tp=1,pp=1"
+    result = invoke("fit", saved, "--topology", node, *sizes, "--tokens", "64k", "--price", 36)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     for words in ("fits: yes", "left on the fullest rank", "tokens/s", "largest batch: a microbatch", "1,000 steps"):
@@ -864,9 +867,9 @@ def test_fit_says_what_fits_where_the_job_does_not(tmp_path: Path) -> None:
 
 def test_the_margin_and_the_rate_are_those_of_the_plan(saved: Path) -> None:
     found = load_pretrained(saved, seq=16, batch=4)
-    fit = check_fit(found.model, small_node(2, 1), found.inputs, longest=16, tokens=6400)
+    fit = check_fit(found.model, small_node(1, 1), found.inputs, longest=16, tokens=6400)
     assert fit.plan is not None and fit.run is not None and fit.microbatch is not None
-    planned = partition(found.model, small_node(2, 1), found.inputs)
+    planned = partition(found.model, small_node(1, 1), found.inputs)
     assert fit.plan.estimate.memory == planned.estimate.memory  # one figure, here and in the summary of the plan
     assert fit.margin_bytes is not None and 0 < fit.margin_bytes < 2**20
     assert f"layout: {candidate_text(planned.chosen)}\n" in str(fit)
@@ -934,8 +937,11 @@ def write_image_text(folder: Path, model_type: str, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "zero": 2}], ids=["tp2", "dp2 zero2"])
 @pytest.mark.parametrize("model_type", ["clip", "siglip", "llava", "paligemma", "blip"])
-def test_images_with_text_are_planned_from_a_configuration(tmp_path: Path, model_type: str) -> None:
+def test_images_with_text_are_planned_from_a_configuration(
+    tmp_path: Path, model_type: str, sizes: dict[str, Any]
+) -> None:
     """With the numbers of the unmodified model: the loss, and every gradient, in float64."""
     config = write_image_text(tmp_path, model_type)
     found = load_pretrained(config, seq=32, batch=4, values=True)
@@ -945,10 +951,9 @@ def test_images_with_text_are_planned_from_a_configuration(tmp_path: Path, model
         assert (found.inputs["input_ids"] == 127).sum(1).tolist() == [16] * 4
     model = found.model.double().eval()
     inputs = {n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in found.inputs.items()}
-    for constraints in (Constraints(tp=2), Constraints(dp=2, zero=2)):
-        plan = partition(model, Topology.local(2), inputs, constraints=constraints)
-        assert plan.verify(model, inputs).ok
-    meta = partition_pretrained(config, Topology.local(2), seq=32, batch=4, constraints=Constraints(tp=2))
+    plan = partition(model, Topology.local(2), inputs, constraints=Constraints(**sizes))
+    assert plan.verify(model, inputs).ok
+    meta = partition_pretrained(config, Topology.local(2), seq=32, batch=4, constraints=Constraints(**sizes))
     assert {i.path for i in meta.program.inputs} == {n for n, x in found.inputs.items() if torch.is_tensor(x)}
 
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, currently_in_test_context, event, giv
 from hypothesis import strategies as st
 
 from partitioner import LocalRanks
+from tests.example_counts import examples
 from tests.helpers.grammar_judge import Outcome, judge
 from tests.helpers.grammar_recipes import Mesh, Op, Recipe
 from tests.helpers.grammar_strategies import MORE_RANKS, ONE_RANK, TWO_RANKS, recipes
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("without_baselines")
 
 _PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 _FAST = settings(
-    max_examples=60,
+    max_examples=examples(60, quick=5),
     derandomize=True,
     database=None,
     phases=_PHASES,

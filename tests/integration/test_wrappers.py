@@ -344,7 +344,7 @@ def test_inference_has_no_checkpointing_to_speak_of() -> None:
 def test_gradient_checkpointing_of_transformers_is_said(reentrant: bool) -> None:
     def notes(on: bool, training: bool = True) -> str:
         config = LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
         )
         model = LlamaForCausalLM(config).train(training)
         if on:

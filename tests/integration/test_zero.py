@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import partitioner
-from partitioner import Constraints, Plan, PlanError, Topology, partition
+from partitioner import Constraints, Plan, PlanError, Topology, partition, prepare
 from partitioner.errors import ConstraintError
 from partitioner.passes.errors import PartitionError
 from partitioner.plans.outline import outline_program
@@ -313,12 +313,12 @@ def test_a_bucket_on_its_way_is_counted_once_where_stages_run_calls_of_their_own
     """A rank's fullest call is charged for the bucket, and what all stages run for themselves is not once more."""
     torch.manual_seed(0)
     model, inputs = hf_llama()
-    working = {}
+    prepared, working = prepare(model, inputs), {}
     for zero in (0, 1):
         pinned = Constraints(dp=2, pp=1, tp=1, zero=zero)
-        plan = partition(model, Topology.local(2), inputs, constraints=pinned)
+        plan = partition(prepared, Topology.local(2), constraints=pinned)
         assert any(call.prologue or call.shared for call in plan.program.stages[0].calls)
-        searched = partition(model, Topology.local(2), inputs, constraints=pinned, estimate_only=True)
+        searched = partition(prepared, Topology.local(2), constraints=pinned, estimate_only=True)
         (stage,) = searched.estimate.stages
         working[zero] = stage.memory["working"]
     trained = sum(p.numel() * p.element_size() for p in model.parameters())

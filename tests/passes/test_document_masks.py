@@ -25,6 +25,7 @@ from partitioner.passes.ops.attention import Band, count_max_pairs
 from partitioner.passes.ops.documents import count_document_pairs
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.execute.collective_ops import ContextDocumentAttention
+from tests.example_counts import examples
 from tests.helpers.attention.packed_models import BY_POSITIONS, NOTATIONS
 from tests.helpers.normal_forms import assert_same, normal_form, numbers, operators
 
@@ -470,7 +471,7 @@ def _evaluate(expression: Any, ids: Tensor, positions: Tensor) -> Tensor:
     return ~values[0] if kind == "not" else values[0] & values[1] if kind == "and" else values[0] | values[1]
 
 
-@settings(max_examples=120, derandomize=True)
+@settings(max_examples=examples(120), derandomize=True)
 @given(EXPRESSIONS, st.sampled_from(sorted(WRITTEN)), st.booleans())
 def test_masks_of_any_expression_keep_their_meaning(expression: Any, written: str, restricted: bool):
     """Whether or not documents are recognised in it. Every query sees itself, so that no row is empty."""

@@ -22,6 +22,7 @@ from partitioner.passes.trace import autograd_functions
 from partitioner.passes.trace.transpose import transpose_backward
 from partitioner.runtime.comm.thread_backend import ThreadWorld
 from partitioner.runtime.program.analysis import ProgramFacts
+from tests.example_counts import examples
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -368,17 +369,22 @@ def check(model: nn.Module, *, meshes: Any = (ONE,), loss: Any = None) -> None:
         assert report.ok, (mesh, wrong)
 
 
+def some(backwards: dict[str, Any], parts: int, part: int) -> dict[str, Any]:
+    """The part of that number, of as many equal parts of ``backwards``."""
+    return dict([*backwards.items()][part::parts])
+
+
 @pytest.mark.parametrize(
-    ("backwards", "meshes"),
+    ("backwards", "mesh"),
     [
-        pytest.param(LINEAR, MESHES[:1], id="linear"),
-        pytest.param(LINEAR, MESHES[1:], id="linear, in stages", marks=pytest.mark.slow),
-        pytest.param(AFFINE, MESHES, id="affine"),
+        *(pytest.param(some(LINEAR, 4, part), MESHES[0], id=f"linear {part}") for part in range(4)),
+        *(pytest.param(AFFINE, mesh, id=f"affine {number}") for number, mesh in enumerate(MESHES)),
+        pytest.param(LINEAR, MESHES[1], id="linear, in stages", marks=pytest.mark.slow),
     ],
 )
-def test_a_backward_is_kept_however_it_is_written(backwards: dict[str, Any], meshes: Any):
+def test_a_backward_is_kept_however_it_is_written(backwards: dict[str, Any], mesh: dict[str, Any]):
     torch.manual_seed(0)
-    check(Branches({name: function(backward) for name, backward in backwards.items()}), meshes=meshes)
+    check(Branches({name: function(backward) for name, backward in backwards.items()}), meshes=[mesh])
 
 
 NONLINEAR = {
@@ -524,9 +530,10 @@ class Gates(nn.Module):
         return x.square().mean()
 
 
-def test_an_injected_loss_counts_once_on_any_mesh():
+@pytest.mark.parametrize("mesh", [{"pp": 1, "dp": 2, "tp": 2}, *MESHES], ids=["dp tp", "dp", "pp tp"])
+def test_an_injected_loss_counts_once_on_any_mesh(mesh: dict[str, Any]):
     torch.manual_seed(0)
-    check(Gates(), meshes=[*MESHES, {"pp": 1, "dp": 2, "tp": 2}])
+    check(Gates(), meshes=[mesh])
 
 
 class Stopped(torch.autograd.Function):
@@ -769,9 +776,10 @@ WRITTEN = {
 }
 
 
-def test_gradients_are_kept_however_the_function_is_written():
+@pytest.mark.parametrize("mesh", MESHES, ids=["in one stage", "in stages"])
+def test_gradients_are_kept_however_the_function_is_written(mesh: dict[str, Any]):
     torch.manual_seed(0)
-    check(Branches(WRITTEN), meshes=MESHES)
+    check(Branches(WRITTEN), meshes=[mesh])
 
 
 class NoneIsNotZero(Several):
@@ -819,7 +827,7 @@ STEPS: dict[str, Any] = {
 _NONLINEAR_STEPS = ("abs", "round", "largest", "squared")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4))
 def test_a_transpose_and_a_constant_make_up_any_affine_backward(names: list[str]):
     def backward(grad: Tensor) -> list[Tensor]:

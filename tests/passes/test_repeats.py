@@ -19,7 +19,7 @@ from partitioner.passes.ir.model import FoldedModel
 from partitioner.passes.trace.layer_equality import describe_module_state, find_equal_layers
 from partitioner.passes.trace.layer_reuse import Journal, LayerRepeats
 from tests.helpers.folding import folded
-from tests.helpers.models import CASES, Case
+from tests.helpers.models import CASES, Case, float64
 
 
 def described(model: FoldedModel) -> dict[str, Any]:
@@ -427,6 +427,26 @@ def test_one_call_is_traced_and_one_runs_beside_the_trace(monkeypatch: pytest.Mo
         False,
     ]  # the first is of another kind: its input takes no gradient
     assert traces.exports == 1
+
+
+def test_layers_are_shortened_where_the_user_has_entered_a_function_mode(monkeypatch: pytest.MonkeyPatch):
+    """The call that runs beside the trace is under the mode, too, so that it equals the traced one."""
+    with float64():
+        case = CASES["llama"]
+        short, traces = both(monkeypatch, case.build().double(), case.inputs(2))
+    assert traces.exports == 1
+    assert traces.shortened > 0
+    assert all(
+        v.dtype != torch.float32
+        for block in short.blocks.values()
+        for v in map(_value, block.graph.nodes)
+        if v is not None
+    )
+
+
+def _value(node: fx.Node) -> Tensor | None:
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
 
 
 def test_what_only_a_trace_allows_is_traced_in_full(monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from partitioner import BatchError, LaunchError, LocalRanks, RankError, RankTimeout, WeightsError, run_local
+from partitioner.runtime.launch import forkserver
 from partitioner.runtime.launch.forkserver import ForkServer
 from partitioner.runtime.program.program import Program
 from tests.helpers.net_runs import broken, check, infer_only, reference
@@ -123,6 +125,20 @@ def test_a_server_that_still_imports_ends_at_once(capfd: pytest.CaptureFixture[s
     server.close()
     assert time.monotonic() - started < 2.0
     assert capfd.readouterr().err == ""
+
+
+def is_imported(name: str) -> bool:
+    return name in sys.modules
+
+
+def test_the_modules_that_a_variable_names_are_imported_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(forkserver, "_server", None)
+    monkeypatch.setenv("PARTITIONER_PRELOAD", "wave,no_such_module")
+    with LocalRanks(2) as pool:
+        server = forkserver.fork_server()
+        assert pool.call(is_imported, "wave") == [True, True]
+        assert pool.call(is_imported, "sndhdr") == [False, False]
+    server.close()
 
 
 def test_a_pool_that_is_too_small_is_refused(ranks: LocalRanks):

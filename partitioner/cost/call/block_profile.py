@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
-from partitioner.cost.call.fp8 import first_readers, in_fp8, is_expert_product_in_fp8, products_in_fp8, skip_views
+from partitioner.cost.call.fp8 import (
+    CastRules,
+    first_readers,
+    in_fp8,
+    is_expert_product_in_fp8,
+    products_in_fp8,
+    scaling_of,
+    skip_views,
+)
 from partitioner.cost.call.fused_regions import FusedRegions
 from partitioner.cost.call.operators import (
     Kernel,
@@ -283,9 +291,9 @@ def asked_by(
     ``block``: a piece of the model, such as a layer, as the graph that one rank runs, with its collectives.
 
     ``train``: include the backward. ``fp8``: if matrix products with weights run in fp8, which numbers share a scale:
-    all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``); ``None``: they do not run in fp8.
-    With ``fused_casts`` the kernels in front of these products write the operands in fp8. ``again``: the nodes that
-    selective recomputation runs a second time. ``expert_kernels``: how the matrix products of experts run:
+    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; ``"nvfp4"``: they run in NVFP4; ``None``: they run in
+    neither. With ``fused_casts`` the kernels in front of these products write the operands in fp8. ``again``: the nodes
+    that selective recomputation runs a second time. ``expert_kernels``: how the matrix products of experts run:
     ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"`` (kernels that also do
     the work of the operators between the products). ``current_scaling``: the fp8 scale of a tensor comes from its own
     maximum. ``fused_kernels``: a compiler merges operators between products and collectives.
@@ -297,12 +305,12 @@ def asked_by(
 class _BlockProfiler:
     """Collects the kernels and collectives of the operators of a block, such as a layer.
 
-    ``train``: the block has a backward. ``fp8``: if products with weights are in fp8, which numbers share a scale: all
-    of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``); else ``None``. ``again``: the nodes that
-    selective recomputation runs a second time, in backward. ``fused_casts``: the kernels in front of products write
-    operands in fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum. ``expert_kernels``: how the
-    experts' products run: ``"grouped"`` (one kernel for all experts), ``"each"`` (one kernel per expert) or ``"fused"``
-    (kernels that also do the work of the operators between the products).
+    ``train``: the block has a backward. ``fp8``: if products with weights are in fp8, which numbers share a scale:
+    those of a ``"tensor"``, a ``"row"`` or a ``"block"``; ``"nvfp4"``: they are in NVFP4; else ``None``. ``again``: the
+    nodes that selective recomputation runs a second time, in backward. ``fused_casts``: the kernels in front of
+    products write operands in fp8. ``current_scaling``: each tensor is scaled to fp8 by its own maximum.
+    ``expert_kernels``: how the experts' products run: ``"grouped"`` (one kernel for all experts), ``"each"`` (one
+    kernel per expert) or ``"fused"`` (kernels that also do the work of the operators between the products).
     """
 
     def __init__(
@@ -320,9 +328,10 @@ class _BlockProfiler:
         self.names = set(block.states)
         self.learned = learned_nodes(block)
         self.region = expert_region(block)
-        self.short = products_in_fp8(block, fp8, self.region)
+        self.fp8, elsewhere = fp8, fp8 == "nvfp4" and fused_casts  # fused casts are those of another framework
+        self.short = products_in_fp8(block, fp8, self.region, with_experts=elsewhere)
         # products for gradients of experts' weights are in 16 bits
-        self.has_long_gradients = fp8 is not None and fp8 != "tensor"
+        self.has_long_gradients = fp8 is not None and fp8 != "tensor" and not elsewhere
         self.first = first_readers(block, self.short | self.region.products)
         self.gathers = find_gathered_activations(block) if train else frozenset[fx.Node]()
         self.rows: list[KernelRow] = []
@@ -428,8 +437,8 @@ class _BlockProfiler:
         if node not in self.short:
             return kernels
         apart = node in self.region.products and self._cast_needs_own_kernel(node)
-        how = self.fused_casts, node in self.first, apart, self.current_scaling
-        made, casts = in_fp8(kernels, operands, results, way == 1, *how)
+        how = self.fused_casts, node in self.first, apart, self.current_scaling, scaling_of(node, self.fp8)
+        made, casts = in_fp8(kernels, operands, results, way == 1, CastRules(*how))
         if self.has_long_gradients or is_expert_product_in_fp8(node):
             made = [
                 old if old.learned and node in self.region.products else new

@@ -37,6 +37,7 @@ from partitioner.cost.call.zero3_gathers import (
 from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block
+from partitioner.passes.ops.scaled_products import Scaling
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.passes.shard.piece_counts import WHOLE, PieceCounts
 from partitioner.topology.group import Group
@@ -235,15 +236,15 @@ class CallWork:
         self._kept: dict[tuple[bool, bool, bool], SavedBytes] = {}
         self._computed: dict[tuple[object, ...], _Computed] = {}
 
-    def asked(self, fp8: bool, profile: ExecutionProfile = OURS) -> BlockProfile:
-        """Return the kernels and collectives of the block (such as a layer); the result is cached. ``fp8``: products
-        with weights run in fp8. ``profile``: how the training framework runs casts and experts.
+    def asked(self, fp8: Scaling | None, profile: ExecutionProfile = OURS) -> BlockProfile:
+        """Return the kernels and collectives of the block (such as a layer); the result is cached. ``fp8``: if products
+        with weights run in fp8 or NVFP4, which numbers share a scale; else ``None``. ``profile``: how the training
+        framework runs casts and experts.
         """
-        short = profile.fp8_scaling if fp8 else None
         how = profile.fused_casts, profile.expert_kernels, profile.current_scaling, profile.fused_kernels
-        if (short, *how) not in self._asked:
-            self._asked[short, *how] = asked_by(self.block, self.train, short, self.again, *how)
-        return self._asked[short, *how]
+        if (fp8, *how) not in self._asked:
+            self._asked[fp8, *how] = asked_by(self.block, self.train, fp8, self.again, *how)
+        return self._asked[fp8, *how]
 
     @cached_property
     def again(self) -> frozenset[fx.Node]:
@@ -258,7 +259,7 @@ class CallWork:
         backward, if experts are distributed over several ranks. Nodes whose values come from other ranks are not among
         them. Empty without training.
         """
-        entries = self.asked(False).region.entries
+        entries = self.asked(None).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
 
     @cached_property
@@ -284,7 +285,7 @@ class CallWork:
         cost = self._price_call(device, groups, spread)
         if not spread.fp8 or spread.profile.fp8_products == "all":
             return cost
-        other = self._price_call(device, groups, replace(spread, fp8=False))
+        other = self._price_call(device, groups, replace(spread, fp8=None))
         faster = cost.forward_total_s + cost.backward_total_s < other.forward_total_s + other.backward_total_s
         return replace(cost, fp8=True) if faster else other
 

@@ -21,6 +21,7 @@ from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.experts.regions import find_expert_regions
 from partitioner.passes.ir.hashing import hashed_once
 from partitioner.passes.ir.model import Block
+from partitioner.passes.ops.scaled_products import Scaling
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
 
@@ -42,9 +43,10 @@ class Spread:
       ``expert_tensor``: ``tp`` divided by ``etp``. ``num_experts``: the number of experts of the layer that has most.
     - ``shards``: the group over which ZeRO-3 shards the weights outside of experts. ``expert_shards``: the group over
       which it shards the weights of experts.
-    - ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: products with
-      weights are in fp8. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``profile``:
-      how the training framework executes the plan.
+    - ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: if products
+      with weights are in fp8 or NVFP4, which numbers share a scale; else ``None``. ``whole_scatter``: a
+      reduce-scatter needs a receive buffer for the whole tensor. ``profile``: how the training framework executes the
+      plan.
     """
 
     experts: Group = _ALONE
@@ -53,7 +55,7 @@ class Spread:
     expert_tensor: float = 1.0
     tp: int = 1
     num_experts: int = 0
-    fp8: bool = False
+    fp8: Scaling | None = None
     whole_scatter: bool = False
     profile: ExecutionProfile = OURS
     sharers: Group = _ALONE

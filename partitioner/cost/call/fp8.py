@@ -1,35 +1,74 @@
-"""Cost of matrix products with weights in fp8, and the selection of the products that the program runs in fp8."""
+"""Cost of matrix products with weights in fp8 or NVFP4, and the selection of the products that the program runs so."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 from torch import fx
 
 from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
 from partitioner.cost.call.operators import Kernel, Operand, is_attention, is_product, is_view, operator_name
 from partitioner.cost.call.roofline import memory_rate, product_rate
+from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.ir.model import Block, FoldedModel
-from partitioner.passes.ops.fp8 import ALIGNED, find_expert_products, find_weight_products, match_weight_product, ops
-from partitioner.passes.ops.scaled_products import BLOCK, Scaling
+from partitioner.passes.ops.fp8 import (
+    alignment,
+    find_deciding_products,
+    find_expert_products,
+    find_weight_products,
+    match_weight_product,
+    ops,
+)
+from partitioner.passes.ops.scaled_products import BITS, NUMBERS, Scaling
 from partitioner.topology.hardware import DeviceType
 
 _SHOWN = 3  # products that a note names
+_BYTES = {"fp8": 1.0, "nvfp4": BITS / 8}  # of a number of an operand
+_SCALE_PASSES, _SCALE_LAUNCHES = 8, 4  # of NVFP4's scales of blocks: bytes moved for each, to order them
 
 
-def products_in_fp8(block: Block, asked: Scaling | None, region: ExpertProducts) -> frozenset[fx.Node]:
-    """Return the matrix products of ``block`` (such as a layer) that run in fp8: the nodes that are fp8 operators
-    already and, with ``asked``, the products that will be converted. ``asked``: if the user requested fp8 and the model
-    is not converted yet, which numbers share a scale: all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row
-    (``"block"``); otherwise ``None``.
+def find_scaling(precision: str, profile: ExecutionProfile) -> Scaling | None:
+    """Return which numbers share a scale in the products with weights under ``precision``: those of a ``"tensor"``, a
+    ``"row"`` or a ``"block"`` in fp8, as ``profile`` says; ``"nvfp4"`` in NVFP4; ``None`` if these products are in no
+    such format."""
+    if precision == "nvfp4":
+        return "nvfp4"
+    return profile.fp8_scaling if precision == "fp8" else None
+
+
+def format_of(scaling: Scaling | None) -> str:
+    """Return the number format of operands whose numbers share scales as ``scaling`` says: ``"fp8"`` or ``"nvfp4"``."""
+    return "nvfp4" if scaling == "nvfp4" else "fp8"
+
+
+def scaling_of(node: fx.Node, asked: Scaling | None) -> Scaling:
+    """Return which numbers share a scale in ``node``, a product in fp8 or NVFP4: its own argument if the program is
+    converted already, otherwise ``asked``, that of the request."""
+    if node.target is ops.linear_fp8.default:
+        found: Any = node.args[4] if len(node.args) > 4 else "tensor"
+        return cast(Scaling, found)
+    return asked or "tensor"
+
+
+def products_in_fp8(
+    block: Block, asked: Scaling | None, region: ExpertProducts, with_experts: bool = False
+) -> frozenset[fx.Node]:
+    """Return the matrix products of ``block`` (such as a layer) that run in fp8 or NVFP4: the nodes that are such
+    operators already and, with ``asked``, the products that will be converted. ``asked``: if the user requested it and
+    the model is not converted yet, which numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"``,
+    or ``"nvfp4"``; otherwise ``None``.
 
     ``region``: the products of experts. If a whole tensor shares a scale, the cost model counts them as fp8 products if
-    the planner can distribute them, although the runtime does not execute them in fp8.
+    the planner can distribute them, although the runtime does not execute them in fp8. ``with_experts``: so it does in
+    NVFP4, because another framework executes the plan.
     """
     found = {n for n in block.graph.nodes if n.target is ops.linear_fp8.default or is_expert_product_in_fp8(n)}
     if asked:
         found |= find_weight_products(block, asked).keys()
-        found |= find_expert_products(block, asked) if asked != "tensor" else region.products if region.known else set()
+        whole = asked == "tensor" or (asked == "nvfp4" and with_experts)
+        found |= (region.products if region.known else set()) if whole else find_expert_products(block, asked)
     return frozenset(found)
 
 
@@ -56,21 +95,9 @@ def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.N
     return frozenset(found)
 
 
-def in_fp8(
-    kernels: list[Kernel],
-    operands: list[Operand],
-    results: list[Operand],
-    backward: bool,
-    fused: bool = False,
-    first: bool = True,
-    apart: bool = False,
-    current: bool = False,
-) -> tuple[list[Kernel], list[Kernel]]:
-    """Return two lists: the kernels of a product with its weight in fp8, and the kernels that cast its operands to fp8.
-    If the product has no weight or no 16-bit operands, return ``kernels`` and no casts.
+class CastRules(NamedTuple):
+    """How the operands of a product with its weight are cast.
 
-    - ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of
-      the backward.
     - ``fused``: in forward, the kernel in front of the product writes the operand in fp8, as it is and transposed, if
       the product is the ``first`` to read it. In backward, one kernel reads the gradient once and writes it twice
       (NVIDIA's Transformer Engine). Without ``fused``, each product casts the tensors that it reads by itself.
@@ -78,15 +105,42 @@ def in_fp8(
     - ``current``: a tensor is scaled by its own largest absolute value, which is computed before the cast
       (``Float8CurrentScalingQuantizer``). Computing it takes two more launches. These launches read the whole tensor
       only with ``apart``, since otherwise the preceding kernel computes the maximum.
+    - ``scaling``: which numbers share a scale. With ``"nvfp4"``, all is in NVFP4 instead of fp8.
     """
+
+    fused: bool = False
+    first: bool = True
+    apart: bool = False
+    current: bool = False
+    scaling: Scaling | None = "tensor"
+
+
+def in_fp8(
+    kernels: list[Kernel],
+    operands: list[Operand],
+    results: list[Operand],
+    backward: bool,
+    rules: CastRules = CastRules(),  # noqa: B008  # immutable
+) -> tuple[list[Kernel], list[Kernel]]:
+    """Return two lists: the kernels of a product with its weight in fp8 or NVFP4, and the kernels that cast its
+    operands, as ``rules`` say. If the product has no weight or no 16-bit operands, return ``kernels`` and no casts.
+
+    ``operands``, ``results``: the tensors that the product reads and writes. ``backward``: the kernels are those of the
+    backward.
+    """
+    fused, first, apart, current, scaling = rules
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
     matrices = [o for o in operands if len(o.shape) > 1]
-    made = [_convert_kernel_to_fp8(k, matrices, results[0], backward) for k in kernels]
+    name = format_of(scaling)
+    made = [_convert_kernel_to_fp8(k, matrices, results[0], backward, name) for k in kernels]
     if made == kernels:
         return kernels, []
     if not fused:
-        return made, [cast for k in made if k.flops for cast in _build_product_casts(k, matrices, results[0], backward)]
+        casts = [c for k in made if k.flops for c in _build_product_casts(k, matrices, results[0], backward, name)]
+        return made, casts
+    if name == "nvfp4":
+        return made, _build_shared_casts(matrices, results, backward, first)
     if backward:
         gradients = float(sum(r.nbytes for r in results))
         found = [Kernel("reduction", gradients, launches=2)] if current else []
@@ -99,35 +153,81 @@ def in_fp8(
     return made, [Kernel("quantize" if apart else "pointwise", written * (1 + apart), launches=int(apart))]
 
 
-def _convert_kernel_to_fp8(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
-    """Return ``kernel`` as an fp8 kernel: it reads one byte for each element of its operands, and the dtype of its
-    results stays. A kernel that is no product of 16-bit numbers is returned unchanged. ``matrices``: the two operands
-    of the forward product. ``result``: its result. ``backward``: the kernel is one of the backward.
+def _build_shared_casts(
+    matrices: Sequence[Operand], results: Sequence[Operand], backward: bool, first: bool
+) -> list[Kernel]:
+    """Return the kernels that cast one operand of a product to NVFP4 for all products that read it, as NVIDIA's
+    Transformer Engine does: one pass finds the largest number of the tensor, as it is and rotated, and a second writes
+    the numbers for both summed dims. In forward it is the operand that is no weight, cast for the ``first`` product
+    that reads it; in ``backward``, the gradient. ``matrices``, ``results``: the operands and results of the product.
+    """
+    operands = list(results)
+    if not backward:
+        operands = sorted((o for o in matrices if not o.state), key=lambda o: o.nbytes)[-1:] if first else []
+    if not operands:
+        return []
+    whole, numbers = float(sum(o.nbytes for o in operands)), float(sum(o.numel for o in operands))
+    return [Kernel("reduction", whole, launches=2), Kernel("quantize", whole + 2 * numbers * _BYTES["nvfp4"])]
+
+
+def _convert_kernel_to_fp8(
+    kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool, name: str
+) -> Kernel:
+    """Return ``kernel`` as a kernel in the format ``name``, ``"fp8"`` or ``"nvfp4"``: it reads one byte, or 4.5 bits,
+    for each element of its operands, and the dtype of its results stays. A kernel that is no product of 16-bit numbers
+    is returned unchanged. ``matrices``: the two operands of the forward product. ``result``: its result. ``backward``:
+    the kernel is one of the backward.
     """
     if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
         return kernel
     read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
-    spared = sum(o.traffic / 2 for o in read)
-    of_states = sum(o.traffic / 2 for o in read if o.state)
+    share = 1 - _BYTES[name] / 2
+    spared = sum(o.traffic * share for o in read)
+    of_states = sum(o.traffic * share for o in read if o.state)
     return kernel._replace(
-        precision="fp8",
+        precision=name,
         num_bytes=max(0.0, kernel.num_bytes - spared),
         state_bytes=max(0.0, kernel.state_bytes - of_states),
     )
 
 
-def _build_product_casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
-    """Yield the kernels that cast to fp8 the tensors that ``product`` reads. In forward, both operands are cast. In
-    backward, the gradient of the result and, transposed, the other operand are cast. ``operands``, ``result``: the
-    tensors that the forward product reads and writes. ``backward``: ``product`` is one of the backward.
+def _build_product_casts(
+    product: Kernel, operands: list[Operand], result: Operand, backward: bool, name: str
+) -> Iterator[Kernel]:
+    """Yield the kernels that cast the tensors that ``product`` reads to the format ``name``, ``"fp8"`` or ``"nvfp4"``.
+    ``operands``, ``result``: the tensors that the forward product reads and writes. ``backward``: ``product`` is one of
+    the backward. In forward, both operands are cast. In backward, the gradient of the result and, transposed, the other
+    operand are cast.
     """
+    build = _build_cast_kernels if name == "fp8" else partial(_build_nvfp4_casts, rotated=backward and product.learned)
     if not backward:
-        yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))
+        yield from (cast for o in operands for cast in build(o, product, False))
         return
-    yield from _build_cast_kernels(result._replace(state=False), product, product.learned)
-    yield from (
-        cast for o in operands if o.learned != product.learned for cast in _build_cast_kernels(o, product, True)
-    )
+    gradient = result._replace(state=False)
+    if name == "nvfp4":  # its random numbers follow from all its bits
+        yield Kernel("reduction", float(gradient.numel * (4 if product.learned else 2)), learned=product.learned)
+    yield from build(gradient, product, product.learned)
+    yield from (cast for o in operands if o.learned != product.learned for cast in build(o, product, True))
+
+
+def _build_nvfp4_casts(operand: Operand, product: Kernel, transposed: bool, rotated: bool) -> Iterator[Kernel]:
+    """Yield the kernels that cast ``operand`` to NVFP4 for ``product``, as the runtime does on GPUs: one pass finds the
+    largest number of each block and of the tensor, and a second rounds the numbers, packs them and puts the blocks'
+    scales in the kernel's order. ``transposed``: a copy of the operand is transposed first. ``rotated``: so it is, and
+    the numbers are multiplied by the Hadamard matrix in float32.
+    """
+    read, numbers = float(operand.nbytes), float(operand.numel)
+    moved: list[tuple[str, float, int]] = []
+    if transposed:
+        moved.append(("pointwise", 2 * read, 1))
+    if rotated:  # widened to float32, and multiplied
+        moved.append(("pointwise", read + 4 * numbers, 1))
+        moved.append(("pointwise", 8 * numbers, 1))
+        read = 4 * numbers
+    moved.append(("reduction", read, 2))
+    moved.append(("quantize", read + numbers * (_BYTES["nvfp4"] + _SCALE_PASSES / NUMBERS), 1 + _SCALE_LAUNCHES))
+    for kind, num_bytes, launches in moved:
+        yield Kernel(kind, num_bytes, num_bytes * operand.state, launches=launches, learned=product.learned)
 
 
 def _build_cast_kernels(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
@@ -151,6 +251,7 @@ def least_in_fp8(
     device: DeviceType,
     fused: bool = False,
     first: bool = True,
+    scaling: Scaling | None = "tensor",
 ) -> list[Kernel]:
     """Return the faster of two lists of kernels for a matrix product on ``device``, for lower bounds: ``kernels``,
     which compute in 16 bits, or the fp8 kernels with the casts of the operands. The launches of the casts are not
@@ -159,9 +260,9 @@ def least_in_fp8(
     The time of the result is a lower bound for any shard of the product, because a shard whose sizes are not multiples
     of 16 runs in 16 bits even if fp8 was requested. ``operands``, ``results``: the tensors that the product reads and
     writes. ``backward``: the kernels are those of the backward. ``fused``: neighbouring kernels do the casts.
-    ``first``: no earlier product reads the same operands.
+    ``first``: no earlier product reads the same operands. ``scaling``: which numbers share a scale.
     """
-    made, casts = in_fp8(kernels, operands, results, backward, fused, first)
+    made, casts = in_fp8(kernels, operands, results, backward, CastRules(fused, first, scaling=scaling))
     made = [*made, *(cast._replace(launches=0) for cast in casts)]
     return made if _sum_kernel_seconds(made, device) < _sum_kernel_seconds(kernels, device) else kernels
 
@@ -177,10 +278,11 @@ def _sum_kernel_seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
 def notes_on_fp8(
     model: FoldedModel, scaling: Scaling = "tensor", converted: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """Return a note for the user as a tuple with one sentence: how many products with weights run in fp8, and for some
-    that do not, why. The tuple is empty if all run in fp8. ``model``: the graphs of one rank. ``scaling``: which
-    numbers share a scale: all of a tensor (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``).
-    ``converted``: names of the blocks (such as layers) in fp8; ``None``: all."""
+    """Return a note for the user as a tuple with one sentence: how many products with weights run in fp8 or NVFP4, and
+    for some that do not, why. The tuple is empty if all do. ``model``: the graphs of one rank. ``scaling``: which
+    numbers share a scale: those of a ``"tensor"``, a ``"row"`` or a ``"block"``, or ``"nvfp4"``. ``converted``: names
+    of the blocks (such as layers) in this format; ``None``: all."""
+    short_type = format_of(scaling)
     left = {name: list(_left_out(block, scaling)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, scaling, expert_region(b))) for name, b in model.blocks.items()}
     slower = [call for call in model.calls if converted is not None and call.block not in converted]
@@ -190,8 +292,8 @@ def notes_on_fp8(
         blocks = ", ".join(paths[:_SHOWN]) + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")
         every = sum(short[call.block] for call in model.calls)
         return (
-            f"{kept} of {every} matrix products that could be in fp8 stay in 16 bits, because {blocks} are "
-            "estimated to be faster in 16 bits",
+            f"{kept} of {every} products that could be in {short_type} stay in 16 bits, in which {blocks} are "
+            "estimated to be faster",
         )
     others = [(call.states[place], why) for call in model.calls for place, why in left[call.block]]
     if not others:
@@ -203,7 +305,7 @@ def notes_on_fp8(
     shown = [f"{name} ({why})" for why, name in first.items()][:_SHOWN]
     more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
     return (
-        f"{count} of {count + len(others)} products with weights are in fp8, the others in 16 bits: "
+        f"{count} of {count + len(others)} products with weights are in {short_type}, the others in 16 bits: "
         f"{', '.join(shown)}{more}",
     )
 
@@ -213,13 +315,15 @@ def _left_out(block: Block, scaling: Scaling) -> Iterator[tuple[int, str]]:
     weight among the block's parameters and buffers, reason). ``scaling``: which numbers share a scale: all of a tensor
     (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``)."""
     states, short = list(block.states), products_in_fp8(block, scaling, expert_region(block))
+    deciding = find_deciding_products(block) if scaling == "nvfp4" else frozenset[fx.Node]()
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
             continue
         sources = [skip_views(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1]
         weight = next((s.name for s in sources if s.op == "placeholder" and s.name in states), None)
         if weight is not None:
-            yield states.index(weight), _describe_fp8_obstacle(node, frozenset(states), scaling)
+            why = _describe_fp8_obstacle(node, frozenset(states), scaling)
+            yield states.index(weight), "a loss or a choice is made of it" if node in deciding else why
 
 
 def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str], scaling: Scaling) -> str:
@@ -228,9 +332,9 @@ def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str], scaling: Scali
     (``"tensor"``), a row (``"row"``) or 32 of a row (``"block"``)."""
     product = match_weight_product(node, states)
     if product is None:
-        return f"no kernel in fp8 for {operator_name(node)}"
+        return f"no kernel in {format_of(scaling)} for {operator_name(node)}"
     rows, inner, out = product.sizes
-    aligned = BLOCK if scaling == "block" else ALIGNED
+    aligned = alignment(scaling)
     if any(size % aligned for size in product.sizes):
         return f"{aligned} does not divide all of {rows} x {inner} by {inner} x {out}"
     return f"in {str(product.x.meta['val'].dtype).removeprefix('torch.')}"

@@ -12,6 +12,7 @@ import numpy as np
 
 from partitioner.candidate import split_of
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
+from partitioner.cost.call.fp8 import find_scaling
 from partitioner.cost.call.states import Sharded
 from partitioner.cost.call.transient_bytes import Scattering
 from partitioner.emit.buckets import bucket_limit
@@ -261,7 +262,8 @@ class PlacedMesh:
         """
         tp = self.mesh.get("tp", 1)
         plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
-        if plain and self.precision != "fp8" and not self.num_experts and self.profile.executes_as(OURS):
+        fp8 = find_scaling(self.precision, self.profile)
+        if plain and fp8 is None and not self.num_experts and self.profile.executes_as(OURS):
             return NO_SPREAD
         sharded, apart = self.zero == 3, self.profile.dispatch == "rows"
         return Spread(
@@ -271,7 +273,7 @@ class PlacedMesh:
             expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
             tp=tp,
             num_experts=self.num_experts,
-            fp8=self.precision == "fp8",
+            fp8=fp8,
             whole_scatter=self.topology.whole_scatter,
             profile=self.profile,
             sharers=Group(1) if apart else select_slowest_group(self._find_expert_groups("tp")),

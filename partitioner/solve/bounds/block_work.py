@@ -36,6 +36,7 @@ from partitioner.cost.call.recomputation import Remade, find_recomputed_nodes
 from partitioner.cost.call.roofline import memory_rate, product_rate
 from partitioner.cost.call.saved_activations import SavedBytes, carried_bytes, kept_by
 from partitioner.passes.ir.model import Block
+from partitioner.passes.ops.scaled_products import Scaling
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.passes.shard.repeated_heads import read_heads_once
 from partitioner.passes.shard.shard_block import fuse_bias
@@ -148,7 +149,7 @@ class Works:
     device: DeviceType
     types: Sequence[DeviceType]
     train: bool
-    fp8: bool
+    fp8: Scaling | None
     fused_casts: bool
     how: Remade | None
     fused_kernels: bool = False
@@ -176,7 +177,7 @@ def block_work(
     block: Block,
     device: DeviceType,
     train: bool = True,
-    fp8: bool = False,
+    fp8: Scaling | None = None,
     how: Remade | None = None,
     fused_casts: bool = False,
     fused_kernels: bool = False,
@@ -204,7 +205,7 @@ def _block_work(
     block: Block,
     device: DeviceType,
     train: bool,
-    fp8: bool,
+    fp8: Scaling | None,
     how: Remade | None,
     fused_casts: bool,
     fused_kernels: bool,
@@ -245,7 +246,7 @@ def _block_work(
                 forward_kernels(node, *node_operands(node, states, learned)), kernels
             )
         if node in short:
-            kernels = least_in_fp8(kernels, operands, results, False, device, fused_casts, node in casting)
+            kernels = least_in_fp8(kernels, operands, results, False, device, fused_casts, node in casting, fp8)
         (spared_ahead if is_view else ahead).extend(kernels)
         if train and needs_gradient(node):
             kernels = backward_kernels(node, operands, results, operand_needs(node))
@@ -253,7 +254,7 @@ def _block_work(
                 whole = backward_kernels(node, *node_operands(node, states, learned), operand_needs(node))
                 spared_back += _subtract_least_traffic(whole, kernels)
             if node in short:
-                kernels = least_in_fp8(kernels, operands, results, True, device, fused_casts)
+                kernels = least_in_fp8(kernels, operands, results, True, device, fused_casts, scaling=fp8)
             for kernel in kernels:
                 (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
             back += [] if fused_kernels else fan_out(node)

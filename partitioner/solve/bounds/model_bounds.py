@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.fp8 import find_scaling
 from partitioner.cost.call.recomputation import allowed_recompute_mode
 from partitioner.cost.call.states import StateCost, StateCosts, kinds_of, state_costs, sum_state_costs, update_time
 from partitioner.cost.step.device_speeds import GroupSpeeds, least_forward_share, pool_of, work_and_speeds
@@ -147,7 +148,13 @@ class ModelBounds:
             types = [kind.model_copy(update={"dispatch": 0.0}) for kind in types]
         self.device = best_type(types)
         again = allowed_recompute_mode(job.constraints.recompute)
-        how = job.train, job.precision == "fp8", job.profile.fused_casts, again, job.profile.fused_kernels
+        how = (
+            job.train,
+            find_scaling(job.precision, job.profile),
+            job.profile.fused_casts,
+            again,
+            job.profile.fused_kernels,
+        )
         works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], *how)
         self._kinds = DeviceKinds(
             works, self._calls_by_block, job.samples, np.bincount(of_device, minlength=len(paces))

@@ -308,7 +308,7 @@ def prepare(
         inputs: one global batch, as a tuple or dict of arguments; ``None``: an exported program's own, or dummy inputs.
         loss: computes the scalar loss from the output; ``None``: the output is, or contains, the loss.
         objective: what a step is: ``train`` or ``infer``.
-        precision: such as ``bf16``, ``fp32`` or ``fp8``; ``None``: that of the parameters.
+        precision: such as ``bf16``, ``fp32``, ``fp8`` or ``nvfp4``; ``None``: that of the parameters.
         documents: typical lengths of packed documents in positions, for the cost model; (): those of inputs that have
             values.
 
@@ -334,8 +334,9 @@ def prepare(
     if objective not in OBJECTIVES:
         raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
     check_callback("loss", loss)
-    if precision not in (None, *PRECISIONS, "tf32", "fp8"):
-        raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
+    if precision not in (None, *PRECISIONS, *_OF_PRODUCTS):
+        names = ", ".join((*PRECISIONS, *_OF_PRODUCTS))
+        raise InputsError(f"precision must be one of {names} or None; got {precision!r}")
     if any(isinstance(n, bool) or not isinstance(n, Integral) or n < 1 for n in documents):
         raise InputsError(
             f"documents must be the lengths of typical documents in positions, whole numbers of 1 or more; got "
@@ -347,6 +348,8 @@ def prepare(
         model, notes = unwrap_model(model)
     return PreparedModel(model, inputs, loss, objective, precision, notes, documents=tuple(int(n) for n in documents))
 
+
+_OF_PRODUCTS = ("tf32", "fp8", "nvfp4")  # precisions of products alone
 
 _RARELY = (2_000_000, 10, 10)  # thresholds of the collector: more objects than a usual plan creates
 

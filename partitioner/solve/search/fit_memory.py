@@ -16,6 +16,7 @@ from typing import Literal, Protocol, cast
 from partitioner.background import Future
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
+from partitioner.cost.call.fp8 import find_scaling
 from partitioner.cost.call.recomputation import find_recomputed_nodes, recompute_mode
 from partitioner.cost.call.saved_activations import kept_by
 from partitioner.cost.step.estimate import with_step_time
@@ -24,6 +25,7 @@ from partitioner.emit.program import ProgramSpec, emit
 from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.optimizers import OPTIMIZERS
 from partitioner.passes.errors import PartitionError
+from partitioner.passes.ops.scaled_products import Scaling
 from partitioner.plan import NEAR, Candidate, Certificate, ContextWay, Estimate
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.memory import disk_bytes, host_bytes
@@ -380,7 +382,8 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         layout_of=None if job.layout is None else job.layout.program,
     )
     program = emit(local.model, chosen.stage_of_call, spec)
-    program = _put_in_fp8(job, chosen, program) if job.precision == "fp8" else program
+    scaling = find_scaling(job.precision, job.profile)
+    program = program if scaling is None else _put_in_fp8(job, chosen, program, scaling)
     program = program.model_copy(update={"tf32": job.precision == "tf32"})
     program = _put_in_pieces(job, chosen, program)
     facts = ProgramFacts(program)
@@ -393,10 +396,10 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     return program, estimate.model_copy(update={"simulated": _simulate_step_seconds(job, chosen, program, facts)})
 
 
-def _put_in_fp8(job: Job, chosen: SolvedCandidate, program: Program) -> Program:
-    """Return ``program`` with products of weights in fp8: in all blocks (such as layers), or where the execution
-    profile in ``job`` (the planning problem) and the estimated times of the plan ``chosen`` select them."""
-    scaling = job.profile.fp8_scaling
+def _put_in_fp8(job: Job, chosen: SolvedCandidate, program: Program, scaling: Scaling) -> Program:
+    """Return ``program`` with products of weights in fp8 or NVFP4, by ``scaling``: in all blocks (such as layers), or
+    where the execution profile in ``job`` (the planning problem) and the estimated times of the plan ``chosen`` select
+    them."""
     if job.profile.fp8_products == "all":
         return convert_to_fp8(program, scaling)
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("without_baselines")
 aten = torch.ops.aten
 H100 = Topology.preset("dgx-h100")
 DEVICE = H100.device_type(0)
-FP8 = Spread(fp8=True)
+FP8 = Spread(fp8="tensor")
 OWN = """
 name: lab
 types: {card: {memory: 80 GB, peak: PEAK, memory_bandwidth: 2 TB/s}}
@@ -144,7 +144,7 @@ def test_the_rewritten_product_costs_what_the_search_counts(form: str, rows: int
 )
 def test_bounds_hold_for_shards_that_do_not_fit(form: str, rows: int, inner: int, out: int):
     """A half of the columns, of which 16 may be no divisor: then it is in 16 bits, and small ones are faster so."""
-    bound = block_work(product(rows, inner, out, form), DEVICE, fp8=True).at(1.0, 2)
+    bound = block_work(product(rows, inner, out, form), DEVICE, fp8="tensor").at(1.0, 2)
     shard = call_costs(product(rows, inner, out // 2, form), DEVICE, {}, spread=FP8)
     assert bound.forward_s <= shard.forward_s * (1 + 1e-9)
     assert bound.backward_s <= shard.backward_s * (1 + 1e-9)
@@ -187,7 +187,7 @@ class Executed(TorchDispatchMode):
 @pytest.mark.parametrize("form", ["linear", "mm"])
 def test_casts_are_those_that_the_runtime_makes(form: str):
     block = product(64, 32, 128, form)
-    asked = CallWork(block).asked(fp8=True)
+    asked = CallWork(block).asked("tensor")
     x, weight, grad = (torch.randn(n, m).bfloat16() for n, m in ((64, 32), (128, 32), (64, 128)))
     turned = form == "mm"
     args = (weight.t().contiguous(), turned) if turned else (weight, turned)

@@ -33,7 +33,7 @@ def layer() -> Block:
     return next(block for block in folded.blocks.values() if CallWork(block).has_experts)
 
 
-def cost(block: Block, device: object = LAUNCHED, fp8: bool = False, **facts: object) -> CallCost:
+def cost(block: Block, device: object = LAUNCHED, fp8: str | None = None, **facts: object) -> CallCost:
     made = Spread(num_experts=COUNT, fp8=fp8, profile=ExecutionProfile(fused_casts=True, **facts))  # type: ignore[arg-type]
     return CallWork(block).cost(device, {}, made)  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_the_host_issues_a_product_for_each_expert(layer: Block):
         cost(layer, ISSUED, expert_kernels=how, graphs=graphs)
         for how, graphs in (("grouped", "none"), ("each", "none"), ("each", "part"), ("each", "all"))
     )
-    routing = 31 - CallWork(layer).asked(False).routing
+    routing = 31 - CallWork(layer).asked(None).routing
     assert each.forward_s - grouped.forward_s == PRODUCTS * (COUNT - 1) + routing
     assert each.backward_s - grouped.backward_s == 2 * PRODUCTS * (COUNT - 1)
     assert (part.forward_s, part.backward_s) == (PRODUCTS * COUNT, 2 * PRODUCTS * COUNT)
@@ -110,14 +110,14 @@ def test_products_that_read_the_same_value_are_one_layer_to_the_host():
 
     with torch.device("meta"):
         [block] = fold(normalize(capture(Layers(), (torch.zeros(2, 16, 64),)))).blocks.values()
-    found = module_operators(block, CallWork(block).asked(False).region)
+    found = module_operators(block, CallWork(block).asked(None).region)
     assert sorted(found.values()) == pytest.approx([0.0, 1.7])
 
 
 def test_each_expert_casts_its_own_rows(layer: Block):
     """In fp8 a cast of the rows before each product, and of the gradient behind it: in one kernel of its own for all
     experts where rows have just come, in none where the kernel between writes them so."""
-    grouped, each, fused = (cost(layer, fp8=True, expert_kernels=how) for how in ("grouped", "each", "fused"))
+    grouped, each, fused = (cost(layer, fp8="tensor", expert_kernels=how) for how in ("grouped", "each", "fused"))
     plain = {how: cost(layer, expert_kernels=how) for how in ("grouped", "each")}
     rounds = math.ceil(COUNT / 4)
     assert each.forward_s - plain["each"].forward_s == pytest.approx(PRODUCTS * rounds + 0.0)
@@ -125,10 +125,18 @@ def test_each_expert_casts_its_own_rows(layer: Block):
     assert fused.forward_s == pytest.approx(grouped.forward_s - 1.0), "the activation is part of the product before it"
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_experts_are_in_nvfp4_where_another_framework_computes_them(layer: Block, elsewhere: bool):
+    """The runtime of this project keeps them in 16 bits."""
+    kernels = CallWork(layer).asked("nvfp4", ExecutionProfile(fused_casts=elsewhere)).kernels
+    formats = {kernels.precisions[i] for i in kernels.precision[kernels.expert & (kernels.flops > 0)]}
+    assert formats == {"nvfp4" if elsewhere else "bf16"}
+
+
 def test_rows_are_put_in_order_and_back(layer: Block):
     """128 rows of 512 numbers of two bytes are read and written before the products and behind them, in a kernel each
     of 5 us; where rows come once they are laid out as they come, and a rank's only expert has all of them."""
-    region = CallWork(layer).asked(False).region
+    region = CallWork(layer).asked(None).region
     rows = 2 * 16 * 4 * 512 * 2
     moved = 5e-6 + 2 * rows / (0.87 * 3.35e12)
     found = sorting_seconds(region, COUNT, Spread(num_experts=COUNT), H100)

@@ -86,7 +86,7 @@ def test_seconds_follow_from_the_formula(plans: dict[bool | None, Plan]) -> None
     durations = PlanDurations(plan)
     seat = durations.machine.seats[0][0]
     groups, device = dict(seat.groups), durations.topology.paced_type(seat.kind, seat.speed)
-    asked = work.asked(False)
+    asked = work.asked(None)
     beside = next(b for b in asked.beside if asked.exchanges[b.place].op == "all_gather")
     exchange, group = asked.exchanges[beside.place], groups["tp"]
     sent = group.one_way_start + exchange.nbytes * group.size / 2 / group.bus_bandwidth

@@ -175,6 +175,9 @@ def test_damaged_configurations_end_with_typed_errors(tmp_path: Path, name: str)
     [
         ("--fp8-format e5m9", "expected one of none, e4m3, hybrid, e5m2, got 'e5m9'"),
         ("--fp8-format hybrid --fp8-recipe blockwize", "did you mean blockwise"),
+        ("--fp4-format e2m2", "did you mean e2m1.*expected one of none, e2m1"),
+        ("--fp4-format e2m1 --fp4-recipe nvfp5", "did you mean nvfp4"),
+        ("--fp8-format hybrid --fp4-format e2m1", "together; expected products in one format"),
         ("--cuda-graph-impl foo", "expected one of none, local, transformer_engine, full_iteration"),
         ("--recompute-granularity selective --recompute-modules core_atn", "did you mean core_attn"),
         ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 4097", "not divisible by tp=2 under"),

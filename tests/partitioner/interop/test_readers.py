@@ -53,6 +53,7 @@ MEGATRON = "--micro-batch-size 1 --global-batch-size 64 --bf16 "
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"zero": 2}),
         ("--use-torch-fsdp2", {"zero": 3}),
         ("--fp8-format hybrid", {"precision": "fp8"}),
+        ("--bf16 --fp4-format e2m1 --fp4-recipe nvfp4", {"precision": "nvfp4"}),
         ("--optimizer sgd --sgd-momentum 0", {"optimizer": "sgd"}),
         ("--optimizer-cpu-offload", {"offload": ("optimizer",)}),
     ],
@@ -209,6 +210,31 @@ def test_the_data_parallel_degree_of_early_torchtitan(
     layout = read_layout(path)
     assert {name: getattr(layout, name) for name in expected} == expected
     assert layout.tp == 2 and not layout.unused
+
+
+@pytest.mark.parametrize(
+    ("converter", "precision"), [("nvfp4", "nvfp4"), ("mx", "fp8"), ("quantize.linear.float8", "fp8")]
+)
+def test_torchtitan_converters(converter: str, precision: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(f"[training]\nlocal_batch_size = 2\n[model]\nconverters = ['{converter}']\n")
+    assert read_layout(path).precision == precision
+
+
+def test_nvfp4_of_named_recipes_and_modules(tmp_path: Path) -> None:
+    (tmp_path / "bridge.yaml").write_text(
+        "model: {tensor_model_parallel_size: 2}\nmixed_precision: bf16_with_nvfp4_mixed\n"
+    )
+    layout = read_layout(tmp_path / "bridge.yaml")
+    assert layout.precision == "nvfp4" and not [name for name in unused_of(layout) if "fp4" in name]
+    (tmp_path / "configs.py").write_text(MODULE.replace("Float8LinearConverter", "NVFP4LinearConverter"))
+    assert read_layout(f"{tmp_path / 'configs.py'}:base").precision == "nvfp4"
+
+
+def test_a_custom_recipe_of_fp4_is_noted() -> None:
+    layout = read_layout(MEGATRON + "--bf16 --fp4-format e2m1 --fp4-recipe custom")
+    assert layout.precision == "nvfp4"
+    assert "priced as those of nvfp4" in next(u.reason for u in layout.unused if "fp4" in u.option)
 
 
 def test_torchtitan_module(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from partitioner.plan import Baseline, Candidate
 from partitioner.solve.search.smaller_clusters import is_even, rounder_clusters, smaller_clusters
 from partitioner.topology import loads
 from partitioner.units import seconds_text
+from tests.example_counts import examples
 from tests.helpers.sample_programs import llama, plan_of
 from tests.helpers.small_clusters import cluster
 
@@ -130,11 +131,11 @@ def planned(topology: Topology, samples: int = 16, width: int = 2048, **pins: in
 
 def test_the_report_says_what_the_others_do_without_the_slow_ones():
     topology = loads(MIXED)
-    plan = planned(topology, tp=2)
+    plan = planned(topology, tp=2, pp=1)
     (row,) = [b for b in plan.certificate.baselines if b.name.startswith("Without")]
     assert row.name == "Without node 2"
     assert row.candidate is not None
-    alone = planned(topology.without("left", "right"), tp=2)
+    alone = planned(topology.without("left", "right"), tp=2, pp=1)
     # by the search alone: its best plan's program takes longer, and another one is best then
     assert row.candidate.step_time == pytest.approx(alone.estimate.step_time, rel=0.05)
     assert alone.estimate.step_time < plan.estimate.step_time
@@ -163,7 +164,7 @@ def test_a_node_that_is_faster_alone_than_over_a_slow_network_is_named():
 
 
 @given(slower=st.sampled_from([0.01, 0.3, 1.0, 2.0, 3.0, 10.0]), times=st.sampled_from([1.2, 2.0, 10.0]))
-@settings(max_examples=5)
+@settings(max_examples=examples(5, quick=1))
 def test_what_an_axis_divides_does_not_depend_on_how_slow_the_links_are(slower: float, times: float):
     """Work that is left whole takes no time on the links: a faster network must not make a step longer."""
     took = [

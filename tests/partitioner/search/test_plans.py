@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import partitioner
-from partitioner import Constraints, Plan, Topology, partition
+from partitioner import Constraints, Plan, Topology, partition, prepare
 from partitioner.passes.ir.layouts import Layout
 from partitioner.plans.files import plan_schema
 from tests.helpers.paths import ROOT
@@ -119,10 +119,10 @@ def test_dropout_draws_the_same_for_every_plan() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=8)).train()
     tokens = torch.randint(0, 64, (8, 8))
     inputs = {"input_ids": tokens, "labels": tokens.clone()}
-    losses = []
+    prepared, losses = prepare(model, inputs), []
     for pp, dp, tp in ((1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)):
         constraints = Constraints(pp=pp, dp=dp, tp=tp, microbatch_size=2)
-        plan = partition(model, Topology.local(pp * dp * tp), inputs, constraints=constraints)
+        plan = partition(prepared, Topology.local(pp * dp * tp), constraints=constraints)
         check = plan.verify(model, inputs)  # the model draws by place as well
         assert check.ok, check
         losses.append(partitioner.run_threads(plan, model, inputs, seed=3).loss)

@@ -1035,12 +1035,11 @@ def test_context_parallelism_is_tried_beside_the_best_plan():
         model = LlamaForCausalLM(config)
         ids = torch.empty((1, 8192), dtype=torch.int64)
     topology, inputs = Topology.preset("dgx-h100", nodes=16), {"input_ids": ids, "labels": ids}
+    prepared = prepare(model, inputs, precision="bf16")
 
     def plan(**pins: Any) -> Plan:
         pinned = Constraints(**pins)
-        return partition(
-            model, topology, inputs, global_batch=16, precision="bf16", constraints=pinned, estimate_only=True
-        )
+        return partition(prepared, topology, global_batch=16, constraints=pinned, estimate_only=True)
 
     free = plan()
     assert free.mesh["cp"] == 2

@@ -214,7 +214,7 @@ MINE = "nodes: [{type: mine}]\ntypes:\n  mine: {like: h100-sxm, %s}\n"
         (MINE % "price: 3 EUR/h", "line 3.*unknown unit 'EUR/h'; write it like 2.80 USD/h, the one unit of money"),
         (MINE % "matmul_efficiency: [[1 GB, 1]]", "line 3.*measures bytes; expected a number"),
         (MINE % "matmul_efficiency: [[64, 0.5], [64, 0.9]]", "line 3.*64 after 64; expected rows in order"),
-        (MINE % "peak: {BF16: 1 TFLOP/s}", "line 3.*unknown precision 'BF16'; expected mxfp8, fp8, fp16, bf16"),
+        (MINE % "peak: {BF16: 1 TFLOP/s}", "line 3.*unknown precision 'BF16'; expected nvfp4, mxfp8, fp8, fp16"),
         (MINE % "peak: {bf17: 1 TFLOP/s}", "line 3.*unknown precision 'bf17'"),
         (MINE % "memory: 1 GB, reserved: 2 GB", "line 3.*left"),
         (MINE % "memory: .inf", "line 3.*inf is not a size of memory"),

@@ -8,8 +8,10 @@ stops when the least pipeline time plus the least work after it reaches the best
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -20,6 +22,7 @@ from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import NoneLeft, StageSplit
 from partitioner.solve.stages.tables import Table, min_max
 
+_FEW_CUTS = 16  # cuts that are all priced
 _ROUNDS, _ROUNDS_FOLLOWED = 24, 8  # most calls of the solver; the same for simulated schedules
 
 _ROUNDING = 1e-12
@@ -61,10 +64,13 @@ def cut_for_step(
       a stage of these calls alone makes the step longer than that time.
     - ``cutoff_s``: steps that take at least this many seconds are of no use to the caller.
 
-    Raises the errors of ``solve`` and ``price`` for the cut with the shortest pipeline.
+    If there are few cuts, each is priced. Raises the errors of ``solve`` and ``price`` for the cut with the shortest
+    pipeline.
     """
     split = solve(problem)
     step, priced = price(split)
+    if _has_few_cuts(problem) and split.lower_bound_s + least_tail_s < min(cutoff_s, step) * (1 - _ROUNDING):
+        return _price_all_cuts(problem, solve, price, least_tail_s, PricedSplit(split, step, priced, 0.0), cutoff_s)
     best = split, step, priced
     pipeline, least = split.lower_bound_s, np.inf
     if problem.num_stages == 1:
@@ -99,6 +105,48 @@ def cut_for_step(
         if step < best[1]:
             best = split, step, priced
     return PricedSplit(*best, min(least, best[1], cutoff_s))
+
+
+def _has_few_cuts(problem: StageProblem) -> bool:
+    """Return whether all cuts of ``problem`` are priced: there are few, the user has fixed none of them, and each rank
+    has one stage."""
+    free = not problem.barred and not problem.pinned and not problem.may_be_empty and problem.chunks == 1
+    return free and 1 < math.comb(len(problem.calls) - 1, problem.num_stages - 1) <= _FEW_CUTS
+
+
+def _price_all_cuts(
+    problem: StageProblem,
+    solve: Callable[[StageProblem], StageSplit],
+    price: Callable[[StageSplit], tuple[float, Priced]],
+    least_tail_s: float,
+    best: PricedSplit[Priced],
+    cutoff_s: float,
+) -> PricedSplit[Priced]:
+    """Return the cut into stages with the shortest step, with a lower bound on the step over all cuts. ``best``: the
+    cut with the shortest pipeline. The other arguments are those of :func:`cut_for_step`.
+
+    The bound of a cut is its step time, if nothing is recomputed. Otherwise another recomputation may give a shorter
+    step, and the bound is the least pipeline of the cut plus ``least_tail_s``.
+    """
+    size, stages, lowest_s = len(problem.calls) + 1, problem.num_stages, best.split.lower_bound_s + least_tail_s
+    least = np.inf
+    for inner in combinations(range(1, size - 1), stages - 1):
+        barred = [np.ones((size, size), dtype=np.bool_) for _ in range(stages)]
+        for table, (start, stop) in zip(barred, pairwise((0, *inner, size - 1)), strict=True):
+            table[start, stop] = False
+        try:
+            split = solve(replace(problem, barred=tuple(barred)))
+            step, priced = price(split)
+        except NoneLeft:
+            continue
+        except PlanError:  # this cut may fit with a recomputation that was not found
+            least = min(least, lowest_s)
+            continue
+        is_exact = not any(stage.recompute or stage.selective for stage in split.virtual or split.stages)
+        least = min(least, step if is_exact else split.lower_bound_s + least_tail_s)
+        if step < best.step_s:
+            best = PricedSplit(split, step, priced, 0.0)
+    return replace(best, lower_bound_s=min(least, best.step_s, cutoff_s))
 
 
 def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:

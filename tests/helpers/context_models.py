@@ -82,7 +82,14 @@ def dilated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
 
 
-IRREGULAR = {"dilated": dilated}  # which is no band of positions
+def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights of positions that do not add up to one, so that no fused kernel computes them."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).sigmoid()
+    return scores.masked_fill(_distance(q) < 0, 0.0) @ v
+
+
+IRREGULAR = {"dilated": dilated, "without_softmax": without_softmax}  # no band of positions, and no attention
 REPEATED = {"expanded": expanded, "interleaved": interleaved}  # key heads, one for each query head
 BANDS = ("full", "causal", "window", "both_sides")
 

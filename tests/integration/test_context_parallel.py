@@ -198,6 +198,7 @@ SAMPLE: list[tuple[str, dict[str, Any]]] = [
     ("causal", dict(cp=2, tp=2, pp=2, context="ring", microbatch_size=1)),
     ("alibi", dict(cp=2)),
     ("soft_cap", dict(cp=2)),
+    ("soft_cap", dict(cp=2, context="ring")),
 ]
 MESHES = [dict(cp=2), dict(cp=4), dict(cp=2, tp=2), dict(cp=2, pp=2), dict(cp=2, dp=2), dict(cp=2, tp=2, pp=2)]
 
@@ -289,7 +290,7 @@ class Perceptron(nn.Module):
             dict(cp=2, context="ring"),
             "a mask that is not a band around the diagonal.*'all_gather'",
         ),
-        (Decoder(("soft_cap",)), dict(cp=2, context="ring"), "no fused attention was found"),
+        (Decoder(("without_softmax",)), dict(cp=2, context="ring"), "no fused attention was found"),
         (Decoder(("causal",)), dict(cp=5, context="ring"), "48 queries and 48 keys, which are not divisible by 5"),
         (Decoder(("causal",)), dict(cp=5), "no input has a dim besides the batch dim that is divisible by 5"),
     ],

@@ -1,4 +1,4 @@
-"""Say what would make the step of a plan faster, the largest gain first.
+"""Say what would make the step of a plan faster, the largest gain first, for ``explain_parts`` in ``explain.py``.
 
 There are two kinds of sentences. Some name a plan that the search has found and that the user can ask for, such as one
 without the constraints or with optimizer states in host memory; their gains are those of this plan. The others name a

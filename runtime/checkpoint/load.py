@@ -1,4 +1,4 @@
-"""Find a checkpoint, verify its files, and read from it the shards that this rank needs under any plan."""
+"""Find a checkpoint, verify its files, and reshard it: read the shards that this rank needs under any plan."""
 
 from __future__ import annotations
 

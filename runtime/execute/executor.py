@@ -317,7 +317,7 @@ class Executor:
         part = take_shard(part, Layout.parse(value.layout), mesh.get("tp", 1), at["tp"])
         return part.contiguous().to(self.env.device, non_blocking=True)
 
-    def _total_forward(self, instruction: Instruction) -> Action:
+    def _compile_total_forward(self, instruction: Instruction) -> Action:
         """Return a function without arguments that adds what the microbatch of ``instruction`` contributes to this
         rank's totals. Totals are sums over the global batch that forward needs, such as the number of targets.
         """
@@ -490,7 +490,7 @@ _BACKWARD = {"B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 _ACTIONS: dict[str, Callable[[Executor, Instruction], Action]] = {
     "LOAD": Executor._compile_load,
-    "TOTAL_F": Executor._total_forward,
+    "TOTAL_F": Executor._compile_total_forward,
     "TOTAL": Executor._compile_total,
     "F": Executor._compile_forward,
     "SEND_F": Executor._compile_send,

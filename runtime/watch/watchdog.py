@@ -286,8 +286,9 @@ class Watch:
 
 
 class Launcher:
-    """The torchrun that started this process. A torchrun that is killed, for example for lack of memory, cannot end its
-    ranks. Without further action they would continue to train, at the same time as the ranks of the next start.
+    """Watches the torchrun that started this process, and ends this process when torchrun has ended. A torchrun that is
+    killed, for example for lack of memory, cannot end its ranks itself. They would continue to train, at the same time
+    as the ranks of the next start.
     """
 
     def __init__(self) -> None:

@@ -37,13 +37,11 @@ SMALL_MODULES = {  # module -> why it is one of its own although a single module
     "passes/padding/places.py": "indices that a model reads at, of which the propagation knows the rules only",
     "runtime/execute/overlap.py": "an algorithm of its own: the order of a graph's operators",
     "passes/trace/scans.py": "one more kind of code that can be traced, as each module of the folder",
-    "partitioner/cli/run.py": "commands on runs, as the other modules of the folder are commands on plans",
     "partitioner/cli/train.py": "loads PyTorch, which the other commands start without",
     "partitioner/draw/scaling.py": "a picture: what measures sizes draws nothing",
     "partitioner/report/notebook.py": "what a notebook displays is no part of the page",
     "partitioner/solve/pairwise/alike.py": "colour refinement, an algorithm of its own",
     "partitioner/solve/pairwise/improve.py": "a search of its own: the exact solver calls it where time is short",
-    "partitioner/solve/stages/split_for_step.py": "an integer program of its own",
     "partitioner/topology/network_cards.py": "one kind of link",
 }
 # What describes programs, and what plans them, run no ranks: of the runtime they know the program and its proof.

@@ -241,7 +241,7 @@ def test_constraints_that_contradict_each_other_are_refused(folder: Path):
     where = ("plan", f"{folder / 'model.py'}:make", "--topology", "local:2")
     result = invoke(*where, "--tp", 2, "--constraints", "tp=1")
     assert result.exit_code == 2
-    assert "tp is given twice, 2 by its option and 1" in result.stderr
+    assert "tp is given twice, as 2 by its option and as 1" in result.stderr
 
 
 def test_a_plan_that_could_not_be_written_is_not_made(tmp_path: Path):

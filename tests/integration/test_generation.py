@@ -559,7 +559,9 @@ def test_the_policy_of_a_loss_generates_with_the_weights_that_are_trained(mesh: 
 
 def test_an_unknown_submodule_is_refused():
     request = ASKED.model_copy(update={"model": "actor"})
-    with pytest.raises(GenerationError, match=r"model='actor', which LlamaForCausalLM has not.*'model', 'lm_head'"):
+    with pytest.raises(
+        GenerationError, match=r"model='actor', but LlamaForCausalLM has no such submodule.*'model', 'lm_head'"
+    ):
         partition(model_of("llama"), Topology.local(1), dict(CASES["llama"].inputs(8)), programs={"g": request})
 
 

@@ -508,9 +508,14 @@ def test_what_cannot_be_shared_is_said_before():
 
 def test_what_is_exchanged_is_told_in_the_type_in_which_it_is(tmp_path: Path):
     """Parameters in bfloat16, gradients in float32; of tied weights, like of replicas, pieces are added up."""
-    pinned = dict(dp=4, pp=2, tp=1, zero=3, dp_shard=2, microbatch_size=2, schedule="1f1b")
+    pinned: dict[str, Any] = dict(dp=4, pp=2, tp=1, zero=3, dp_shard=2, microbatch_size=2, schedule="1f1b")
+    places = {"embed": 0, "head": 1}
     plan = partition(
-        tied_model(), Topology.local(8), tied_inputs(), precision="bf16", constraints=Constraints(**pinned)
+        tied_model(),
+        Topology.local(8),
+        tied_inputs(),
+        precision="bf16",
+        constraints=Constraints(**pinned, stage_of=places),
     )
     program = plan.program
     (tie,) = outline_program(program).ties

@@ -9,6 +9,7 @@ stops when the least pipeline time plus the least work after it reaches the best
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -108,9 +109,8 @@ def cut_for_step(
 
 
 def _has_few_cuts(problem: StageProblem) -> bool:
-    """Return whether all cuts of ``problem`` are priced: there are few, the user has fixed none of them, and each rank
-    has one stage."""
-    free = not problem.barred and not problem.pinned and not problem.may_be_empty and problem.chunks == 1
+    """Return whether all cuts of ``problem`` are priced: there are few, and each rank has one stage."""
+    free = not problem.barred and not problem.may_be_empty and problem.chunks == 1
     return free and 1 < math.comb(len(problem.calls) - 1, problem.num_stages - 1) <= _FEW_CUTS
 
 
@@ -131,6 +131,8 @@ def _price_all_cuts(
     size, stages, lowest_s = len(problem.calls) + 1, problem.num_stages, best.split.lower_bound_s + least_tail_s
     least = np.inf
     for inner in combinations(range(1, size - 1), stages - 1):
+        if any(bisect_right(inner, call) != stage for call, stage in problem.pinned.items()):
+            continue
         barred = [np.ones((size, size), dtype=np.bool_) for _ in range(stages)]
         for table, (start, stop) in zip(barred, pairwise((0, *inner, size - 1)), strict=True):
             table[start, stop] = False

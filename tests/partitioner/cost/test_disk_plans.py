@@ -112,11 +112,11 @@ def test_the_report_has_it(tmp_path: Path):
 
 def test_a_disk_that_is_too_small_is_said():
     with pytest.raises(
-        CapacityError, match=r"the disk of node 0 has 7.63 MiB but 12 MiB are offloaded to it"
+        CapacityError, match=r"the disk of node 0 has 7.63 MiB, but 12 MiB are offloaded to it"
     ) as caught:
         plan(with_disk(cluster(64, devices=1), disk="8 MB"), "disk")
     assert "offload=optimizer instead of optimizer+disk" in caught.value.changes[0].text
-    with pytest.raises(CapacityError, match=r"the disk of node 0 has 26.7 MiB but 48.1 MiB are offloaded to it"):
+    with pytest.raises(CapacityError, match=r"the disk of node 0 has 26.7 MiB, but 48.1 MiB are offloaded to it"):
         plan(with_disk(cluster(64, devices=4), disk="28 MB"), "disk", pins=dict(dp=4, tp=1, pp=1, zero=0))
 
 
@@ -131,7 +131,7 @@ def test_the_program_itself_is_checked():
         devices = made.devices
 
     facts: Any = ProgramFacts(made.program)
-    with pytest.raises(CapacityError, match=r"the disk of node 0 has 7.63 MiB but 12 MiB are offloaded to it"):
+    with pytest.raises(CapacityError, match=r"the disk of node 0 has 7.63 MiB, but 12 MiB are offloaded to it"):
         _check_hosts(facts, Job, Chosen)  # type: ignore[arg-type]
     Job.topology = with_disk(cluster(64, devices=1), memory="13 MB")
     _check_hosts(facts, Job, Chosen)  # type: ignore[arg-type]

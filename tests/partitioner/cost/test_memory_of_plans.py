@@ -242,7 +242,7 @@ def test_the_time_limit_is_for_all_tries_together(monkeypatch: pytest.MonkeyPatc
 
     start = fit_memory.time.monotonic()
     monkeypatch.setattr(api, "search_for_plan", slow)
-    with pytest.raises(CapacityError, match="the program of stage 0 takes"):
+    with pytest.raises(CapacityError, match="the program of stage 0 needs"):
         _planned_with(2**27, monkeypatch, 64, time_limit_s=120.0)
     assert len(asked) == 2
     assert 110.0 < asked[0] <= 120.0 and 20.0 < asked[1] < 40.0

@@ -438,7 +438,7 @@ def test_a_capacity_other_than_the_mean_is_listed() -> None:
 def test_options_of_one_reason_are_on_one_line() -> None:
     text = "--lr 1e-4 --seed 3 --fsdp-double-buffer --rampup-batch-size 8 8 1000 --hidden-size 64"
     assert group_unused(read_layout(MEGATRON + text).unused) == [
-        "--rampup-batch-size=['8', '8', '1000']: steps with smaller batches at the start are not predicted",
+        "--rampup-batch-size=['8', '8', '1000']: the steps with smaller batches at the start are not predicted",
         f"--fsdp-double-buffer: {NOT_USED}",
         f"--hidden-size=64: {OF_MODEL}",
         f"each of these {NO_EFFECT}: --lr=1e-4, --seed=3",

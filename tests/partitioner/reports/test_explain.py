@@ -380,7 +380,7 @@ def test_what_limits_the_step_is_told_with_the_largest_first(plan: Plan):
 
 
 def test_a_precision_that_there_is_not_is_refused_before_anything_is_traced():
-    with pytest.raises(InputsError, match=r"one of bf16, fp16, fp32, fp64, tf32, fp8 or None; got 'int8'"):
+    with pytest.raises(InputsError, match=r"one of bf16, fp16, fp32, fp64, tf32, fp8, nvfp4 or None; got 'int8'"):
         prepare(nn.Linear(2, 2), (torch.ones(2, 2),), precision="int8")
 
 

@@ -11,8 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from partitioner.explain.tables import per_sample_text
-from partitioner.plan import WITHOUT, Baseline, Plan
+from partitioner.explain.tables import (
+    find_excluded_baseline,
+    find_fewer_devices,
+    find_offload_alternative,
+    find_other_batch,
+    per_sample_text,
+    read_baseline_seconds,
+)
+from partitioner.plan import Baseline, Plan
 from partitioner.plans.figures import candidate_text
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.units import format_percent, seconds_text
@@ -44,29 +51,22 @@ def _list_found_plans(plan: Plan) -> Iterator[Improvement]:
     states in host memory, on fewer devices, and with another global batch.
     """
     step = plan.certificate.objective
-    excluded = [b for b in plan.certificate.baselines if b.excluded and _read_seconds(b)]
-    if excluded:
-        best = min(excluded, key=_read_seconds)
-        gain = 1 - _read_seconds(best) / step
-        yield Improvement(gain, f"Without your constraints: {_describe_baseline(best)}, {format_percent(gain)} less.")
-    for baseline in plan.certificate.baselines:
-        if not _read_seconds(baseline):
-            continue
-        gain = 1 - _read_seconds(baseline) / step
-        if baseline.offload and not plan.offload:
-            asked = f'offload="{"+".join(baseline.offload)}"'
-            yield Improvement(gain, f"With {asked}: {_describe_baseline(baseline)}, {format_percent(gain)} less.")
-        elif baseline.name.startswith(WITHOUT):
-            yield Improvement(gain, f"{_describe_baseline(baseline)}, {format_percent(gain)} less.")
-        elif baseline.global_batch and plan.global_batch:
-            gain = 1 - _read_seconds(baseline) / step * plan.global_batch / baseline.global_batch
-            taken = per_sample_text(plan, baseline.global_batch, _read_seconds(baseline))
-            yield Improvement(gain, f"With a global batch of {baseline.global_batch:,}: a step takes {taken}.")
-
-
-def _read_seconds(baseline: Baseline) -> float:
-    """Return the step time in seconds of ``baseline``, a layout that is compared with the plan; 0 if it has none."""
-    return (baseline.candidate.step_time or 0.0) if baseline.candidate is not None else 0.0
+    hosted = find_offload_alternative(plan)
+    asked = f'With offload="{"+".join(hosted.offload)}": ' if hosted is not None else ""
+    others = (
+        ("Without your constraints: ", find_excluded_baseline(plan)),
+        (asked, hosted),
+        ("", find_fewer_devices(plan)),
+    )
+    for start, baseline in others:
+        if baseline is not None:
+            gain = 1 - read_baseline_seconds(baseline) / step
+            yield Improvement(gain, f"{start}{_describe_baseline(baseline)}, {format_percent(gain)} less.")
+    if (other := find_other_batch(plan)) is not None:
+        seconds = read_baseline_seconds(other)
+        taken = per_sample_text(plan, other.global_batch, seconds)
+        gain = 1 - seconds / step * plan.global_batch / other.global_batch
+        yield Improvement(gain, f"With a global batch of {other.global_batch:,}: a step takes {taken}.")
 
 
 def _describe_baseline(baseline: Baseline) -> str:
@@ -74,7 +74,7 @@ def _describe_baseline(baseline: Baseline) -> str:
     ``ZeRO-3 (dp 16, zero 3) takes 42.6 s``.
     """
     layout = f" ({candidate_text(baseline.candidate)})" if baseline.candidate is not None else ""
-    return f"{baseline.name}{layout} takes {seconds_text(_read_seconds(baseline))}"
+    return f"{baseline.name}{layout} takes {seconds_text(read_baseline_seconds(baseline))}"
 
 
 def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:

@@ -393,50 +393,70 @@ def _find_peak_rate(plan: Plan) -> float | None:
     return next(iter(rates)) if len(rates) == 1 else None
 
 
+def read_baseline_seconds(baseline: Baseline) -> float:
+    """Return the step time in seconds of ``baseline``, a layout that is compared with the plan; 0 if it has none."""
+    return (baseline.candidate.step_time or 0.0) if baseline.candidate is not None else 0.0
+
+
+def find_excluded_baseline(plan: Plan) -> Baseline | None:
+    """Return the fastest standard layout that the constraints of the user exclude from ``plan``; ``None`` if none has a
+    step time."""
+    found = [b for b in plan.certificate.baselines if b.excluded and read_baseline_seconds(b)]
+    return min(found, key=read_baseline_seconds, default=None)
+
+
+def find_fewer_devices(plan: Plan) -> Baseline | None:
+    """Return the fastest plan found that leaves some devices of ``plan`` idle; ``None`` if there is none."""
+    found = [b for b in plan.certificate.baselines if b.name.startswith(WITHOUT) and read_baseline_seconds(b)]
+    return min(found, key=read_baseline_seconds, default=None)
+
+
+def find_offload_alternative(plan: Plan) -> Baseline | None:
+    """Return the plan with optimizer states in host memory that the search found beside ``plan``, which has no offload;
+    ``None`` if there is none."""
+    found = (b for b in plan.certificate.baselines if b.offload and not plan.offload and read_baseline_seconds(b))
+    return next(found, None)
+
+
+def find_other_batch(plan: Plan) -> Baseline | None:
+    """Return the plan that the search found for another number of samples than a step of ``plan`` has; ``None`` if
+    there is none."""
+    found = (b for b in plan.certificate.baselines if b.global_batch and plan.global_batch and read_baseline_seconds(b))
+    return next(found, None)
+
+
 def constraint_cost_text(plan: Plan) -> str:
     """Return a text on what the user's constraints cost: the fastest standard layout that they exclude, and by which
     fraction its step is shorter than a step of ``plan``. Empty if no such layout is faster.
     """
-    step = plan.certificate.objective
-    found = [
-        (baseline.candidate.step_time, baseline)
-        for baseline in plan.certificate.baselines
-        if baseline.excluded and baseline.candidate is not None and baseline.candidate.step_time
-    ]
-    least, baseline = min(found, key=lambda pair: pair[0], default=(step, None))
-    if baseline is None or baseline.candidate is None or least >= step:
+    step, baseline = plan.certificate.objective, find_excluded_baseline(plan)
+    if baseline is None or baseline.candidate is None or (least := read_baseline_seconds(baseline)) >= step:
         return ""
     layout = f"{baseline.name} ({candidate_text(baseline.candidate)})"
     return f"cost {format_percent(1 - least / step)} or more: {layout}, which they exclude, takes {seconds_text(least)}"
 
 
 def fewer_text(plan: Plan) -> str:
-    """Return a text on the fastest plan found that leaves some devices idle: its number of devices and its step time,
-    compared with ``plan``. Empty if no such plan was found.
+    """Return a text that gives the number of devices and the step time of the fastest plan found that leaves some
+    devices idle, compared with ``plan``; empty if no such plan was found.
     """
-    step = plan.certificate.objective
-    found = [
-        (baseline, baseline.candidate.step_time)
-        for baseline in plan.certificate.baselines
-        if baseline.name.startswith(WITHOUT) and baseline.candidate is not None and baseline.candidate.step_time
-    ]
-    if not found:
+    step, best = plan.certificate.objective, find_fewer_devices(plan)
+    if best is None or best.candidate is None:
         return ""
-    best, seconds = min(found, key=lambda pair: pair[1])
+    seconds, mesh = read_baseline_seconds(best), best.candidate.mesh
     less = f"{format_percent(1 - seconds / step)} less" if seconds < (1 - _SAME) * step else "no more"
-    mesh = best.candidate.mesh if best.candidate is not None else {}
     ranks = math.prod(size for axis, size in mesh.items() if axis != "ep")
     return f"on {ranks:,} of the {plan.world_size:,} a step takes {seconds_text(seconds)}, {less} ({mesh_text(mesh)})"
 
 
 def offload_alternative_text(plan: Plan) -> str:
-    """Return a text on the plan with optimizer states in host memory that the search found: its step time, compared
-    with ``plan``, which has no offload. Empty if none was found.
+    """Return a text that gives the step time of the plan with optimizer states in host memory that the search found,
+    compared with ``plan``, which has no offload; empty if none was found.
     """
-    found = next((b for b in plan.certificate.baselines if b.offload and not plan.offload), None)
-    if found is None or found.candidate is None or not found.candidate.step_time:
+    found = find_offload_alternative(plan)
+    if found is None or found.candidate is None:
         return ""
-    seconds, mesh = found.candidate.step_time, mesh_text(found.candidate.mesh)
+    seconds, mesh = read_baseline_seconds(found), mesh_text(found.candidate.mesh)
     less = format_percent(1 - seconds / plan.certificate.objective)
     kinds = "+".join(found.offload)
     return f'{format_offload(found)} a step takes {seconds_text(seconds)}, {less} less ({mesh}): offload="{kinds}"'
@@ -446,14 +466,11 @@ def other_batch_text(plan: Plan) -> str:
     """Return a text that compares ``plan`` with the plan that the search found for another number of samples in a step:
     its step time and its time per sample; empty if none was found.
     """
-    found = next((b for b in plan.certificate.baselines if b.global_batch), None)
-    if found is None or found.candidate is None or not found.candidate.step_time or not plan.global_batch:
+    found = find_other_batch(plan)
+    if found is None:
         return ""
-    seconds = found.candidate.step_time
-    return (
-        f"of {format_plural(found.global_batch, 'sample')}: a step takes "
-        f"{per_sample_text(plan, found.global_batch, seconds)}"
-    )
+    taken = per_sample_text(plan, found.global_batch, read_baseline_seconds(found))
+    return f"of {format_plural(found.global_batch, 'sample')}: a step takes {taken}"
 
 
 def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:

@@ -71,7 +71,8 @@ def cut_for_step(
     split = solve(problem)
     step, priced = price(split)
     if _has_few_cuts(problem) and split.lower_bound_s + least_tail_s < min(cutoff_s, step) * (1 - _ROUNDING):
-        return _price_all_cuts(problem, solve, price, least_tail_s, PricedSplit(split, step, priced, 0.0), cutoff_s)
+        first, tails = PricedSplit(split, step, priced, 0.0), run_tails(min(cutoff_s, step))
+        return _price_all_cuts(problem, solve, price, tails, first, cutoff_s)
     best = split, step, priced
     pipeline, least = split.lower_bound_s, np.inf
     if problem.num_stages == 1:
@@ -118,37 +119,46 @@ def _price_all_cuts(
     problem: StageProblem,
     solve: Callable[[StageProblem], StageSplit],
     price: Callable[[StageSplit], tuple[float, Priced]],
-    least_tail_s: float,
+    tails: Sequence[Table],
     best: PricedSplit[Priced],
     cutoff_s: float,
 ) -> PricedSplit[Priced]:
     """Return the cut into stages with the shortest step, with a lower bound on the step over all cuts. ``best``: the
-    cut with the shortest pipeline. The other arguments are those of :func:`cut_for_step`.
+    cut with the shortest pipeline. ``tails``: for each stage, seconds after the pipeline, as :func:`cut_for_step` gets
+    them from ``run_tails``. The other arguments are those of :func:`cut_for_step`.
 
     The bound of a cut is its step time, if nothing is recomputed. Otherwise another recomputation may give a shorter
-    step, and the bound is the least pipeline of the cut plus ``least_tail_s``.
+    step, and the bound is the least pipeline of the cut plus the longest of its tails.
     """
-    size, stages, lowest_s = len(problem.calls) + 1, problem.num_stages, best.split.lower_bound_s + least_tail_s
+    size, stages, first = len(problem.calls) + 1, problem.num_stages, best
     least = np.inf
     for inner in combinations(range(1, size - 1), stages - 1):
         if any(bisect_right(inner, call) != stage for call, stage in problem.pinned.items()):
             continue
+        runs = list(pairwise((0, *inner, size - 1)))
         barred = [np.ones((size, size), dtype=np.bool_) for _ in range(stages)]
-        for table, (start, stop) in zip(barred, pairwise((0, *inner, size - 1)), strict=True):
+        for table, (start, stop) in zip(barred, runs, strict=True):
             table[start, stop] = False
+        split, step, priced = first.split, first.step_s, first.priced
         try:
-            split = solve(replace(problem, barred=tuple(barred)))
-            step, priced = price(split)
+            if _is_recomputed(split) or [(stage.start, stage.stop) for stage in split.stages] != runs:
+                split = solve(replace(problem, barred=tuple(barred)))
+                step, priced = price(split)
         except NoneLeft:
             continue
         except PlanError:  # this cut may fit with a recomputation that was not found
-            least = min(least, lowest_s)
+            least = min(least, first.split.lower_bound_s + min_max(list(tails))[0])
             continue
-        is_exact = not any(stage.recompute or stage.selective for stage in split.virtual or split.stages)
-        least = min(least, step if is_exact else split.lower_bound_s + least_tail_s)
+        behind = max(_list_stage_tails(tails, split))
+        least = min(least, split.lower_bound_s + behind if _is_recomputed(split) else step)
         if step < best.step_s:
             best = PricedSplit(split, step, priced, 0.0)
     return replace(best, lower_bound_s=min(least, best.step_s, cutoff_s))
+
+
+def _is_recomputed(split: StageSplit) -> bool:
+    """Return whether any stage of ``split`` recomputes activations."""
+    return any(stage.recompute or stage.selective for stage in split.virtual or split.stages)
 
 
 def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:

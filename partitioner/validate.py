@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -76,34 +77,41 @@ def check_topology(topology: object) -> None:
         )
 
 
+_PEAKS = {"fp8": ("h100-sxm", "1979 TFLOP/s"), "nvfp4": ("b200", "9000 TFLOP/s")}  # a device that has it, and its rate
+
+
+def _check_devices(topology: Topology, precision: str, lacking: Sequence[str]) -> None:
+    """Raise :class:`InputsError` if ``lacking`` is not empty: the kinds of devices of ``topology`` that cannot compute
+    matrix products in ``precision``, ``"fp8"`` or ``"nvfp4"``."""
+    if not lacking:
+        return
+    others = '"bf16" or "fp16"'
+    if precision == "nvfp4" and all(topology.types[kind].has_fp8 for kind in lacking):
+        others = '"fp8"'
+    device, rate = _PEAKS[precision]
+    raise InputsError(
+        f'precision="{precision}", but {" and ".join(lacking)} of {topology.name} cannot compute matrix products in '
+        f"{precision}: expected {precision} in the peak of every kind of device, as of {device}; {lacking[0]} lists "
+        f"{', '.join(topology.types[lacking[0]].peak)}; plan with precision={others}; if the devices do support "
+        f"{precision}, give its rate in the topology, like peak: {{{precision}: {rate}}}"
+    )
+
+
 def check_precision(topology: Topology, precision: str | None, fp8_scaling: str = "tensor") -> None:
     """Raise :class:`InputsError` if ``precision`` is ``"fp8"`` or ``"nvfp4"`` and a device of ``topology`` cannot
-    multiply in it, or :class:`ConstraintError` if no device has products with the scales ``fp8_scaling`` or nothing is
-    in fp8."""
+    compute matrix products in it. Raise :class:`ConstraintError` if a device has no products with the scales
+    ``fp8_scaling``, or if these are fixed and nothing is in fp8."""
     if precision != "fp8" and fp8_scaling != "tensor":
         raise ConstraintError(
             f"fp8_scaling={fp8_scaling!r} without precision='fp8': no product is in fp8; expected precision='fp8', or "
             "no fp8_scaling"
         )
-    lacking = sorted({k for k, _ in topology.paces[0] if not topology.types[k].has_fp8}) if precision == "fp8" else []
-    if lacking:
-        listed = ", ".join(topology.types[lacking[0]].peak)
-        raise InputsError(
-            f'precision="fp8", but {" and ".join(lacking)} of {topology.name} cannot compute matrix products '
-            f"in fp8: expected fp8 in the peak of every kind of device, as of h100-sxm; {lacking[0]} lists "
-            f'{listed}; plan with precision="bf16" or "fp16"; if the devices do support fp8, give its rate in '
-            f"the topology, like peak: {{fp8: 1979 TFLOP/s}}"
-        )
-    lacking = sorted(k for k in {k for k, _ in topology.paces[0]} if not topology.types[k].has_nvfp4)
-    if precision == "nvfp4" and lacking:
-        listed = ", ".join(topology.types[lacking[0]].peak)
-        other = "fp8" if all(topology.types[k].has_fp8 for k in lacking) else "bf16"
-        raise InputsError(
-            f'precision="nvfp4", but {" and ".join(lacking)} of {topology.name} cannot multiply in it: expected nvfp4 '
-            f"in the peak of every kind of device, as of b200; {lacking[0]} lists {listed}; plan with "
-            f'precision="{other}"; where the devices do have it, give its rate, like peak: {{nvfp4: 9000 TFLOP/s}}'
-        )
-    lacking = sorted(k for k in {k for k, _ in topology.paces[0]} if not topology.types[k].has_mxfp8)
+    kinds = sorted({k for k, _ in topology.paces[0]})
+    if precision == "fp8":
+        _check_devices(topology, precision, [k for k in kinds if not topology.types[k].has_fp8])
+    if precision == "nvfp4":
+        _check_devices(topology, precision, [k for k in kinds if not topology.types[k].has_nvfp4])
+    lacking = [k for k in kinds if not topology.types[k].has_mxfp8]
     if fp8_scaling == "block" and lacking:
         raise ConstraintError(
             f"fp8_scaling='block', but {' and '.join(lacking)} of {topology.name} cannot multiply in MXFP8: expected "

@@ -334,11 +334,8 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
             yield format_text_line(
                 f"Memory limits the plan: {used}. Layouts that need more are ruled out, even if they were faster."
             )
-        elif slower := _list_hidden_recomputation(plan):
-            yield format_text_line(
-                f"Memory costs no time: {used}. {slower} recompute{'' if ' and ' in slower else 's'} to fit, but other "
-                "stages take longer."
-            )
+        elif hidden := _describe_hidden_recomputation(plan):
+            yield format_text_line(f"Memory costs no time: {used}. {hidden}, but other stages take longer.")
         else:
             yield format_text_line(f"Memory does not limit the plan: {used}.")
     yield from _explain_disk_limit(plan)
@@ -347,15 +344,15 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
         yield format_text_line(f"Constraints that you gave: {fixed}.")
 
 
-def _list_hidden_recomputation(plan: Plan) -> str:
-    """Return the stages of ``plan`` that recompute activations, such as ``Stage 0`` or ``Stages 0, 1 and 3``; empty if
-    none does. For a plan in which recomputation takes no share of the step, because the slowest stage has none.
+def _describe_hidden_recomputation(plan: Plan) -> str:
+    """Return a clause that names the stages of ``plan`` that recompute activations, such as ``Stage 0 recomputes to
+    fit``; empty if none does. For a plan in which recomputation takes no share of the step, because the slowest stage
+    has none.
     """
     some = [k for k, stage in enumerate(plan.estimate.stages) if stage.recomputed or stage.in_part or stage.selective]
-    if not some:
-        return ""
-    words = [format_ranges(some[:-1]), format_ranges(some[-1:])] if len(some) > 1 else [format_ranges(some)]
-    return f"{'Stages' if len(some) > 1 else 'Stage'} {' and '.join(words)}"
+    if len(some) > 1:
+        return f"Stages {format_ranges(some)} recompute to fit"
+    return f"Stage {some[0]} recomputes to fit" if some else ""
 
 
 def _explain_disk_limit(plan: Plan) -> Iterator[RenderableType]:

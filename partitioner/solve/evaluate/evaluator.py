@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from partitioner.passes.ir.model import FoldedModel
 from partitioner.plan import Estimate
 from partitioner.runtime.program.program import Offload
 from partitioner.schedules.formulas import is_formula, is_plain
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound
 from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator, ShareRecord
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.local_model_cache import LocalCosts, LocalModels
@@ -33,6 +34,9 @@ from partitioner.solve.sharding.local_model import LocalModel
 from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.solve.stages.split import StageSplit
 from partitioner.topology.groups import stage_ranks
+
+# sizes of pp, dp, cp, tp and 1; ep, etp, ZeRO stage, dp_shard, samples, and whether these are all of a rank
+FloorKey = tuple[int, int, int, int, int, int, int, int, int, int, bool]
 
 _EXCHANGES_FOLLOWED = 8  # placements that are evaluated during exchanges under simulated schedules, at most
 
@@ -71,6 +75,24 @@ class SolvedCandidate:
     lower_bound_s: float = 0.0
 
 
+# the constraints on which placements, shardings and costs of calls depend
+_OF_SHARDINGS = "context", "group_size", "placement", "recompute", "sequence_parallel"
+# fields of a job on which they do not depend
+_APART = {"constraints", "reserve", "reserves", "refused", "unfollowed", "simulated"}
+
+
+def _have_equal_shardings(job: Job, other: Job) -> bool:
+    """Return whether the placements, shardings and costs of calls of two planning problems are equal, so that one may
+    use those of the other."""
+    same = all(
+        getattr(job, each.name) is getattr(other, each.name) or getattr(job, each.name) == getattr(other, each.name)
+        for each in fields(Job)
+        if each.name not in _APART | {"model", "batch", "topology"}
+    )
+    objects = all(getattr(job, name) is getattr(other, name) for name in ("model", "batch", "topology"))
+    return objects and same and all(getattr(job.constraints, n) == getattr(other.constraints, n) for n in _OF_SHARDINGS)
+
+
 def _check_refused(job: Job, candidate: MeshCandidate) -> None:
     """Raise the error that is recorded for ``candidate``, if any. ``job.refused`` has the errors of candidates whose
     programs do not fit in memory, ``job.unfollowed`` those of candidates in whose layout a further program has no plan.
@@ -87,12 +109,14 @@ class CandidateEvaluator:
     """Finds the best plan of single candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage)
     of ``job`` (the model, batch, cluster and constraints). Results that candidates share, such as shardings, are
     computed once and cached. ``host_lacks``: whether a host's memory was too small for the data that some candidate
-    offloads. ``costs``: costs of shardings, which copies of this evaluator for other constraints share.
+    offloads. ``costs``: costs of shardings. ``floors``: lower bounds on the seconds of blocks (such as layers), as far
+    as they were computed. Evaluators of similar jobs share both.
     """
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
     costs: LocalCosts = field(default_factory=LocalCosts)
+    floors: dict[FloorKey, BlockLowerBound | None] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
     _records: dict[MeshCandidate, ShareRecord] = field(
         default_factory=lambda: defaultdict(ShareRecord)
@@ -166,6 +190,16 @@ class CandidateEvaluator:
             shares,
             min(expected.step_time, *placement_evaluator.lower_bounds),
         )
+
+    def for_job(self, job: Job) -> CandidateEvaluator:
+        """Return an evaluator for ``job``, which shares placements, shardings and their costs with this one if they are
+        equal for both jobs. They are if the jobs differ only in the data kept in host memory, in reserved memory, in
+        the errors and simulated times of single candidates, and in constraints on which no sharding depends."""
+        if not _have_equal_shardings(self.job, job):
+            return CandidateEvaluator(job)
+        other = CandidateEvaluator(job, costs=self.costs, floors=self.floors, _spread=self._spread)
+        vars(other).update(locals=self.locals, placements=self.placements)  # the cached properties
+        return other
 
     @property
     def without_share_history(self) -> CandidateEvaluator:

@@ -323,6 +323,7 @@ class LocalCosts:
         cache key of ``local``, the graphs of one rank. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
         stage."""
         held = (
+            job.constraints.offload,
             candidate.dp > 1,
             candidate.kind,
             candidate.zero and (candidate.zero, candidate.sharers, candidate.expert_sharers),

@@ -68,10 +68,11 @@ class PrefetchQueue:
 
     def end(self) -> None:
         """Stop the second process that computes sharded graphs ahead, and forget which graphs and results were
-        announced."""
-        self._expected, self._readings = {}, []
+        announced. Others may be announced after that."""
+        self._expected, self._readings, self._priorities = {}, [], {}
         if self._worker is not None:
             self._worker.end()
+            self._worker = None
 
     def take_solutions(self, key: LocalKey) -> Solutions | None:
         """Return the sharding solutions, over ``cp`` and over ``tp``, of the local model (sharded graphs of one rank)
@@ -81,6 +82,8 @@ class PrefetchQueue:
             return self._known[key]
         if self._worker is None and self._expected and self.spent_s > _WORTH_S and can_help():
             works = self._list_pending_work()
+            if not works:
+                return None
             self._worker = BackgroundWorker(list(works), lambda name: works[name]())
             for problem in self._priorities:
                 self._worker.wish(problem)

@@ -18,26 +18,20 @@ from partitioner.cost.step.relaxed_mesh import no_slower
 from partitioner.passes.errors import UnsupportedError
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Seconds
-from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator, FloorKey
 from partitioner.solve.evaluate.prefetch import Reading
 from partitioner.solve.sharding.local_model import LocalModel
-
-# sizes of pp, dp, cp, tp and 1; ep, etp, ZeRO stage, dp_shard, samples, and whether these are all of a rank
-FloorKey = tuple[int, int, int, int, int, int, int, int, int, int, bool]
 
 
 class ShardedBounds:
     """Computes lower bounds on candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) from
-    their shardings, on any placement (assignment of ranks to devices). ``evaluator``: plans the candidates; shardings
-    and costs are shared with it. ``floors``: lower bounds on blocks (such as layers) that are known already, such as
-    those of a search with other free memory; new ones are added."""
+    their shardings, on any placement (assignment of ranks to devices). ``evaluator``: plans the candidates; shardings,
+    costs and the bounds of blocks (such as layers) that were computed are shared with it."""
 
-    def __init__(
-        self, evaluator: CandidateEvaluator, floors: dict[FloorKey, BlockLowerBound | None] | None = None
-    ) -> None:
+    def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
         self._model, self.locals, self._placements = evaluator.job.model, evaluator.locals, evaluator.placements
-        self.floors = {} if floors is None else floors
+        self.floors = evaluator.floors
 
     def bound_blocks(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
         """Return a lower bound on the forward and backward seconds of each block (such as a decoder layer) for one

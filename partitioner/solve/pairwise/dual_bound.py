@@ -9,11 +9,14 @@ is removed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from partitioner.solve.pairwise.improve import improve_assignment
 
 Vector = NDArray[np.float64]
 
@@ -26,6 +29,7 @@ _LOOK = 5  # sweeps between two looks at the distance
 _CLOSE = 1e-10  # of the cost: the assignment is optimal
 _NEAR = 0.3  # of the distance: more than that should be left behind at the pace of the last sweeps
 _SLACK = 1e-9  # of the cost: rounding
+_IMPROVED_S = 2.0  # in which the assignment is made better, if the bound does not prove it
 
 
 class Reparametrization:
@@ -163,15 +167,24 @@ def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[in
                 continue
             raised = dual.bound
             if least - raised <= _CLOSE * abs(least):
-                return RemainingChoices(
-                    {node: _mask_single_index(len(costs[node]), best[node]) for node in costs}, best, raised
-                )
+                return _only(best, costs, raised)
             if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # no use going on
                 break
             bound = raised
+    if best is not None:
+        best = improve_assignment(costs, tables, best, time.perf_counter() + _IMPROVED_S)
+        least = dual.cost(best)
+        if least - dual.bound <= _CLOSE * abs(least):
+            return _only(best, costs, dual.bound)
     if not np.isfinite(least) or not np.isfinite(dual.bound):
         return RemainingChoices({node: np.ones(len(cost), bool) for node, cost in costs.items()}, best, dual.bound)
     return RemainingChoices(dual.allowed(least - dual.bound + _SLACK * abs(least)), best, dual.bound)
+
+
+def _only(best: dict[int, int], costs: Mapping[int, Vector], bound: float) -> RemainingChoices:
+    """Return the result for an assignment that is optimal: only its choices remain. ``best``: node -> index of its
+    choice. ``costs``: node -> costs of its choices. ``bound``: a lower bound on the cost of every assignment."""
+    return RemainingChoices({node: _mask_single_index(len(costs[node]), best[node]) for node in costs}, best, bound)
 
 
 def _replace_infinite_by_zero(values: Vector) -> Vector:

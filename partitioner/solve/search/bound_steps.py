@@ -30,7 +30,7 @@ from partitioner.solve.bounds.schedule_memory import (
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers, Seconds
 from partitioner.solve.evaluate.evaluate_placement import split_of, virtual_ranks
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
-from partitioner.solve.evaluate.sharded_bounds import FloorKey, ShardedBounds
+from partitioner.solve.evaluate.sharded_bounds import ShardedBounds
 from partitioner.solve.search.space import SearchSpace, list_hybrid_candidates
 from partitioner.solve.search.uniform_cluster import UniformClusterBound
 from partitioner.solve.stages.lower_bound import LeastTime
@@ -46,8 +46,6 @@ class BoundCascade:
     The first bounds come from the unsharded model without collectives (``bounds``). Then a sharding is solved
     (``evaluator``) for the largest microbatch; its collectives also bound those of smaller microbatches, so one
     sharding bounds all candidates with one size of ``tp``. Last, the candidate's own sharding gives the tightest bound.
-
-    ``floors``: bounds on blocks from shardings that are known already, to which new ones are added.
     """
 
     def __init__(
@@ -56,9 +54,8 @@ class BoundCascade:
         evaluator: CandidateEvaluator,
         candidates: Sequence[MeshCandidate],
         space: SearchSpace,
-        floors: dict[FloorKey, BlockLowerBound | None] | None = None,
     ) -> None:
-        self.bounds, self.sharded, self.space = bounds, ShardedBounds(evaluator, floors), space
+        self.bounds, self.sharded, self.space = bounds, ShardedBounds(evaluator), space
         self._sizes: dict[int, set[int]] = defaultdict(set)  # by tp
         largest: dict[tuple[int, int], int] = defaultdict(int)  # by tp and pp
         self._shared: dict[MeshCandidate, LeastTime | PartitionError] = {}

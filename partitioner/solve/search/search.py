@@ -15,10 +15,8 @@ from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate, Certificate, Limits
 from partitioner.runtime.program.program import Offload
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
-from partitioner.solve.evaluate.sharded_bounds import FloorKey
 from partitioner.solve.search.attempts import CandidateAttempts
 from partitioner.solve.search.baselines import (
     compare_standard_layouts,
@@ -64,8 +62,8 @@ class PlanSearchResult:
     (well-known layouts for comparison), which may still be computed in the background.
 
     ``rows``: candidate (mesh sizes, microbatch size, schedule and ZeRO stage) -> its outcome. ``lacking``: the memory
-    shortage that made the search choose offload; empty if there was none. ``floors``: the lower bounds on blocks that
-    were computed, which hold for a search with other free memory, too.
+    shortage that made the search choose offload; empty if there was none. ``evaluator``: planned the candidates; its
+    shardings hold for a search with other free memory, too.
     """
 
     chosen: SolvedCandidate
@@ -73,7 +71,7 @@ class PlanSearchResult:
     baselines: Future[tuple[Baseline, ...]]
     rows: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
     lacking: str = ""
-    floors: dict[FloorKey, BlockLowerBound | None] = field(default_factory=dict)
+    evaluator: CandidateEvaluator | None = None
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
         """Return the certificate with the baselines (well-known layouts for comparison) added; their computation is
@@ -102,6 +100,7 @@ def search_for_plan(
     cutoff_s: float = math.inf,
     before: PlanSearchResult | None = None,
     other_batch: JobOf | None = None,
+    evaluator: CandidateEvaluator | None = None,
 ) -> PlanSearchResult:
     """Return the best plan of all candidates of ``job`` (model, batch, cluster and constraints), with its certificate.
     The certificate says how near the plan is to the optimum.
@@ -117,6 +116,7 @@ def search_for_plan(
     - cutoff_s: plans with at least this step time in seconds are not of interest and may be missed.
     - before: result of an earlier search of the job, in which ranks had more free memory, or ``None``.
     - other_batch: function that returns the job with another global batch, for the report, or ``None``.
+    - evaluator: evaluator of a similar job, whose shardings are used if they hold for this one, or ``None``.
 
     Raises:
     - CapacityError: no candidate fits in memory.
@@ -131,15 +131,17 @@ def search_for_plan(
     short: CapacityError | None = None
     hosts_lacked: list[bool] = []
     tried = before is None
+    similar = evaluator if before is None else before.evaluator
     for asked in list_offload_variants(job, lambda: any(hosts_lacked) or "disk" in had):
         tried = tried or (asked.constraints.offload or ()) == had
         if not tried:  # in the earlier search nothing fitted with less data in host memory
             continue
-        evaluator = CandidateEvaluator(asked)
+        evaluator = CandidateEvaluator(asked) if similar is None else similar.for_job(asked)
+        similar = evaluator
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
             hosts = asked is not job
-            found = _search_candidates(asked, evaluator, request, known, hosts=hosts, floors=_floors_of(before, asked))
+            found = _search_candidates(asked, evaluator, request, known, hosts=hosts)
             lacking = short.shortage if short is not None else before.lacking if before else ""
             return replace(found, lacking=lacking if hosts else "")
         except CapacityError as error:
@@ -149,14 +151,6 @@ def search_for_plan(
             hosts_lacked.append(evaluator.host_lacks)
     assert short is not None
     raise short
-
-
-def _floors_of(before: PlanSearchResult | None, job: Job) -> dict[FloorKey, BlockLowerBound | None]:
-    """Return a copy of the lower bounds on blocks that the search ``before`` has computed, if they hold for the
-    planning problem ``job``: if both offload the same kinds of data. Otherwise, and without an earlier search, there
-    are none."""
-    same = before is not None and before.chosen.offload == (job.constraints.offload or ())
-    return dict(before.floors) if before is not None and same else {}
 
 
 def list_offload_variants(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
@@ -205,12 +199,11 @@ def _search_candidates(
     before: Mapping[MeshCandidate, CandidateOutcome],
     *,
     hosts: bool,
-    floors: dict[FloorKey, BlockLowerBound | None],
 ) -> PlanSearchResult:
     """Search the candidates of one variant of the job with fixed kinds of offloaded data, and return the best plan.
     ``job``: the model, batch, cluster and constraints. ``evaluator``: plans its candidates. ``before``:
     candidate -> its outcome in an earlier search. ``hosts``: whether offload was added because nothing fitted without
-    it. ``request``: time limit, cutoff and callbacks of the search. ``floors``: lower bounds on blocks that are known.
+    it. ``request``: time limit, cutoff and callbacks of the search.
     """
     bounds = ModelBounds(job, evaluator.placements)
     start, compare, deadline = time.monotonic(), request.compare, request.deadline
@@ -220,7 +213,7 @@ def _search_candidates(
     always = list_standard_layouts(space, candidates, bounds) if compare else []
 
     early = WarmStart(space, frozenset(candidates), bounds, always, request.deadline, request.cutoff_s)
-    cascade = BoundCascade(bounds, evaluator, candidates, space, floors)
+    cascade = BoundCascade(bounds, evaluator, candidates, space)
     attempts = CandidateAttempts(
         evaluator, space, cascade, early, ZeroInfeasibility(bounds.state_bytes), request.cutoff_s
     )
@@ -237,7 +230,7 @@ def _search_candidates(
         left_out=left_out(space, candidates),
         before=before,
     )
-    beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
+    beside = evaluator if free.constraints == job.constraints else evaluator.for_job(free)
     found, certificate = result.best.payload, result.certificate
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
@@ -260,11 +253,17 @@ def _search_candidates(
         if not compare:
             return ()
         until = min(deadline, time.monotonic() + as_long_s)
+
+        def find_best(asked: Job, cutoff_s: float) -> Candidate:
+            """Return the report's row of the best plan of ``asked``, a similar job, that takes less than ``cutoff_s``
+            seconds per step."""
+            return find_best_report(until - time.monotonic(), asked, cutoff_s, evaluator)
+
         fewer = without_laggards(
             job,
             found.estimate.step_time,
             lambda: float(bounds.times(candidates).min()),
-            lambda *asked: find_best_report(until - time.monotonic(), *asked),
+            find_best,
         )
         offload = job.constraints.offload or ()
         if request.other_batch is not None and not offload:
@@ -272,17 +271,17 @@ def _search_candidates(
                 job,
                 found.estimate.step_time,
                 request.other_batch,
-                lambda *asked: find_best_report(until - time.monotonic(), *asked),
+                find_best,
             )
         hosted: tuple[Baseline, ...] = ()
         if tries_offload:
             hosted = faster_with_offload(
                 _with_offload(job, OFFLOAD_SETS[0]),
                 found.estimate.step_time,
-                lambda *asked: find_best_report(until - time.monotonic(), *asked),
+                find_best,
             )
         tried = {s.name for s in always if offload and (s.excluded or not hosts)}
-        alone = _plan_without_host_memory(job, tried) if tried else {}
+        alone = _plan_without_host_memory(job, tried, evaluator) if tried else {}
         tuned_by = min(deadline, time.monotonic() + as_long_s)
         found_beside = compare_standard_layouts(always, rows, beside, offload, alone, tuned_by)
         return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer), *hosted)
@@ -290,12 +289,13 @@ def _search_candidates(
     pinned = bool(job.constraints.offload) and not hosts
     unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
     alternatives = tries_offload or (compare and not is_even(job.topology))
+    evaluator.locals.ahead.end()  # so that the comparisons, if they run in a fork, have a second process of their own
     baselines = Future(others, worth_it=unknown or alternatives, most_s=as_long_s)
     beyond = beyond_the_bound(space)
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "Only the most promising placements of ranks on devices were tried."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
-    return PlanSearchResult(found, certificate, baselines, result.rows, floors=cascade.sharded.floors)
+    return PlanSearchResult(found, certificate, baselines, result.rows, evaluator=evaluator)
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:
@@ -316,12 +316,13 @@ def _space_to_limits(space: SearchSpace) -> Limits:
     )
 
 
-def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Baseline]:
+def _plan_without_host_memory(job: Job, names: Collection[str], similar: CandidateEvaluator) -> dict[str, Baseline]:
     """Plan the standard layouts called ``names`` for ``job`` (model, batch, cluster and constraints) without offload to
-    host memory. Return a dict: name -> the plan, or the reason why there is none. Empty if the job has no candidates.
+    host memory. ``similar``: evaluator of the job, whose shardings are used if they hold without offload. Return a
+    dict: name -> the plan, or the reason why there is none. Empty if the job has no candidates.
     """
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
-    evaluator = CandidateEvaluator(alone)
+    evaluator = similar.for_job(alone)
     bounds = ModelBounds(alone, evaluator.placements)
     space = build_search_space(alone)
     try:
@@ -332,12 +333,15 @@ def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Bas
     return {b.name: b for b in compare_standard_layouts(found, (), evaluator, until=until)}
 
 
-def find_best_report(time_limit_s: float, job: Job, cutoff_s: float) -> Candidate:
+def find_best_report(
+    time_limit_s: float, job: Job, cutoff_s: float, evaluator: CandidateEvaluator | None = None
+) -> Candidate:
     """Return the report's row of the best plan of ``job`` (model, batch, cluster and constraints) that takes less than
-    ``cutoff_s`` seconds per step. ``time_limit_s``: seconds for the search. Raises :class:`PartitionError` if there is
-    no such plan.
+    ``cutoff_s`` seconds per step. ``time_limit_s``: seconds for the search. ``evaluator``: evaluator of a similar job,
+    whose shardings are used if they hold for this one. Raises :class:`PartitionError` if there is no such plan.
     """
-    rows = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s).certificate.candidates
+    found = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s, evaluator=evaluator)
+    rows = found.certificate.candidates
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 
 

@@ -139,7 +139,7 @@ def solve_sharding(
     rules = _complete_layout_rules(model, axis, rules)
     if num_ranks == 1:
         return whole_sharding(model, axis, costs)
-    return ShardingProblem(model, axis, num_ranks, costs, rules).solve(allowed, time_limit_s)
+    return ShardingProblem(model, axis, num_ranks, costs, rules, allowed).solve(time_limit_s=time_limit_s)
 
 
 def sharding_problem(
@@ -172,10 +172,20 @@ class ShardingProblem:
 
     Most nodes are operators, whose choices are strategies, and tensors, whose choices are layouts. ``axis``,
     ``num_ranks``: name and size of the mesh axis. ``costs``: prices of strategies and layouts. ``rules``: layouts that
-    the caller fixed. ``model``: the model to shard.
+    the caller fixed. ``model``: the model to shard. ``possible``: function of an operator and a strategy that says
+    whether the problem contains the strategy; ``None``: it contains all.
     """
 
-    def __init__(self, model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:
+    def __init__(
+        self,
+        model: FoldedModel,
+        axis: str,
+        num_ranks: int,
+        costs: ShardingCosts,
+        rules: LayoutRules,
+        possible: Allowed | None = None,
+    ) -> None:
+        self.possible = possible
         self.model, self.axis, self.num_ranks, self.costs, self.rules = model, axis, num_ranks, costs, rules
         self.builder = ProblemBuilder()
         self.reshards = Reshards(costs.reshard)
@@ -268,6 +278,15 @@ class ShardingProblem:
         weight = self.weights[name]
         self.operators[name] = {}
         for node, choices in found.items():
+            if self.possible is not None:
+                possible = [strategy for strategy in choices if self.possible(node, strategy)]
+                if not possible:
+                    self.operators[name][node] = (
+                        self.builder.add(f"{name}/{node.name}", np.full(len(choices), math.inf)),
+                        choices,
+                    )
+                    continue
+                choices = possible
             cost = np.array([weight * self.costs.node(node, strategy, self.num_ranks) for strategy in choices])
             self.operators[name][node] = self.builder.add(f"{name}/{node.name}", cost), choices
 

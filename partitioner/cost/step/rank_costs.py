@@ -122,12 +122,15 @@ class CallCostCache:
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
     """Return a lower bound on the cost of one call of each block (such as a layer), by block name, for ranks of all
     kinds: the least seconds in any of ``costs``. Each of ``costs`` maps a block name to the cost of a call on one kind
-    of rank. In the result, the seconds of collectives are included in those of computation.
+    of rank. In the result, the seconds of collectives are included in those of computation. The seconds that full
+    recomputation adds are the least of any kind, too.
     """
     return {
         name: replace(
             cost,
             forward_s=min(c[name].forward_total_s for c in costs),
+            forward_only_s=min(c[name].forward_total_s for c in costs)
+            - min(c[name].forward_total_s - c[name].forward_only_s for c in costs),
             backward_s=min(c[name].backward_total_s for c in costs),
             weights_s=_least_weights([c[name] for c in costs]),
             forward_comm_s=0.0,

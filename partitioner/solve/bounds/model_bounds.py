@@ -41,7 +41,7 @@ from partitioner.passes.ir.model import FoldedModel
 from partitioner.schedules.formulas import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.bounds.block_work import BlockWork, DeviceKinds, Works, bound_busiest_rank
 from partitioner.solve.bounds.planned_job import PlannedJob
-from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, LeastReduced, Seconds
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers, LeastReduced, Seconds
 from partitioner.solve.placement.placement import Placements
 from partitioner.solve.stages.lower_bound import LeastTime, least_time
 from partitioner.solve.stages.problem import StageProblem
@@ -503,6 +503,7 @@ class ModelBounds:
         candidate: MeshCandidate,
         floor: BlockLowerBound | None = None,
         speed: float | None = None,
+        gathers: Gathers | None = None,
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
         """Return lower bounds on the seconds that one microbatch takes on the stages of ``candidate``. The bounds
@@ -510,7 +511,8 @@ class ModelBounds:
 
         ``floor``: known lower bounds on the seconds of each block (such as a layer); ``None``: only those of the
         unsharded blocks are known. ``speed``: the speed of the fastest stage relative to the best device type;
-        ``None``: it is computed for the candidate. ``how``: ``cutoff_s`` (stop when the bound reaches this many
+        ``None``: it is computed for the candidate. ``gathers``: gives the seconds of the candidate's ZeRO-3
+        collectives; ``None``: they are not counted. ``how``: ``cutoff_s`` (stop when the bound reaches this many
         seconds) and ``quick`` (leave out very long stages). ``candidate``: mesh sizes, microbatch size, schedule and
         ZeRO stage. Raises :class:`CapacityError` or :class:`PlanError` if no plan can exist.
         """
@@ -518,6 +520,8 @@ class ModelBounds:
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}
         if floor:
             calls |= {n: calls[n].at_least(*floor.seconds[n]) for n in calls.keys() & floor.seconds.keys()}
+        if gathers is not None:
+            calls = gathers.add_to_costs(calls, candidate)
         return self.least(candidate, self.model, calls, self.share_of_states(candidate), **how)
 
     def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:

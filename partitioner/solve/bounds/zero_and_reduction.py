@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.block_profile import StateRead, gradient_bytes_of
+from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.call.expert_parallel import compute_exposed_seconds
 from partitioner.cost.call.roofline import memory_rate
@@ -77,6 +78,7 @@ class Gathers:
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.profile.overlap, job.profile.short_gradients
+        self._once = job.profile.gather != "parameter"  # weights are not gathered for recomputation, and again
         self._reads = {name: _read_block_weights(job.model, name, job.experts, short) for name in job.model.blocks}
         self._gradients = [0.0, 0.0]  # scattered bytes, shared states once: (others, experts)
         placed = (call for call in job.model.calls if not call.shared and not call.prologue)
@@ -122,6 +124,29 @@ class Gathers:
         ``seconds`` contains other communication, it counts as computation that can hide collectives, so the result is a
         lower bound."""
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
+
+    def add_to_costs(self, costs: Mapping[str, CallCost], candidate: MeshCandidate) -> dict[str, CallCost]:
+        """Return ``costs``, lower bounds on the costs of a call of each block (such as a layer), with the gathers of
+        weights and scatters of gradients of ``candidate`` under ZeRO-3. ``candidate``: mesh sizes, microbatch size,
+        schedule and ZeRO stage.
+
+        Full recomputation of a call waits for no gathers of its own, and hides some of those of backward. It therefore
+        adds fewer seconds than the forward takes with its gathers.
+        """
+        gathers, copies = self.floor(candidate)
+        return {
+            name: self._add_to_cost(cost, gathers[name], copies[name]) if name in gathers else cost
+            for name, cost in costs.items()
+        }
+
+    def _add_to_cost(self, cost: CallCost, gathers: tuple[float, float], copies: tuple[float, float]) -> CallCost:
+        """Return ``cost``, the cost of a call of a block (such as a layer), with its ZeRO-3 collectives. ``gathers``:
+        their seconds in forward and in backward. ``copies``: seconds of copying gathered weights in both."""
+        ahead, back = cost.forward_total_s + copies[0], cost.backward_total_s + copies[1]
+        waits = [self._add_exposed_gathers(own, sent) - own for own, sent in zip((ahead, back), gathers, strict=True)]
+        both = self._add_exposed_gathers(ahead + back, gathers[1]) - ahead - back
+        raised = cost.at_least(ahead + waits[0], back + waits[1])
+        return replace(raised, forward_only_s=cost.forward_only_s + self._once * (sum(waits) - both))
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
         """Return two dicts with lower bounds on seconds: of the ZeRO-3 collectives, and of copying gathered weights.

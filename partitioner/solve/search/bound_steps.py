@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from partitioner.errors import CapacityError
 from partitioner.passes.errors import PartitionError
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.schedules.formulas import is_formula, is_plain, is_split, most_in_flight
-from partitioner.solve.bounds.model_bounds import BY_BLOCKS, ModelBounds
+from partitioner.solve.bounds.model_bounds import BY_BLOCKS, BoundOptions, ModelBounds
 from partitioner.solve.bounds.schedule_memory import (
     MicrobatchMemory,
     RankCapacity,
@@ -318,7 +319,7 @@ class BoundCascade:
         quick = is_formula(
             candidate.schedule, candidate.pp, self.bounds.train
         )  # the step times of other schedules are known only later
-        least = self.bounds.relaxed(candidate, self._of_all(candidate), cutoff_s=cutoff_s, quick=quick)
+        least = self._bound_all_cuts(candidate, cutoff_s=cutoff_s, quick=quick)
         if quick and not least.is_seen:
             self._unseen.add(candidate)
         return self.bounds.staged([candidate], least)
@@ -405,9 +406,15 @@ class BoundCascade:
         """
         if candidate not in self._unseen:
             return 0.0
-        return self.bounds.staged(
-            [candidate], self.bounds.relaxed(candidate, self._of_all(candidate), cutoff_s=cutoff_s)
-        )
+        return self.bounds.staged([candidate], self._bound_all_cuts(candidate, cutoff_s=cutoff_s))
+
+    def _bound_all_cuts(self, candidate: MeshCandidate, **how: Unpack[BoundOptions]) -> LeastTime:
+        """Return lower bounds on the stage times of ``candidate`` over all cuts into stages, with the collectives of
+        ZeRO-3. Costs are computed with the sharding that was solved for the largest microbatch with these mesh sizes.
+        ``how``: ``cutoff_s`` and ``quick``, as for :meth:`ModelBounds.relaxed`. ``candidate``: mesh sizes, microbatch
+        size, schedule and ZeRO stage."""
+        floor = self._of_largest(self.family(candidate))
+        return self.bounds.relaxed(candidate, floor, gathers=self._gathers, **how)
 
     def _bound_own_microbatch(self, candidate: MeshCandidate, _: float) -> float:
         """Return a lower bound in seconds on the step of ``candidate`` if the work is divided evenly into stages. Costs

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -810,6 +810,51 @@ def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool):
             assert beside == pytest.approx(alone + (0.0 if hides else own + copy), rel=0.2 * hides + 1e-3)
     step = evaluator.solve(small).estimate.step_time
     assert bounds.with_floor([small], both) <= step
+
+
+@pytest.mark.parametrize(
+    ("gather", "again"),
+    [("call", 1.0), ("parameter", 3.0)],
+)
+def test_recomputation_waits_for_no_gathers_in_a_bound(gather: Literal["call", "parameter"], again: float):
+    """A call takes 2 s forward and 4 s backward; its weights are gathered in 3 s and in 5 s. Forward waits 1 s, so it
+    takes 3 s; backward waits 1 s and takes 5 s. If the call is recomputed in full, its 2 s hide the second wait, too:
+    2 + 2 + 4 s and the 1 s of forward are 9 s, 1 s more than without. If weights are gathered for recomputation and
+    again for backward, recomputation takes the 3 s of forward."""
+    work = job("experts", Topology.preset("dgx-h100"), profile=ExecutionProfile(gather=gather))
+    gathers = Gathers(work, CandidateEvaluator(work).placements, ModelBounds(work).device)
+    gathers.slowdown = 1.0
+    found = gathers._add_to_cost(CallCost(forward_s=2.0, backward_s=4.0), (3.0, 5.0), (0.0, 0.0))
+    assert (found.forward_total_s, found.backward_total_s, found.recompute_s) == (3.0, 5.0, again)
+
+
+@pytest.mark.slow
+def test_bounds_hold_where_recomputation_hides_gathers():
+    """ZeRO-3 with little memory and a slow network."""
+    fast = Topology.preset("dgx-h100")
+    level = fast.levels[0].model_copy(update={"bandwidth": 2e7, "all_reduce": ()})
+    hidden = 0
+    for memory in (400_000, 600_000):
+        little = {"memory": memory, "reserved": 0, "communicator": 0}
+        kinds = {kind: device.model_copy(update=little) for kind, device in fast.types.items()}
+        topology = Topology(name="slow", nodes=fast.nodes, types=kinds, levels=(level,))
+        work = job("experts", topology, batch=64, ahead=True)
+        bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
+        space = build_search_space(work)
+        candidates = list_candidates(space)
+        floors = BoundCascade(bounds, evaluator, candidates, space)
+        plain = [c for c in candidates if is_plain(c.schedule, c.virtual_stages) and c.pp <= 2]
+        for candidate in [p for c in plain for p in floors.members([c]) if p.zero == 3][::2]:
+            try:
+                solved = evaluator.solve(candidate)
+            except CapacityError:
+                continue
+            step = solved.estimate.step_time
+            least = step - (solved.stages.pipeline_s - solved.stages.lower_bound_s)
+            assert all(bound(floors.members([candidate]), np.inf) <= least for bound in floors.family_bounds), candidate
+            assert all(bound(candidate, np.inf) <= least for bound in floors.candidate_bounds), candidate
+            hidden += solved.estimate.breakdown["recompute"] > 0.02 * step
+    assert hidden > 3
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from planning import JOBS, _model, _topology
+from planning import JOBS, make_job_model, make_job_topology
 
 from partitioner import Constraints, Plan, partition
 from partitioner.passes.errors import PartitionError
@@ -83,14 +83,16 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _plan(name: str, prepared: PreparedModel, constraints: Constraints) -> Plan:
-    return partition(prepared, _topology(JOBS[name]), global_batch=JOBS[name].global_batch, constraints=constraints)
+    return partition(
+        prepared, make_job_topology(JOBS[name]), global_batch=JOBS[name].global_batch, constraints=constraints
+    )
 
 
 def of_job(name: str, variants: int) -> list[Variant]:
     """The variants of a job that have a plan, told of as they are planned."""
     job = JOBS[name]
     ids = torch.empty((1, job.seq), dtype=torch.int64, device="meta")
-    prepared = prepare(_model(job), {"input_ids": ids, "labels": ids}, precision="bf16")
+    prepared = prepare(make_job_model(job), {"input_ids": ids, "labels": ids}, precision="bf16")
     free = _plan(name, prepared, Constraints())
     found = []
     for pinned in VARIANTS[:variants]:

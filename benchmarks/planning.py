@@ -95,7 +95,7 @@ JOBS = {
 }
 
 
-def _model(job: Job) -> nn.Module:
+def make_job_model(job: Job) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(job.family, use_cache=False, **job.options)
@@ -105,7 +105,7 @@ def _model(job: Job) -> nn.Module:
     return model
 
 
-def _topology(job: Job) -> Any:
+def make_job_topology(job: Job) -> Any:
     from partitioner import Topology
     from partitioner.topology import loads
 
@@ -137,7 +137,7 @@ def measure(name: str) -> Result:
     from partitioner.passes.errors import PartitionError
 
     job = JOBS[name]
-    model, topology = _model(job), _topology(job)
+    model, topology = make_job_model(job), make_job_topology(job)
     spent = [0.0]
     prepared.capture = _timed(prepared.capture, spent)  # type: ignore[attr-defined]
     ids = torch.empty((1, job.seq), dtype=torch.int64, device="meta")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 try:
-    from benchmarks.planning import JOBS, _model, _topology
+    from benchmarks.planning import JOBS, make_job_model, make_job_topology
 except ImportError:  # run as a script
-    from planning import JOBS, _model, _topology  # type: ignore[no-redef]
+    from planning import JOBS, make_job_model, make_job_topology  # type: ignore[no-redef]
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "llama-405b-16384": [
@@ -71,8 +71,8 @@ def measure(name: str, fixed: dict[str, Any]) -> dict[str, Any]:
     said = {"job": name, "constraints": fixed}
     try:
         plan = partition(
-            _model(job),
-            _topology(job),
+            make_job_model(job),
+            make_job_topology(job),
             {"input_ids": ids, "labels": ids},
             global_batch=job.global_batch,
             precision="bf16",

@@ -75,6 +75,11 @@ class Bounds(Protocol):
         microbatch size, schedule and ZeRO stage.
         """
 
+    def announce(self, candidates: Sequence[MeshCandidate]) -> None:
+        """Announce that bounds of ``candidates``, which the search itself has not bounded, will be requested, the most
+        promising first, so that they may be prepared. ``candidates``: combinations of mesh sizes, microbatch size,
+        schedule and ZeRO stage."""
+
     def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         """Return approximately how many seconds of a step of ``candidate`` the recomputation of activations takes. This
         is an estimate and not a bound; it helps to choose what to try next. ``quick``: do not shard the model for it.

@@ -112,6 +112,13 @@ class BoundCascade:
                 }
         return self.bounds.times(candidates, known=known)
 
+    def announce(self, candidates: Sequence[MeshCandidate]) -> None:
+        """Announce that bounds of ``candidates``, which the search itself has not bounded, will be requested, the most
+        promising first. A second process then solves their shardings ahead instead of those announced before.
+        ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage."""
+        self.sharded.locals.ahead.end()
+        self._prefetch_shardings(candidates)
+
     def _prefetch_shardings(self, candidates: Sequence[MeshCandidate]) -> None:
         """Announce the sharding problems from which the most promising candidates will be bounded: those of the largest
         microbatches, then each candidate's own. A second process may solve them ahead. ``candidates``: combinations of

@@ -37,6 +37,7 @@ _BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried first; their gre
 _ALIKE = 0.97  # the ratio of step time to estimate is assumed to be at least so much of the least one seen
 # candidates in a row that were no better, after which no more are tried: those solved, and those that a bound prunes
 _MOST_FRUITLESS, _MOST_PRUNED = 4, 16
+_MOST_ANNOUNCED = 16  # shardings of the most promising candidates, which are solved ahead
 # ways to shard layers for which candidates are ranked; the same for experts, whose shardings take long
 _MOST_SHARDINGS, _MOST_OF_EXPERTS = 8, 3
 
@@ -78,6 +79,10 @@ def list_promising_candidates(
     bound_s, recompute_s = [of[0] for of in estimates], [0.0] * len(left)
     heap = [(seconds, number) for number, seconds in enumerate(bound_s) if seconds < best.seconds]
     heapq.heapify(heap)
+    promising = {
+        _sharding_of(left[number]): left[number] for _, number in sorted(heap, reverse=True)
+    }  # the best of each
+    bounds.announce(list(promising.values())[: -_MOST_ANNOUNCED - 1 : -1])
     kinds: set[tuple[int, ...]] = set()
     most_kinds = _MOST_OF_EXPERTS if space.experts else _MOST_SHARDINGS
     fruitless, pruned = 0, 0
@@ -136,6 +141,10 @@ class _LeastRatios:
         the least one seen; 1 if none was seen. ``step``: number of steps that its estimate has passed."""
         ratio = self._least.get((*_kind_of(candidate), step), math.inf)
         return 1.0 if ratio == math.inf else max(1.0, _ALIKE * ratio)
+
+
+def _sharding_of(candidate: MeshCandidate) -> tuple[int, ...]:
+    return candidate.tp, candidate.cp, candidate.ep, candidate.etp, candidate.microbatch_size
 
 
 def _kind_of(candidate: MeshCandidate) -> tuple[bool, bool]:

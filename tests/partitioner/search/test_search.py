@@ -412,6 +412,9 @@ class Told:
     def estimate_times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         return self.times(candidates)
 
+    def announce(self, candidates: Sequence[MeshCandidate]) -> None:
+        pass
+
     def again_s(self, candidate: MeshCandidate, *, quick: bool = False) -> float:
         found = 0.0 if quick else self._of(candidate)[2]
         if isinstance(found, str):

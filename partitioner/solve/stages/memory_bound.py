@@ -93,11 +93,12 @@ def bound_fitting_cuts(
     even = np.concatenate([np.full(len(rank.moments), 1 / len(rank.moments) / len(ranks)) for rank in ranks])
     first = [best.prices, *(limit_s * price * even for price in _FIRST_PRICES)]
     for number in range(max(len(first), min(_MOST_CUTS, _MOST_WORK // relaxed.num_sequences))):
-        tried, optimum_s = best._replace(prices=first[number]) if number < len(first) else best, np.inf
+        tried = best._replace(prices=first[number]) if number < len(first) else best
         if number >= len(first):
-            optimum_s, tried = mixture.solve(best)
-            if best.bound_s >= optimum_s * (1 - _SAME):
+            found = mixture.solve(best)
+            if found is None or best.bound_s >= found[0] * (1 - _SAME):
                 break
+            tried = found[1]
         bound_s, cut = relaxed.find_best_cut(mixture.weigh_paths(tried.weights), tried.prices, goal_s)
         if cut is None or bound_s >= goal_s:
             return goal_s
@@ -216,18 +217,36 @@ class _CutMixture:
         mean: Table = np.tensordot(weights, np.stack(self._paths[: len(weights)]), axes=1)
         return mean
 
-    def solve(self, best: _Duals) -> tuple[float, _Duals]:
+    def solve(self, best: _Duals) -> tuple[float, _Duals] | None:
         """Return two values: the least seconds of all mixtures of the cuts so far, and the duals to try next, which lie
-        halfway between the duals of this solution and ``best``, the duals with the highest bound so far.
+        halfway between the duals of this solution and ``best``, the duals with the highest bound so far. Return
+        ``None`` if the linear solver fails.
         """
-        result = self._solver.solve()
+        result = self._solve_program()
+        if result is None:
+            return None
         values = result.dual_values()
         weights = np.maximum(0.0, [values[row] for row in self._longer])
         prices = np.maximum(0.0, [-values[row] for row in self._fits])
+        if not weights.sum() > 0:
+            return None
         known = np.zeros_like(weights)
         known[: len(best.weights)] = best.weights
         mean = _KEPT * known + (1 - _KEPT) * weights / weights.sum()
         return result.objective_value(), _Duals(-np.inf, mean, _KEPT * best.prices + (1 - _KEPT) * prices)
+
+
+    def _solve_program(self) -> mathopt.SolveResult | None:
+        """Return the solution of the program; ``None`` if there is none. The simplex method starts from the last
+        solution. If it ends with a numerical error, it starts anew."""
+        for _ in range(2):
+            try:
+                result = self._solver.solve()
+            except Exception:  # an internal error of the solver, which MathOpt raises in several types
+                self._solver = mathopt.IncrementalSolver(self._model, mathopt.SolverType.GLOP)
+                continue
+            return result if result.has_dual_feasible_solution() and result.has_primal_feasible_solution() else None
+        return None
 
 
 class _RelaxedCuts:

@@ -1,8 +1,8 @@
-"""Check lower bounds against plans at scale: ``python -m benchmarks.check_bounds [--only NAME ...] [--num N]``.
+"""Check lower bounds against plans at scale: ``python -m benchmarks.check_bounds [--only NAME ...] [--random N]``.
 
-For each job of ``benchmarks/planning.py``, candidates are drawn at random, with preference for those whose first bound
-is low, and planned. No lower bound that the search may use for a candidate may exceed the step time of its plan, and
-none may refuse a candidate that has a plan. Exits with 1 if one is wrong.
+For each job of ``benchmarks/planning.py``, or for random jobs, candidates are drawn at random, with preference for
+those whose first bound is low, and planned. No lower bound that the search may use for a candidate may exceed the step
+time of its plan, and none may refuse a candidate that has a plan. Exits with 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -18,20 +18,51 @@ from typing import Any
 
 import torch
 
-from benchmarks.planning import JOBS, make_job_model, make_job_topology
+from benchmarks.planning import JOBS, Job, make_job_model, make_job_topology
+
+_PRESETS = "dgx-h100", "dgx-a100", "dgx-a100-40gb", "dgx-b200", "mi300x", "l40s-pcie", "h100-pcie"
+_FAMILIES = "llama", "mistral", "gemma2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"
 
 
-class _Checked(Exception):
-    """Ends the planning of a job once its bounds are checked."""
+class _Checked(BaseException):
+    """Ends the planning of a job once its bounds are checked; not an error that is turned into another one."""
 
 
-def check_job(name: str, num: int, seed: int) -> tuple[int, list[str]]:
-    """Return how many plans of the job called ``name`` were compared with their bounds, and a line for each bound that
-    is wrong. ``num``: number of candidates to draw."""
+def draw_job(seed: int) -> Job:
+    """Return a random job: a model type with random sizes, on a random number of nodes of a random kind."""
+    rng = random.Random(seed)
+    family, heads = rng.choice(_FAMILIES), rng.choice([8, 16, 32, 64])
+    options: dict[str, Any] = {
+        "num_hidden_layers": rng.randint(6, 64),
+        "hidden_size": heads * rng.choice([64, 128]),
+        "intermediate_size": heads * rng.choice([256, 448, 512]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if family == "deepseek_v3" else rng.choice([4, 8]),
+        "vocab_size": rng.choice([32000, 128256, 151936]),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+    if family == "mixtral":
+        options |= {"num_local_experts": rng.choice([8, 16])}
+    elif family in ("qwen3_moe", "deepseek_v3"):
+        count = rng.choice([16, 64, 128])
+        options |= {"moe_intermediate_size": 64 * heads // 4, "num_experts_per_tok": 4}
+        options |= {"num_experts": count} if family == "qwen3_moe" else {"n_routed_experts": count, "n_group": 1}
+        options |= {"topk_group": 1} if family == "deepseek_v3" else {}
+    nodes = rng.choice([1, 1, 2, 4, 8, 16])
+    preset, precision = rng.choice(_PRESETS), rng.choice(["bf16", "bf16", "fp32", "fp8"])
+    precision = precision if preset in ("dgx-h100", "dgx-b200") else precision.replace("fp8", "bf16")
+    seq, batch = rng.choice([512, 2048, 4096, 8192]), nodes * 8 * rng.choice([1, 2, 4, 12])
+    network = rng.choice([1.0, 1.0, 1.0, 0.2]) if preset == "dgx-h100" and nodes > 1 else 1.0
+    return Job(family, options, nodes, batch, seq, network=network, preset=preset, precision=precision)
+
+
+def check_job(job: Job, num: int, seed: int) -> tuple[int, list[str]]:
+    """Return how many plans of ``job`` were compared with their bounds, and a line for each bound that is wrong.
+    ``num``: number of candidates to draw."""
     import partitioner.solve.search.search as search
     from partitioner import partition
+    from partitioner.passes.errors import PartitionError
 
-    job = JOBS[name]
     model, topology = make_job_model(job), make_job_topology(job)
     result: list[tuple[int, list[str]]] = []
 
@@ -41,9 +72,10 @@ def check_job(name: str, num: int, seed: int) -> tuple[int, list[str]]:
 
     search._search_candidates = check
     ids = torch.empty((1, job.seq), dtype=torch.int64, device="meta")
-    with suppress(_Checked):
-        partition(model, topology, {"input_ids": ids, "labels": ids}, global_batch=job.global_batch, precision="bf16")
-    return result[0]
+    with suppress(_Checked, PartitionError):  # some random jobs have no candidates
+        examples = {"input_ids": ids, "labels": ids}
+        partition(model, topology, examples, global_batch=job.global_batch, precision=job.precision)
+    return result[0] if result else (0, [])
 
 
 def _check_candidates(job: Any, evaluator: Any, num: int, seed: int) -> tuple[int, list[str]]:
@@ -93,11 +125,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=JOBS, help="these jobs")
     parser.add_argument("--num", type=int, default=60, help="candidates to draw for each job")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--random", type=int, default=0, help="so many random jobs instead")
     options = parser.parse_args()
-    total = 0
-    for name in options.only or JOBS:
+    total, seeds = 0, range(options.seed, options.seed + options.random)
+    jobs = {f"random {seed}": draw_job(seed) for seed in seeds} or {name: JOBS[name] for name in options.only or JOBS}
+    for name, job in jobs.items():
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            compared, wrong = pool.apply(check_job, (name, options.num, options.seed))
+            compared, wrong = pool.apply(check_job, (job, options.num, options.seed))
+        if wrong:
+            print(job)
         total += len(wrong)
         print(f"{name:24} {compared:4d} plans compared, {len(wrong)} bounds wrong", flush=True)
         for line in wrong:

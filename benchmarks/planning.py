@@ -34,6 +34,8 @@ class Job:
     nvlink: float | None = None  # bytes/s inside a node, where it is not the preset's
     slow: int = 0  # so many of the nodes are of A100
     network: float = 1.0  # of the bandwidth between nodes that the first one has
+    preset: str = "dgx-h100"
+    precision: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def make_job_topology(job: Job) -> Any:
         return loads(
             yaml.safe_dump({"nodes": kinds, "levels": levels, "node_overrides": {0: {"network": job.network}}})
         )
-    topology = Topology.preset("dgx-h100", nodes=job.nodes)
+    topology = Topology.preset(job.preset, nodes=job.nodes)
     if job.nvlink is None:
         return topology
     first, *rest = topology.levels
@@ -145,7 +147,7 @@ def measure(name: str) -> Result:
     reason, plan = "", None
     try:
         plan = partition(
-            model, topology, {"input_ids": ids, "labels": ids}, global_batch=job.global_batch, precision="bf16"
+            model, topology, {"input_ids": ids, "labels": ids}, global_batch=job.global_batch, precision=job.precision
         )
     except PartitionError as error:
         reason = str(error).partition("\n")[0]

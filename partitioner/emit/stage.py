@@ -13,7 +13,7 @@ from partitioner.emit.channels import Fetch
 from partitioner.emit.offload import with_fetches, with_gradients, with_parking, with_passing
 from partitioner.emit.routes import Routes
 from partitioner.emit.zero import with_sharding
-from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.instructions import Forms, Instruction, with_microbatch
 from partitioner.runtime.program.program import CallData, StateData
 from partitioner.schedules.actions import Action, Order, group_stages_by_rank
 
@@ -109,11 +109,10 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
     reduces together, and the data in host memory.
     """
     instructions = list(_emit_prologue(job))
+    known = _ActionForms(job)
     for index, action in enumerate(job.order):
-        if action.kind == "F":
-            instructions += _emit_forward(job, action, index)
-        elif job.train:
-            instructions += _emit_backward(job, action, index)
+        if action.kind == "F" or job.train:
+            instructions += known.list_instructions(action, index)
     instructions += _emit_step_end(job)
     sharded = {number: bucket.states for number, bucket in enumerate(job.buckets) if bucket.sharded}
     if job.train and "activations" in job.offload:
@@ -146,31 +145,81 @@ def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
     yield Instruction(op="TOTAL", stage=job.stage, values=here.totals, axes=job.total_axes)
 
 
-def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
-    """Yield the receive instructions (RECV_F, RECV_B) of a pipeline rank before one of its actions (forwards and
-    backwards of one microbatch), in the order in which the transfers are sent. ``job``: the transfers of the rank.
-    ``index``: index of the action in the rank's order."""
-    for fetch in job.fetches[index]:
-        hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
-        yield Instruction(
-            op="RECV_F" if fetch.direction == "F" else "RECV_B",
-            stage=job.stage,
-            microbatch=fetch.microbatch,
-            values=hops[fetch.hop],
-            peer=fetch.peer,
-        )
+class _ActionForms:
+    """Builds the instructions of a rank's actions (forwards and backwards of one microbatch). The instructions of equal
+    actions of different microbatches are built once and copied. ``job``: the calls, transfers and gradient buckets
+    (gradients that one collective reduces) of the pipeline rank.
+    """
+
+    def __init__(self, job: StageJob) -> None:
+        self.job = job
+        self.fetched: dict[tuple[str, int, int], Instruction] = {}
+        self.actions: dict[tuple[str, int], tuple[list[Instruction], list[Instruction]]] = {}
+
+    def list_instructions(self, action: Action, index: int) -> list[Instruction]:
+        """Return the instructions of ``action``: loads of inputs, receives, block calls (such as layers), the send, and
+        the reductions of gradients that start in it. ``index``: index of the action in the rank's order."""
+        reduced = self.find_reductions(action, index)
+        key = action.kind, action.chunk
+        parts = self.actions.get(key) if not reduced else None
+        if parts is None:
+            if action.kind == "F":
+                parts = list(_emit_loads(self.job, action)), list(_emit_forward(self.job, action))
+            else:
+                parts = [], list(_emit_backward(self.job, action, reduced))
+            if not reduced:
+                self.actions[key] = parts
+        number, (before, after) = action.microbatch, parts
+        received = [with_microbatch(self.find_receive(fetch), fetch.microbatch) for fetch in self.job.fetches[index]]
+        if reduced:
+            return [*before, *received, *after]
+        return [
+            *(with_microbatch(i, number) for i in before),
+            *received,
+            *(with_microbatch(i, number) for i in after),
+        ]
+
+    def find_reductions(self, action: Action, index: int) -> dict[int, list[int]]:
+        """Return the buckets whose reduction starts in ``action``, as position of a call -> indices of the buckets that
+        are complete after the backward of this call. ``index``: index of the action in the rank's order."""
+        reduced: dict[int, list[int]] = {}
+        if action.kind not in ("F", "I"):
+            for number, bucket in enumerate(self.job.buckets):
+                position = bucket.done_by(index, action.chunk)
+                if position is not None:
+                    reduced.setdefault(position, []).append(number)
+        return reduced
+
+    def find_receive(self, fetch: Fetch) -> Instruction:
+        """Return the receive instruction (RECV_F, RECV_B) of the transfer ``fetch``, for any microbatch."""
+        key = fetch.direction, fetch.hop, fetch.peer
+        if key not in self.fetched:
+            job = self.job
+            hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
+            self.fetched[key] = Instruction(
+                op="RECV_F" if fetch.direction == "F" else "RECV_B",
+                stage=job.stage,
+                microbatch=fetch.microbatch,
+                values=hops[fetch.hop],
+                peer=fetch.peer,
+            )
+        return self.fetched[key]
 
 
-def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
-    """Yield the instructions of ``action``, a forward of one microbatch: loads of inputs, receives, block calls (such
-    as layers) and the send. ``job``: the calls and transfers of the pipeline rank. ``index``: index of the action in
-    the rank's order."""
+def _emit_loads(job: StageJob, action: Action) -> Iterator[Instruction]:
+    """Yield the LOAD instruction of ``action``, a forward of one microbatch, if it loads inputs of the batch. ``job``:
+    the calls of the pipeline rank."""
+    loads = job.routes.stages[job.stage].loads[action.chunk]
+    if loads:
+        yield Instruction(op="LOAD", stage=job.stage, microbatch=action.microbatch, values=loads)
+
+
+def _emit_forward(job: StageJob, action: Action) -> Iterator[Instruction]:
+    """Yield the instructions of ``action``, a forward of one microbatch, after its loads and receives: block calls
+    (such as layers) and the send. ``job``: the calls and transfers of the pipeline rank."""
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
-    if here.loads[action.chunk]:
-        yield Instruction(op="LOAD", values=here.loads[action.chunk], **at)
-    yield from _emit_fetches(job, index)
     start, end = here.forward_range(action.chunk)
     # In training, a value between two calls is kept for backward. Without, it can be freed as soon as it is read.
     steps = [(start, end)] if job.train and not job.by_call else [(i, i + 1) for i in range(start, end)]
@@ -181,23 +230,16 @@ def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruc
         yield Instruction(op="SEND_F", values=routes.arriving[virtual + 1], peer=routes.ranks[virtual + 1], **at)
 
 
-def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
-    """Yield the instructions of ``action``, a backward of one microbatch: receives, block calls (such as layers), the
-    send, and the reductions of gradients that start in it. ``job``: the calls, transfers and gradient buckets
-    (gradients that one collective reduces) of the pipeline rank. ``index``: index of the action in the rank's order of
-    forwards and backwards.
+def _emit_backward(job: StageJob, action: Action, reduced: Mapping[int, Sequence[int]]) -> Iterator[Instruction]:
+    """Yield the instructions of ``action``, a backward of one microbatch, after its receives: block calls (such as
+    layers), the send, and the reductions of gradients that start in it. ``job``: the calls, transfers and gradient
+    buckets (gradients that one collective reduces) of the pipeline rank. ``reduced``: position of a call -> indices of
+    the buckets whose reduction starts after the backward of this call.
     """
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
-    yield from _emit_fetches(job, index)
     start, end = here.chunks[action.chunk]
-    reduced: dict[int, list[int]] = {}
-    if action.kind != "I":
-        for number, bucket in enumerate(job.buckets):
-            position = bucket.done_by(index, action.chunk)
-            if position is not None:
-                reduced.setdefault(position, []).append(number)
     cuts = range(start + 1, end) if job.by_call else reduced
     for span in _split_call_range(start, end, cuts, job.flow.runs):
         if any(job.flow.runs[span[0] : span[1]]):
@@ -263,28 +305,69 @@ def insert_frees(
     content.
     """
     totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
-    last: dict[Key, int] = {}
-    made: set[Key] = set()
-    ending: dict[int, list[Key]] = {}
-    for index, instruction in enumerate(instructions):
-        makes, reads = _list_accessed_values(instruction, calls, flow, totals, new_values)
+    forms = Forms.of(instructions)
+    kinds: dict[tuple[str, bool], int] = {}  # (value, whether its gradient) -> its number
+
+    def number_kinds(keys: Sequence[Key]) -> tuple[tuple[int, bool], ...]:
+        """Return the numbers of the values and gradients ``keys``, and whether each has a microbatch."""
+        return tuple(
+            (kinds.setdefault((value, gradients), len(kinds)), microbatch is not None)
+            for value, microbatch, gradients in keys
+        )
+
+    accessed = [
+        tuple(map(number_kinds, _list_accessed_values(first, calls, flow, totals, new_values)))
+        for first in forms.firsts
+    ]
+    # a value or gradient of a microbatch is an integer: its number + the microbatch, from 1, times how many there are
+    step = len(kinds)
+    last: dict[int, int] = {}
+    made: set[int] = set()
+    ending: dict[int, list[int]] = {}
+    for index, (instruction, form) in enumerate(zip(instructions, forms.numbers, strict=True)):
+        made_kinds, read_kinds = accessed[form]
+        if not (made_kinds or read_kinds):
+            continue
+        base = 0 if instruction.microbatch is None else step * (instruction.microbatch + 1)
+        makes = [kind + base if at_microbatch else kind for kind, at_microbatch in made_kinds]
+        if instruction.op == "LOAD":
+            for key in makes:
+                if key in made:
+                    ending.setdefault(last.pop(key), []).append(key)
+        for kind, at_microbatch in read_kinds:
+            last[kind + base if at_microbatch else kind] = index
         for key in makes:
-            if key in made and instruction.op == "LOAD":
-                ending.setdefault(last.pop(key), []).append(key)
+            last[key] = index
         made.update(makes)
-        last.update(dict.fromkeys((*reads, *makes), index))
     for key, index in last.items():
         if key in made:
             ending.setdefault(index, []).append(key)
+    names, stage = [*kinds], instructions[0].stage if instructions else 0
+    known: dict[tuple[tuple[str, ...], bool, bool], Instruction] = {}
+
+    def build_free(values: tuple[str, ...], number: int, gradients: bool) -> Instruction:
+        """Return the FREE of ``values``. ``number``: that of their microbatch, from 1; 0: they have none.
+        ``gradients``: whether their gradients are freed instead."""
+        microbatch = number - 1 if number else None
+        first = known.get((values, gradients, microbatch is None))
+        if first is None:
+            first = Instruction(op="FREE", stage=stage, microbatch=microbatch, values=values, gradients=gradients)
+            known[values, gradients, microbatch is None] = first
+        return first if microbatch is None else with_microbatch(first, microbatch)
+
     result: list[Instruction] = []
     for index, instruction in enumerate(instructions):
         result.append(instruction)
-        together: dict[tuple[int | None, bool], list[str]] = {}
-        for value, microbatch, gradients in ending.get(index, ()):
-            together.setdefault((microbatch, gradients), []).append(value)
-        for (microbatch, gradients), values in together.items():
-            at: dict[str, Any] = {"stage": instruction.stage, "microbatch": microbatch}
-            result.append(Instruction(op="FREE", values=tuple(values), gradients=gradients, **at))
+        keys = ending.get(index)
+        if keys is None:
+            continue
+        together: dict[tuple[int, bool], list[str]] = {}
+        for key in keys:
+            number, kind = divmod(key, step)
+            value, gradients = names[kind]
+            together.setdefault((number, gradients), []).append(value)
+        for (number, gradients), values in together.items():
+            result.append(build_free(tuple(values), number, gradients))
     return tuple(result)
 
 

@@ -173,5 +173,6 @@ def _insert_single_gather(
                     result.append(instruction.model_copy(update={"calls": (start, position)}))
                     start = position
                 known |= dict.fromkeys(sorted(needs[position]))
-        result.append(instruction.model_copy(update={"calls": (start, end)}))
+        whole = (start, end) == instruction.calls
+        result.append(instruction if whole else instruction.model_copy(update={"calls": (start, end)}))
     return [Instruction(op="GATHER", stage=instructions[0].stage, bucket=number) for number in known] + result

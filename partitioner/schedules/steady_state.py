@@ -94,6 +94,10 @@ def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> It
             yield from _shift_microbatches(body, part.moved * steps + part.shift * again)
 
 
+# schedule -> twice as many microbatches as ranks: orders for fewer are cut from one for more, and do not repeat
+_LEAST_WHOLE = {"zb-v": 2, "dualpipe-v": 2}
+
+
 def find_steady_state(
     schedule: str | ScheduleTable, num_stages: int, num_microbatches: int, chunks: int | None = None
 ) -> SteadyState | None:
@@ -117,6 +121,8 @@ def find_steady_state(
             if steps < _LEAST_STEPS or (rest and unit == 1):
                 continue
             start = least + rest
+            if start < _LEAST_WHOLE.get(str(schedule), 0) * num_stages - 1:
+                continue
             few, many = orders(num_stages, start), orders(num_stages, start + unit)
             parts = list[list[Growth]]()
             for a, b in zip(few, many, strict=True):

@@ -33,7 +33,7 @@ from partitioner.passes.shard.overlap_products import overlap_block, overlap_der
 from partitioner.passes.shard.piece_counts import PieceCounts
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import wire_share
-from partitioner.runtime.program.instructions import Listing
+from partitioner.runtime.program.instructions import Forms, Instruction, Listing
 from partitioner.runtime.program.program import CallData, Program, Value, keep_first_microbatches
 from partitioner.runtime.program.state_bytes import StateSizes, list_staying_values, state_sizes
 
@@ -110,6 +110,18 @@ class ProgramFacts:
         self.program = program
         self.passes_over = passes_over  # the rank has fewer microbatches than others, whose collectives it joins
         self._sizes: dict[str, StateSizes] = {}
+        self._forms: dict[int, Forms] = {}  # of the instructions of each stage, by its index
+
+    def forms(self, stage: int, instructions: Iterable[Instruction] | None = None) -> Forms:
+        """Return the forms of ``instructions``: the distinct instructions, without their microbatches. ``stage``: index
+        of the pipeline stage whose list, or part of it, ``instructions`` is; ``None``: the program's list of this
+        stage, whose forms are computed once."""
+        own = self.program.stages[stage].instructions
+        if instructions is not None and instructions is not own:
+            return Forms.of(instructions)
+        if stage not in self._forms:
+            self._forms[stage] = Forms.of(own)
+        return self._forms[stage]
 
     def extend(self, steps: int) -> ProgramFacts:
         """Return the facts (gradients, collectives and memory of all block calls, such as layers) of the same program

@@ -10,9 +10,11 @@ matches the events of different ranks: two events match only if their fields ``w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Annotated, Literal, overload
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -257,71 +259,139 @@ def count_repetitions(instructions: Instructions) -> Iterator[tuple[Instruction,
 def _shift_microbatch(instruction: Instruction, microbatches: int) -> Instruction:
     """Return ``instruction`` for another microbatch: ``microbatches`` is added to its microbatch number. An instruction
     without one is returned unchanged.
+    """
+    if not microbatches or instruction.microbatch is None:
+        return instruction
+    return with_microbatch(instruction, instruction.microbatch + microbatches)
+
+
+def with_microbatch(instruction: Instruction, microbatch: int) -> Instruction:
+    """Return a copy of ``instruction``, which has a microbatch number, with the number ``microbatch``.
 
     The copy shares all other fields. It is made without pydantic's ``model_copy``, because the list of a large training
     step has hundreds of thousands of instructions, and no field needs to be checked again.
     """
-    if not microbatches or instruction.microbatch is None:
-        return instruction
-    shifted = object.__new__(Instruction)
-    fields = {**instruction.__dict__, "microbatch": instruction.microbatch + microbatches}
-    for name, value in (
-        ("__dict__", fields),
-        ("__pydantic_fields_set__", instruction.__pydantic_fields_set__),
-        ("__pydantic_extra__", None),
-        ("__pydantic_private__", None),
-    ):
-        object.__setattr__(shifted, name, value)
-    return shifted
+    copy = object.__new__(Instruction)
+    fields = instruction.__dict__.copy()
+    fields["microbatch"] = microbatch
+    put = object.__setattr__
+    put(copy, "__dict__", fields)
+    put(copy, "__pydantic_fields_set__", instruction.__pydantic_fields_set__)
+    put(copy, "__pydantic_extra__", None)
+    put(copy, "__pydantic_private__", None)
+    return copy
+
+
+_FORM_FIELDS = attrgetter("op", "stage", "calls", "values", "peer", "axes", "bucket", "states", "gradients")
 
 
 @dataclass(frozen=True)
+class Forms:
+    """The distinct instructions of a list, where instructions that differ in the number of the microbatch alone count
+    as one, called a form. A list has few forms, so what depends on them is computed once for each.
+
+    ``firsts``: the first instruction of each form. ``numbers``: for each instruction of the list, the index of its form
+    in ``firsts``.
+    """
+
+    firsts: tuple[Instruction, ...]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, instructions: Iterable[Instruction]) -> Forms:
+        """Return the forms of ``instructions``. The repetitions of a :class:`Listing` are not written out for it."""
+        if isinstance(instructions, Listing):
+            steps, parts = instructions.steps, instructions.parts
+            bodies = [(_shift_microbatch(i, part.moved * steps) for i in part.body) for part in parts]
+            every = cls.of(chain.from_iterable(bodies))
+            of_body, repeated = iter(every.numbers), list[int]()
+            for part in parts:
+                repeated += [*islice(of_body, len(part.body))] * (part.times + part.more * steps)
+            return cls(every.firsts, tuple(repeated))
+        known: dict[tuple[object, ...], int] = {}
+        firsts: list[Instruction] = []
+        numbers: list[int] = []
+        for instruction in instructions:
+            key = instruction.microbatch is None, _FORM_FIELDS(instruction)
+            number = known.get(key)
+            if number is None:
+                number = known[key] = len(firsts)
+                firsts.append(instruction)
+            numbers.append(number)
+        return cls(tuple(firsts), tuple(numbers))
+
+
+@dataclass(frozen=True, slots=True)
 class CollectiveEvent:
     """A collective that a rank starts, over the mesh axes ``axes`` or, if these are empty, over the pipeline stages
     ``stages`` (indices).
 
-    ``key``: data that all participants must agree on, such as operation, shape and type. ``text``: description for
-    people. ``node``: name of the graph node, if a graph runs it. ``waits``: whether the rank blocks until all members
-    have entered the collective. ``count``: number of such collectives in a row; ``text`` describes the first.
+    ``key``: data that all participants must agree on, such as operation, shape and type. ``what``: description for
+    people, without the microbatch. ``node``: name of the graph node, if a graph runs it. ``waits``: whether the rank
+    blocks until all members have entered the collective. ``count``: number of such collectives in a row; ``what``
+    describes the first. ``microbatch``: the microbatch for which a graph runs it, on which participants must agree too.
     """
 
     axes: tuple[str, ...]
     key: Hashable
-    text: str  # for people: all_reduce float32[4, 8] over tp
+    what: str  # for people: all_reduce float32[4, 8] over tp
     node: str = ""
     stages: tuple[int, ...] = ()
     waits: bool = True
     count: int = 1
+    microbatch: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Return a description for people, with the microbatch."""
+        return self.what if self.microbatch is None else f"{self.what} on microbatch {self.microbatch}"
+
+    def matches(self, other: CollectiveEvent) -> bool:
+        """Return whether ranks that start this and ``other`` agree on the collective."""
+        return self.microbatch == other.microbatch and self.key == other.key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SendEvent:
-    """The event that a rank starts to send values (``direction`` ``F``) or their gradients (``B``) to the pipeline
-    stage with the index ``peer``.
-
-    ``key``: data on which sender and receiver must agree: the names and the microbatch. ``text``: description for
-    people.
+    """The event that a rank starts to send values (``direction`` ``F``) or their gradients (``B``) of a microbatch to
+    the pipeline stage with the index ``peer``. ``values``: the names of the values.
     """
 
     direction: Literal["F", "B"]
     peer: int
-    key: Hashable
-    text: str
+    values: tuple[str, ...]
+    microbatch: int | None
+
+    @property
+    def text(self) -> str:
+        """Return a description for people."""
+        return _format_moved(self.direction, self.values, self.microbatch)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ReceiveEvent:
-    """The event that a rank waits for values (``direction`` ``F``) or their gradients (``B``) from the pipeline stage
-    with the index ``peer``.
-
-    ``key``: data on which sender and receiver must agree: the names and the microbatch. ``text``: description for
-    people.
+    """The event that a rank waits for values (``direction`` ``F``) or their gradients (``B``) of a microbatch from the
+    pipeline stage with the index ``peer``. ``values``: the names of the values.
     """
 
     direction: Literal["F", "B"]
     peer: int
-    key: Hashable
-    text: str
+    values: tuple[str, ...]
+    microbatch: int | None
+
+    @property
+    def text(self) -> str:
+        """Return a description for people."""
+        return _format_moved(self.direction, self.values, self.microbatch)
+
+    def matches(self, sent: SendEvent) -> bool:
+        """Return whether ``sent`` is the message that this event waits for."""
+        return self.microbatch == sent.microbatch and self.values == sent.values
+
+
+def _format_moved(direction: Literal["F", "B"], values: Sequence[str], microbatch: int | None) -> str:
+    gradients = "gradients of " if direction == "B" else ""
+    return f"{gradients}{', '.join(values)} of microbatch {microbatch}"
 
 
 @dataclass(frozen=True)

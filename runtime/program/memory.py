@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -567,12 +567,12 @@ class _MicrobatchChange(NamedTuple):
 class _MicrobatchHoldings:
     """The tensors of one microbatch that a rank holds at some point of its program. ``values``: name of a value (a
     tensor that passes between block calls, such as layers) -> number of its uses. ``gradients``: names of the values
-    whose gradients exist. ``changes``: instruction without its microbatch -> its effect on these tensors, for
-    instructions that were simulated from this point."""
+    whose gradients exist. ``changes``: form of an instruction (without its microbatch) -> its effect on these tensors,
+    for instructions that were simulated from this point."""
 
     values: dict[str, int]
     gradients: tuple[str, ...]
-    changes: dict[Hashable, _MicrobatchChange] = field(default_factory=dict)
+    changes: dict[int, _MicrobatchChange] = field(default_factory=dict)
 
 
 class _PeakFinder(_MemoryCounter):
@@ -597,20 +597,27 @@ class _PeakFinder(_MemoryCounter):
     def find_fullest_moment(self, instructions: Sequence[Instruction]) -> tuple[MemoryMoment, int]:
         """Return the moment at which the rank holds the most bytes while it runs ``instructions``, and the bytes of
         working memory of the call (an execution of a block, such as a layer) that runs then."""
-        for i in instructions:
+        forms = self.facts.forms(self.stage, instructions)
+        ignored = [i.microbatch is not None and i.op in _WITHOUT_EFFECT for i in forms.firsts]
+        scatters = [
+            i.op in ("B", "W") and i.calls is not None and any(self.scatters[slice(*i.calls)]) for i in forms.firsts
+        ]
+        shared = self.shared_bytes  # of all microbatches; changes only where an instruction is counted by itself
+        for i, form in zip(instructions, forms.numbers, strict=True):
             if i.microbatch is None or not self.reuses_changes:
                 self.compare_moments(i)
+                shared = self.shared_bytes
                 continue
-            if i.op in _WITHOUT_EFFECT:
+            if ignored[form]:
                 continue
-            key = i.op, i.calls, i.values, i.gradients
             before = self.holdings.get(i.microbatch, self.empty)
-            change = before.changes.get(key)
-            if change is None or (i.op in ("B", "W") and i.calls is not None and any(self.scatters[slice(*i.calls)])):
-                self.holdings[i.microbatch] = self.follow_microbatch(before, key, i, change)
+            change = before.changes.get(form)
+            if change is None or scatters[form]:
+                self.holdings[i.microbatch] = self.follow_microbatch(before, form, i, change)
+                shared = self.shared_bytes
                 continue
-            fullest, shared = change.fullest, self.shared_bytes
             if self.saved + self.flowing + shared + change.total > self.most_total:
+                fullest = change.fullest
                 self.keep_fuller(
                     fullest._replace(
                         saved=self.saved + fullest.saved, gradients=self.flowing + fullest.gradients, gathered=shared
@@ -624,14 +631,14 @@ class _PeakFinder(_MemoryCounter):
         return self.most
 
     def follow_microbatch(
-        self, before: _MicrobatchHoldings, key: Hashable, i: Instruction, known: _MicrobatchChange | None
+        self, before: _MicrobatchHoldings, key: int, i: Instruction, known: _MicrobatchChange | None
     ) -> _MicrobatchHoldings:
         """Simulate the instruction ``i`` on a microbatch: count the bytes that it allocates and releases. Return the
         tensors of the microbatch that the rank holds afterwards.
 
         ``before``: the tensors of the microbatch that the rank holds before; the effect of ``i`` is stored there under
-        ``key``. ``known``: the stored effect, if the same instruction was simulated for another microbatch; ``None``
-        otherwise.
+        ``key``, the number of its form. ``known``: the stored effect, if the same instruction was simulated for another
+        microbatch; ``None`` otherwise.
         """
         number = i.microbatch
         self.values.update({(name, number): uses for name, uses in before.values.items()})

@@ -291,7 +291,7 @@ def simulate(
             of the instructions are those of the first step.
     """
     facts = facts or ProgramFacts(program)
-    lanes, updates = _simulate_step(facts, durations)
+    lanes, updates = _simulate_step(facts, durations, records=True)
     gradients_s = max((lane.clock for lane in lanes), default=0.0)
     step_time = _find_step_time(facts, durations, lanes, updates, overlap_steps)
     stages = []
@@ -323,12 +323,15 @@ def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_ste
     return _find_step_time(facts, durations, *_simulate_step(facts, durations), overlap_steps)
 
 
-def _simulate_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
+def _simulate_step(
+    facts: ProgramFacts, durations: Durations, records: bool = False
+) -> tuple[list[_SimulatedRank], list[float]]:
     """Simulate one step of the program in ``facts``, with the seconds that ``durations`` gives. Return two lists over
     the pipeline stages: the simulated rank after its last instruction, and the seconds of the optimizer's update.
+    ``records``: whether the simulated ranks record the times of their instructions.
     """
     stages = range(len(facts.program.stages))
-    lanes = [_make_simulated_rank(facts.program, durations, s) for s in stages]
+    lanes = [_make_simulated_rank(facts, durations, s, records) for s in stages]
     _Simulation(facts, durations, lanes).run_lanes()
     for lane in lanes:
         lane.drain_collectives()
@@ -354,9 +357,15 @@ def _find_step_time(
     return max((lane.clock + update for lane, update in zip(lanes, updates, strict=True)), default=0.0)
 
 
-def _make_simulated_rank(program: Program, durations: Durations, stage: int) -> _SimulatedRank:
-    instructions = tuple(program.stages[stage].instructions)
-    return _SimulatedRank(durations.slowdown(stage), stage=stage, instructions=instructions)
+def _make_simulated_rank(facts: ProgramFacts, durations: Durations, stage: int, records: bool) -> _SimulatedRank:
+    """Return the simulated rank of the pipeline stage ``stage`` (an index) before its first instruction. ``records``:
+    whether it records the times of its instructions. Only then, or if data are offloaded, its instructions are used one
+    by one; else their forms, without microbatches, are enough."""
+    slowdown, listed = durations.slowdown(stage), facts.program.stages[stage].instructions
+    forms = None if records else facts.forms(stage)
+    if forms is None or any(i.op in ("OFFLOAD", "FETCH") for i in forms.firsts):
+        return _SimulatedRank(slowdown, stage=stage, instructions=tuple(listed), records=records)
+    return _SimulatedRank(slowdown, stage=stage, instructions=forms.firsts, order=forms.numbers)
 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
@@ -367,7 +376,7 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
     ``durations``: the cost model, which gives the seconds of instructions. ``updates``: seconds of the optimizer
     update, for each pipeline stage.
     """
-    lanes = [_make_simulated_rank(facts.program, durations, s) for s in range(len(facts.program.stages))]
+    lanes = [_make_simulated_rank(facts, durations, s, False) for s in range(len(facts.program.stages))]
     simulation = _Simulation(facts, durations, lanes)
     seconds = ended = 0.0
     for _ in range(_STEPS_TO_STEADY):
@@ -410,6 +419,8 @@ class _InstructionJob(OverlappedCollective):
 @dataclass
 class _SimulatedRank(RankClock):
     """The simulated rank of one pipeline stage. ``instructions``: its list; ``position``: that of its next instruction.
+    ``order``: if the microbatches of instructions do not matter, the list as indices of ``instructions``, which then
+    has only distinct ones; otherwise ``None``.
 
     The other fields are the collectives and copies in progress, and what has run so far. A bucket is a set of
     parameters that are gathered or reduced together. ``gathered``: index of a bucket -> the all-gather of its
@@ -418,13 +429,15 @@ class _SimulatedRank(RankClock):
     ``None``: there was none. ``scattering``: the reduce-scatters over ZeRO axes in progress. ``offload_until``,
     ``fetch_until``: the times until which copies to and from host memory are in progress. ``offloaded_at``: (position
     of a call, microbatch) -> time at which its activations are back on the device. ``fetched_at``: name of a parameter
-    -> time at which its copy is on the device. ``spans``: the times of its instructions so far. ``background``: the
-    times of its transfers and collectives so far. ``began``: time at which the current instruction began, if it has
-    waited already; otherwise ``None``.
+    -> time at which its copy is on the device. ``records``: whether the following two are recorded. ``spans``: the
+    times of its instructions so far. ``background``: the times of its transfers and collectives so far.
+    ``background_until``: the time at which the last of these ends. ``began``: time at which the current instruction
+    began, if it has waited already; otherwise ``None``.
     """
 
     stage: int = 0
     instructions: tuple[Instruction, ...] = ()
+    order: tuple[int, ...] | None = None
     position: int = 0
     gathered: dict[int, _InstructionJob] = field(
         default_factory=dict
@@ -442,9 +455,27 @@ class _SimulatedRank(RankClock):
         default_factory=dict
     )  # (call, microbatch) -> when it is there
     fetched_at: dict[str, float] = field(default_factory=dict)  # state -> when it is there, until it was waited for
+    records: bool = False
     spans: list[SimulatedSpan] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
+    background_until: float = 0.0
     began: float | None = None
+
+    @property
+    def num_instructions(self) -> int:
+        return len(self.instructions if self.order is None else self.order)
+
+    def get_instruction(self, position: int) -> Instruction:
+        """Return the instruction at ``position`` in the list. Its microbatch may be another one if this simulated rank
+        has only the forms of its instructions."""
+        return self.instructions[position if self.order is None else self.order[position]]
+
+    def keep_background(self, start: float, end: float, index: int, instruction: Instruction, nbytes: int) -> None:
+        """Note that a transfer or collective of this simulated rank runs from ``start`` to ``end`` (seconds).
+        ``index``: position of ``instruction``, which starts it. ``nbytes``: the bytes that it moves."""
+        self.background_until = max(self.background_until, end)
+        if self.records:
+            self.background.append(Background(start, end, index, instruction, nbytes))
 
     def spend_time(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
         """Finish the current instruction of this simulated rank: wait until the time ``start`` (seconds) and for the
@@ -457,8 +488,9 @@ class _SimulatedRank(RankClock):
             self.wait_for(job)
         ready = self.clock
         self.compute(work)
-        instruction = self.instructions[self.position]
-        self.spans.append(SimulatedSpan(began, self.clock, self.position, instruction, self.clock - ready))
+        if self.records:
+            instruction = self.instructions[self.position]
+            self.spans.append(SimulatedSpan(began, self.clock, self.position, instruction, self.clock - ready))
         self.position += 1
 
     def post_collective(self, index: int, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
@@ -467,7 +499,7 @@ class _SimulatedRank(RankClock):
         ``seconds``: its duration. ``nbytes``: its size, for reports. ``ready``: time (seconds) before which it cannot
         begin.
         """
-        instruction = self.instructions[index]
+        instruction = self.get_instruction(index)
         job = _InstructionJob(ready, seconds, index=index, instruction=instruction, nbytes=nbytes)
         self.begin(job)
         return job
@@ -475,13 +507,26 @@ class _SimulatedRank(RankClock):
     def drain_collectives(self) -> None:
         """Advance the clock until all collectives and transfers of this simulated rank have ended."""
         self.wait_for_all()
-        self.wait(max([self.clock, *(b.end for b in self.background)]))
+        self.wait(max(self.clock, self.background_until))
 
     def handle_end(self, collective: OverlappedCollective) -> None:
         assert isinstance(collective, _InstructionJob)
         assert collective.started is not None
         begun, index, instruction = collective.started, collective.index, collective.instruction
-        self.background.append(Background(begun, self.clock, index, instruction, collective.nbytes))
+        self.keep_background(begun, self.clock, index, instruction, collective.nbytes)
+
+
+@dataclass(frozen=True)
+class _QuickStep:
+    """What is needed to run an instruction of a simulated rank, whatever its microbatch. ``kind``: what it does.
+    ``seconds``: its duration, or that of its transfer. ``arrivals``: the times at which messages of its ``channel``
+    (sender, receiver, direction) arrive, if it sends or receives. ``is_backward``: whether it is a backward."""
+
+    kind: Literal["none", "compute", "send", "receive"]
+    seconds: float = 0.0
+    arrivals: deque[float] = field(default_factory=deque)
+    channel: tuple[int, int, str] = (0, 0, "")
+    is_backward: bool = False
 
 
 class _Simulation:
@@ -506,19 +551,76 @@ class _Simulation:
 
     def run_lanes(self) -> None:
         """Run the instructions of all simulated ranks to their end, each as far as it need not wait for another."""
+        quick = {lane.stage: self.list_quick_steps(lane) for lane in self.lanes if lane.order is not None}
         moved = True
         while moved:
             moved = False
             for lane in self.lanes:
-                while lane.position < len(lane.instructions) and self.run_next_instruction(lane):
-                    moved = True
+                begun = lane.position
+                if lane.order is not None:
+                    self.run_quick_steps(lane, lane.order, quick[lane.stage])
+                else:
+                    while lane.position < lane.num_instructions and self.run_next_instruction(lane):
+                        pass
+                moved = moved or lane.position > begun
         for lane in self.lanes:
-            assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
+            assert lane.position == lane.num_instructions, f"stage {lane.stage} is stuck: prove the program first"
+
+    def list_quick_steps(self, lane: _SimulatedRank) -> list[_QuickStep | None]:
+        """Return, for each distinct instruction of the rank ``lane``, what is needed to run it quickly; ``None`` if it
+        is not one of the frequent, simple kinds."""
+        return [self.find_quick_step(lane, i) for i in lane.instructions]
+
+    def find_quick_step(self, lane: _SimulatedRank, i: Instruction) -> _QuickStep | None:
+        """Return what is needed to run the instruction ``i`` of the rank ``lane`` quickly; ``None`` if it is no
+        computation, transfer, LOAD or FREE, or if it takes time to start."""
+        if i.op in COMPUTE:
+            return _QuickStep("compute", self.compute_seconds(lane.stage, i), is_backward=i.op in BACKWARD)
+        if self.durations.posting(lane.stage, i.op):
+            return None
+        if i.op in ("LOAD", "FREE"):
+            return _QuickStep("none")
+        if i.op in ("SEND_F", "SEND_B"):
+            assert i.peer is not None
+            channel = lane.stage, i.peer, i.op[-1]
+            seconds = self.durations.transfer(lane.stage, i.peer, sum(self.sizes[v] for v in i.values))
+            return _QuickStep("send", seconds, self.arrivals.setdefault(channel, deque()), channel)
+        if i.op in ("RECV_F", "RECV_B"):
+            assert i.peer is not None
+            channel = i.peer, lane.stage, i.op[-1]
+            return _QuickStep("receive", 0.0, self.arrivals.setdefault(channel, deque()), channel)
+        return None
+
+    def run_quick_steps(self, lane: _SimulatedRank, order: Sequence[int], steps: Sequence[_QuickStep | None]) -> None:
+        """Run the next instructions of the rank ``lane``, until one must wait for another rank. The times are those of
+        :meth:`run_next_instruction`. ``order``: the instructions of the rank, as indices of ``steps``."""
+        position, stop, busy_until = lane.position, len(order), self.busy_until
+        while position < stop:
+            step = steps[order[position]]
+            if step is None or (step.kind == "compute" and lane.gathered):
+                lane.position = position
+                if not self.run_next_instruction(lane):
+                    return
+            elif step.kind == "compute":
+                lane.compute(step.seconds)
+                if step.is_backward:
+                    lane.scattering.computed()
+            elif step.kind == "receive":
+                if not step.arrivals:
+                    break
+                lane.wait(step.arrivals.popleft())
+            elif step.kind == "send":
+                end = max(lane.clock, busy_until.get(step.channel, 0.0)) + step.seconds
+                busy_until[step.channel] = end
+                step.arrivals.append(end)
+                lane.background_until = max(lane.background_until, end)
+            position += 1
+        lane.position = position
 
     def run_next_instruction(self, lane: _SimulatedRank) -> bool:
         """Run the next instruction of the rank ``lane``, and return ``True``. If it must wait for another rank first,
         run nothing and return ``False``."""
-        i = lane.instructions[lane.position]
+        i = lane.get_instruction(lane.position)
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
                 lane.spend_time(*self.await_parameters(lane, i))
@@ -597,7 +699,7 @@ class _Simulation:
         end = start + self.durations.transfer(lane.stage, i.peer, nbytes)
         self.busy_until[channel] = end
         self.arrivals.setdefault(channel, deque()).append(end)
-        lane.background.append(Background(start, end, lane.position, i, nbytes))
+        lane.keep_background(start, end, lane.position, i, nbytes)
         lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
     def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
@@ -701,7 +803,7 @@ class _Simulation:
         lane.spend_time(lane.clock if i.states else lane.offload_until, 0.0, needed)
         start = max(lane.clock, lane.offload_until)
         lane.offload_until = start + self.durations.host(lane.stage, nbytes)
-        lane.background.append(Background(start, lane.offload_until, lane.position - 1, i, nbytes))
+        lane.keep_background(start, lane.offload_until, lane.position - 1, i, nbytes)
 
     def start_fetch(self, lane: _SimulatedRank, i: Instruction) -> None:
         """Start the copy of activations or parameters from host memory that the FETCH instruction ``i`` of the
@@ -713,7 +815,7 @@ class _Simulation:
         if i.calls is not None:
             lane.offloaded_at.update(((p, i.microbatch), lane.fetch_until) for p in range(*i.calls))
         lane.fetched_at.update(dict.fromkeys(i.states, lane.fetch_until))
-        lane.background.append(Background(start, lane.fetch_until, lane.position, i, nbytes))
+        lane.keep_background(start, lane.fetch_until, lane.position, i, nbytes)
         lane.spend_time(lane.clock, 0.0)
 
     def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:

@@ -7,20 +7,22 @@ instructions share it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import (
     CollectiveEvent,
     Event,
     FinishEvent,
+    Forms,
     Instruction,
     ReceiveEvent,
     SendEvent,
     Trace,
 )
 from partitioner.runtime.program.sharded_buckets import split_axes
-from partitioner.runtime.prove.errors import FaultLocation, Place, Refusal, format_moved, format_value_place
+from partitioner.runtime.prove.errors import FaultLocation, Place, Refusal, format_value_place
 from partitioner.runtime.prove.gradient_ledger import Returns, StateGradients, ValueGradients
 from partitioner.runtime.prove.host_memory import ActivationOffloads, BufferUpdateChecks, HostStates
 from partitioner.runtime.prove.instruction_fields import check_fields
@@ -39,15 +41,17 @@ def trace_instructions(facts: ProgramFacts, stage: int, instructions: Sequence[I
     or at the end if a tensor or gradient was not freed. ``facts``: the program of all ranks, with the gradients,
     collectives and memory of its block calls (such as layers).
     """
-    check_fields(facts.program, stage, instructions)
+    forms = facts.forms(stage, instructions)
+    check_fields(facts.program, stage, instructions, forms)
+    quick = _RepeatingInterpreter(facts, stage, returns)
+    if quick.can_follow(forms):
+        try:
+            return quick.trace_all(instructions, forms)
+        except Refusal:
+            pass  # what follows names the instructions of the microbatch at fault
     machine = _StageInterpreter(facts, stage, returns)
     for index, instruction in enumerate(instructions):
-        machine.index = index
-        try:
-            getattr(machine, instruction.op.lower())(instruction)
-        except Refusal as refusal:
-            refusal.location = replace(refusal.location, index=index)
-            raise
+        machine.run_instruction(index, instruction)
     try:
         machine.check_end()
     except Refusal as refusal:
@@ -96,6 +100,16 @@ class _StageInterpreter:
         self.hosted = HostStates(facts, stage, self.states)
         self.updates = BufferUpdateChecks(facts, stage)
         self.reductions, self.buckets = PendingReductions(), self.states.here.buckets
+
+    def run_instruction(self, index: int, instruction: Instruction) -> None:
+        """Check ``instruction``, which is at position ``index`` of the list. Raise :class:`Refusal` if it is
+        invalid."""
+        self.index = index
+        try:
+            getattr(self, instruction.op.lower())(instruction)
+        except Refusal as refusal:
+            refusal.location = replace(refusal.location, index=index)
+            raise
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -352,8 +366,7 @@ class _StageInterpreter:
             self.gradients.add((value, microbatch), position, self.index)
 
     def add_state_gradients(self, position: int, microbatch: int) -> None:
-        for state in self.calls[position].adds:
-            self.states.add(state, position, microbatch)
+        self.states.add_all(self.calls[position].adds, position, microbatch)
 
     # --- communication ----------------------------------------------------------------------------------------------
 
@@ -367,7 +380,7 @@ class _StageInterpreter:
         for value in i.values:
             self.make_value(value, i.microbatch)
             self.origin[value, i.microbatch] = i.peer
-        self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), format_moved(i))))
+        self.trace.append((self.index, ReceiveEvent("F", i.peer, i.values, i.microbatch)))
 
     def send_f(self, i: Instruction) -> None:
         """Check the SEND_F instruction ``i``, which sends values to another pipeline stage, and record the send.
@@ -377,7 +390,7 @@ class _StageInterpreter:
         assert i.peer is not None
         for value in i.values:
             self.read_value(value, i.microbatch)
-        self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), format_moved(i))))
+        self.trace.append((self.index, SendEvent("F", i.peer, i.values, i.microbatch)))
 
     def recv_b(self, i: Instruction) -> None:
         """Check the RECV_B instruction ``i``, which receives gradients of values from another pipeline stage. Record
@@ -389,7 +402,7 @@ class _StageInterpreter:
         assert i.microbatch is not None
         for value in i.values:
             self.gradients.receive((value, i.microbatch), i.peer, self.index)
-        self.trace.append((self.index, ReceiveEvent("B", i.peer, (i.values, i.microbatch), format_moved(i))))
+        self.trace.append((self.index, ReceiveEvent("B", i.peer, i.values, i.microbatch)))
 
     def send_b(self, i: Instruction) -> None:
         """Check the SEND_B instruction ``i``, which sends the gradients of values to the pipeline stage from which the
@@ -408,7 +421,7 @@ class _StageInterpreter:
                     "it to the stage that did",
                 )
             self.gradients.take((value, i.microbatch), self.index)
-        self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), format_moved(i))))
+        self.trace.append((self.index, SendEvent("B", i.peer, i.values, i.microbatch)))
 
     def gather(self, i: Instruction) -> None:
         """Check the GATHER instruction ``i``, and record its collective: an all-gather of parameters, or of gradients
@@ -432,9 +445,11 @@ class _StageInterpreter:
         If ZeRO shards a parameter, record that the call waits for its all-gather. ``position``: the call's position on
         the stage.
         """
-        for key in self.parameters.read(position):
-            self.await_result(key)
-        self.hosted.read(self.calls[position].data.states)
+        if self.parameters.needs[position]:
+            for key in self.parameters.read(position):
+                self.await_result(key)
+        if self.hosted.hosted:
+            self.hosted.read(self.calls[position].data.states)
         self.updates.read(self.calls[position].data.states)
 
     def offload(self, i: Instruction) -> None:
@@ -540,7 +555,7 @@ class _StageInterpreter:
         weights. ``position``: the call's position on the stage.
         """
         for axes, key, text, node, count in self.find_bundles(op, position):
-            event = CollectiveEvent(axes, (key, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
+            event = CollectiveEvent(axes, key, text, node, (), True, count, microbatch)
             self.trace.append((self.index, event))
 
     def find_bundles(self, op: str, position: int) -> list[Bundle]:
@@ -607,3 +622,149 @@ class _StageInterpreter:
 
     def format_path(self, position: int) -> str:
         return repr(self.calls[position].data.path)
+
+
+@dataclass(eq=False)
+class _MicrobatchPoint:
+    """What a rank has done with one microbatch up to some point of its list: ``tables`` and ``sets`` are the contents
+    of the interpreter's tables and sets, without the microbatch. ``next``: form of an instruction (without its
+    microbatch) that was checked at this point -> the point after it.
+    """
+
+    tables: tuple[dict[Any, Any], ...]
+    sets: tuple[frozenset[Any], ...]
+    next: dict[int, _MicrobatchPoint] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Repetition:
+    """What an instruction does on a further microbatch, besides what concerns this microbatch alone. ``calls``: the
+    positions of the calls that it runs, in order. ``event``: the kind, direction and other stage of its transfer."""
+
+    calls: tuple[int, ...] = ()
+    event: tuple[type[SendEvent | ReceiveEvent], Literal["F", "B"], int] | None = None
+
+
+_OF_A_MICROBATCH = frozenset({"LOAD", "RECV_F", "F", "SEND_F", "RECV_B", "B", "I", "W", "SEND_B", "FREE"})
+
+
+class _RepeatingInterpreter(_StageInterpreter):
+    """Checks instructions that repeat in many microbatches once.
+
+    What an instruction on a microbatch requires and changes concerns this microbatch alone, except for parameters and
+    the order of events. So if the same instructions have run before on another microbatch, it is valid as well, and
+    only its events and its uses of parameters are recorded. This does not hold for programs with totals (sums over the
+    batch), with offloaded data or with buffers that forward changes: :meth:`can_follow` refuses them. The indices in
+    messages may be those of another microbatch.
+    """
+
+    def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
+        super().__init__(facts, stage, returns)
+        ledger = self.gradients
+        self.tables: tuple[dict[Any, Any], ...] = (self.alive, self.freed, self.origin, ledger.taken, ledger.freed)
+        self.sets: tuple[set[Any], ...] = (self.forward, self.halfway, self.backward)
+        self.points: dict[int, _MicrobatchPoint] = {}
+
+    def can_follow(self, forms: Forms) -> bool:
+        """Return whether this interpreter can check a list that has the forms ``forms``."""
+        simple = all(i.op not in ("TOTAL_F", "TOTAL", "UPDATE", "OFFLOAD", "FETCH") for i in forms.firsts)
+        return simple and not self.of_prologue and not self.updates.due
+
+    def trace_all(self, instructions: Sequence[Instruction], forms: Forms) -> Trace:
+        """Check ``instructions``, which have the forms ``forms``, and return the communication events, as pairs
+        (instruction index, event). Raise :class:`Refusal` if one is invalid."""
+        self.points = points = self.find_first_points()
+        repeats = [self.find_repetition(first) for first in forms.firsts]
+        stop = len(instructions)
+        for index, (instruction, form) in enumerate(zip(instructions, forms.numbers, strict=True)):
+            repetition, microbatch = repeats[form], instruction.microbatch
+            if repetition is None or microbatch is None:
+                if instruction.op == "STEP":
+                    stop = index
+                    break
+                self.run_instruction(index, instruction)
+                continue
+            point = points[microbatch]
+            after = point.next.get(form)
+            if after is None:
+                self.restore(microbatch, point)
+                self.run_instruction(index, instruction)
+                after = point.next[form] = self.take()
+            elif repetition.event is not None:
+                kind, direction, peer = repetition.event
+                self.trace.append((index, kind(direction, peer, instruction.values, microbatch)))
+            elif repetition.calls:
+                self.index = index
+                self.repeat_calls(instruction.op, repetition.calls, microbatch)
+            points[microbatch] = after
+        for microbatch, point in points.items():
+            self.restore(microbatch, point)
+        for index, instruction in enumerate(instructions[stop:], stop):
+            self.run_instruction(index, instruction)
+        self.check_end()
+        return tuple(self.trace)
+
+    def find_repetition(self, i: Instruction) -> _Repetition | None:
+        """Return what the instruction ``i`` does on a further microbatch; ``None`` if it is not on a microbatch."""
+        if i.microbatch is None or i.op not in _OF_A_MICROBATCH or (i.op == "FREE" and not i.values):
+            return None
+        if i.calls is not None:
+            every = range(*i.calls) if i.op == "F" else reversed(range(*i.calls))
+            return _Repetition(tuple(p for p in every if i.op == "F" or self.calls[p].has_backward))
+        if i.peer is None:
+            return _Repetition()
+        kind = SendEvent if i.op.startswith("SEND") else ReceiveEvent
+        return _Repetition((), (kind, "F" if i.op.endswith("_F") else "B", i.peer))
+
+    def find_first_points(self) -> dict[int, _MicrobatchPoint]:
+        """Return the point before the first instruction for each microbatch. Microbatches have the same one if the
+        same stages send back gradients of the same values."""
+        sent_back: dict[int, list[tuple[str, frozenset[int]]]] = {}
+        for (value, microbatch), stages in self.gradients.returns.items():
+            sent_back.setdefault(microbatch, []).append((value, stages))
+        known: dict[frozenset[tuple[str, frozenset[int]]], _MicrobatchPoint] = {}
+        nothing = self.take()
+        return {
+            microbatch: known.setdefault(
+                frozenset(sent_back.get(microbatch, ())), _MicrobatchPoint(nothing.tables, nothing.sets)
+            )
+            for microbatch in range(self.program.num_microbatches)
+        }
+
+    def restore(self, microbatch: int, point: _MicrobatchPoint) -> None:
+        """Put what ``point`` says of a microbatch into the interpreter's tables and sets, for ``microbatch``."""
+        for table, saved in zip(self.tables, point.tables, strict=False):
+            table.update({(name, microbatch): value for name, value in saved.items()})
+        added = point.tables[-1]
+        self.gradients.added.update({(name, microbatch): set(adders) for name, adders in added.items()})
+        for found, kept in zip(self.sets, point.sets, strict=True):
+            found.update((name, microbatch) for name in kept)
+
+    def take(self) -> _MicrobatchPoint:
+        """Return what the interpreter's tables and sets say of the only microbatch in them, and empty them."""
+        tables = tuple({name: value for (name, _), value in table.items()} for table in self.tables)
+        added = {name: frozenset(adders) for (name, _), adders in self.gradients.added.items()}
+        point = _MicrobatchPoint((*tables, added), tuple(frozenset(n for n, _ in kept) for kept in self.sets))
+        for table in (*self.tables, self.gradients.added):
+            table.clear()
+        for kept in self.sets:
+            kept.clear()
+        return point
+
+    def repeat_calls(self, op: str, calls: Sequence[int], microbatch: int) -> None:
+        """Record the events and the uses of parameters of an instruction ``op`` (F, B, I or W), which was checked on
+        another microbatch. ``calls``: the positions of the calls that it runs, in order. ``microbatch``: its
+        microbatch."""
+        if op == "F":
+            for position in calls:
+                self.read_states(position)
+                self.trace_collectives("F", position, microbatch)
+            return
+        self.reductions.computed()
+        for position in calls:
+            self.read_states(position)
+        self.states.before_step()
+        for position in calls:
+            if op != "I":
+                self.add_state_gradients(position, microbatch)
+            self.trace_collectives(op, position, microbatch)

@@ -271,7 +271,7 @@ class TraceRunner:
         if number == len(group.operations):
             group.operations.append(_GroupOperation(rank, index, event))
         operation = group.operations[number]
-        if operation.event is not event and operation.event.key != event.key:
+        if operation.event is not event and not event.matches(operation.event):
             raise self.create_mismatch(rank, index, event, operation)
         operation.arrived += 1
         if group.is_complete(number) and group.waiting:
@@ -356,7 +356,7 @@ class TraceRunner:
             channel.waiting = True
             return False
         sent, sent_at = channel.sent.popleft()
-        if sent.key != event.key:
+        if not event.matches(sent):
             if source in self.suspects and rank not in self.suspects:
                 message = f"sends {sent.text} to rank {rank}, which receives {event.text} at its instruction {index}"
                 raise Mismatch("match", message, source, sent_at)

@@ -7,7 +7,6 @@ from typing import Literal
 
 from partitioner.passes.errors import PartitionError
 from partitioner.passes.shard.differentiate import CollectiveUse
-from partitioner.runtime.program.instructions import Instruction
 
 Fault = Literal[
     "structure",  # the program contradicts itself: names, shapes, layouts, buckets
@@ -98,11 +97,6 @@ Place = tuple[str, int | None]  # (value, microbatch); ``None`` for a total, a s
 
 def format_value_place(place: Place) -> str:
     return f"{place[0]!r} of microbatch {place[1]}" if place[1] is not None else f"the total {place[0]!r}"
-
-
-def format_moved(i: Instruction) -> str:
-    gradients = "gradients of " if i.op.endswith("_B") else ""
-    return f"{gradients}{', '.join(i.values)} of microbatch {i.microbatch}"
 
 
 def format_collective_use(use: CollectiveUse) -> str:

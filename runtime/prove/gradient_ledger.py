@@ -25,8 +25,10 @@ def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruct
     """
     sent: dict[tuple[str, int], dict[int, list[int]]] = {}
     for s, instructions in enumerate(lists):
-        for i in instructions:
-            if i.op == "SEND_F" and i.peer is not None and i.microbatch is not None:
+        forms = facts.forms(s, instructions)
+        sends = [i.op == "SEND_F" and i.peer is not None and i.microbatch is not None for i in forms.firsts]
+        for i, form in zip(instructions, forms.numbers, strict=True):
+            if sends[form] and i.peer is not None and i.microbatch is not None:
                 for value in i.values:
                     if value in facts.flow.values:
                         sent.setdefault((value, i.microbatch), {}).setdefault(s, []).append(i.peer)
@@ -218,22 +220,24 @@ class StateGradients:
         self.sealed: dict[str, int] = {}  # parameter -> index of the instruction that took its gradient
         self.stepped: int | None = None
 
-    def add(self, state: str, position: int, microbatch: int) -> None:
-        """Record that the backward of a call (an execution of a block, such as a layer) adds to the gradient of the
-        parameter ``state``.
+    def add_all(self, states: Sequence[str], position: int, microbatch: int) -> None:
+        """Record that the backward of a call (an execution of a block, such as a layer) adds to the gradients of the
+        parameters ``states``.
 
         ``position``: the call's position on the stage. ``microbatch``: index of the microbatch. Raise :class:`Refusal`
-        if the gradient was already reduced or copied to the host.
+        if a gradient was already reduced or copied to the host.
         """
-        if state in self.sealed:
-            raise Refusal(
-                "gradient",
-                f"adds to the gradient of {state!r} after instruction {self.sealed[state]} has reduced it: move it "
-                "before",
-            )
-        self.missing[state].discard((position, microbatch))
-        if state in self.home:
-            self.unscattered.add(state)
+        run = position, microbatch
+        for state in states:
+            if state in self.sealed:
+                raise Refusal(
+                    "gradient",
+                    f"adds to the gradient of {state!r} after instruction {self.sealed[state]} has reduced it: move it "
+                    "before",
+                )
+            self.missing[state].discard(run)
+            if state in self.home:
+                self.unscattered.add(state)
 
     def scatter(self, number: int, index: int) -> None:
         """Record that the instruction at position ``index`` reduce-scatters the gradients of the parameters of bucket

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.instructions import Forms, Instruction
 from partitioner.runtime.program.mesh import ALL_AXES
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.prove.errors import FaultLocation, Refusal
@@ -53,26 +53,18 @@ _EMPTY: dict[str, object] = {
 }
 
 
-def check_fields(program: Program, stage: int, instructions: Sequence[Instruction]) -> None:
+def check_fields(program: Program, stage: int, instructions: Sequence[Instruction], forms: Forms) -> None:
     """Raise :class:`Refusal` at the first instruction that lacks a field, has one that its operation does not use, or
     has an invalid value.
 
-    ``stage``: index of the pipeline stage whose list ``instructions`` is. ``program``: the program of all ranks.
+    ``stage``: index of the pipeline stage whose list ``instructions`` is. ``forms``: the forms of ``instructions``.
+    ``program``: the program of all ranks.
     """
-    known: set[tuple[object, ...]] = set()  # valid fields except the microbatch
-    for index, instruction in enumerate(instructions):
-        fields = _get_fields(instruction)
-        problem = "" if fields in known else _find_field_problem(program, stage, instruction)
-        problem = problem or _find_microbatch_problem(program, instruction)
+    problems = [_find_field_problem(program, stage, first) for first in forms.firsts]
+    for index, (instruction, form) in enumerate(zip(instructions, forms.numbers, strict=True)):
+        problem = problems[form] or _find_microbatch_problem(program, instruction)
         if problem:
             raise Refusal("fields", problem, FaultLocation(index=index))
-        known.add(fields)
-
-
-def _get_fields(instruction: Instruction) -> tuple[object, ...]:
-    """Return all fields of ``instruction`` as a tuple, with whether it has a microbatch in place of the microbatch."""
-    i = instruction
-    return i.op, i.stage, i.microbatch is None, i.calls, i.values, i.peer, i.axes, i.bucket, i.states, i.gradients
 
 
 def _find_microbatch_problem(program: Program, instruction: Instruction) -> str:

@@ -36,7 +36,7 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return _run_on_meta(target, args, kwargs)  # an active mode may change the result
     try:
-        key = (target, torch.get_default_dtype(), _build_argument_key(args), _build_argument_key(tuple(kwargs.items())))
+        key = (target, torch.get_default_dtype(), build_argument_key(args), build_argument_key(tuple(kwargs.items())))
         known = _known.get(key, _known)
     except TypeError:  # an argument without a key
         return _run_on_meta(target, args, kwargs)
@@ -47,7 +47,7 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
     return known
 
 
-def _build_argument_key(argument: Any) -> Any:
+def build_argument_key(argument: Any) -> Any:
     """Return a hashable key of ``argument``, an operator's argument. Keys are equal for equal constants, and for
     tensors of equal shape, strides, dtype and device. Raises ``TypeError`` for a tensor subclass."""
     if isinstance(argument, Tensor):
@@ -55,13 +55,13 @@ def _build_argument_key(argument: Any) -> Any:
             raise TypeError("a tensor of another kind")
         return "tensor", tuple(argument.shape), argument.stride(), argument.dtype, argument.device
     if isinstance(argument, tuple | list):
-        return type(argument), tuple([_build_argument_key(a) for a in argument])
+        return type(argument), tuple([build_argument_key(a) for a in argument])
     if isinstance(argument, slice):
         return (
             "slice",
-            _build_argument_key(argument.start),
-            _build_argument_key(argument.stop),
-            _build_argument_key(argument.step),
+            build_argument_key(argument.start),
+            build_argument_key(argument.stop),
+            build_argument_key(argument.step),
         )
     return type(argument), repr(argument) if isinstance(argument, float) else argument
 

@@ -23,6 +23,7 @@ META = torch.device("meta")
 # Cache: (operator, arguments) -> result. Layers repeat, and so do the candidates of a search.
 _known: dict[Any, Any] = {}
 _MAX_CACHED_RESULTS = 1 << 14
+_elementwise: dict[Any, torch.dtype] = {}  # the same without shapes, of elementwise operators -> dtype of the result
 
 
 def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -43,8 +44,35 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
     if known is _known:
         if len(_known) >= _MAX_CACHED_RESULTS:
             _known.clear()
-        known = _known[key] = _run_on_meta(target, args, kwargs)
+            _elementwise.clear()
+        known = _infer_elementwise(target, args, kwargs)
+        if known is None:
+            known = _run_on_meta(target, args, kwargs)
+        _known[key] = known
     return known
+
+
+def _infer_elementwise(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the result of an elementwise operator on contiguous meta tensors of which one has the shape of the result.
+    The dtype is that of an earlier result on operands with the same dtypes and other shapes, if there is one, so that
+    the operator need not run. Return ``None`` for any other operator or operands."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or kwargs:
+        return None
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not tensors or not all(t.is_contiguous() and t.device == META for t in tensors):
+        return None
+    shape = max((t.shape for t in tensors), key=lambda of: (len(of), of.numel()))
+    if any(torch.broadcast_shapes(shape, t.shape) != shape for t in tensors if t.shape != shape):
+        return None
+    plain = tuple([(a.dtype, a.dim() == 0) if isinstance(a, Tensor) else build_argument_key(a) for a in args])
+    key = target, torch.get_default_dtype(), plain
+    dtype = _elementwise.get(key)
+    if dtype is None:
+        found = _run_on_meta(target, args, kwargs)
+        if isinstance(found, Tensor) and type(found) is Tensor and found.shape == shape and found.is_contiguous():
+            _elementwise[key] = found.dtype
+        return found  # type: ignore[no-any-return]
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def build_argument_key(argument: Any) -> Any:

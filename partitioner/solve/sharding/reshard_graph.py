@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.gradient_flow import can_have_gradient
 from partitioner.passes.ir.layouts import Layout
 from partitioner.passes.ir.model import TensorSpec
 from partitioner.passes.shard.shard_block import RESHARDS
@@ -109,7 +109,7 @@ class Reshards:
         change the layout of the gradient."""
         if (source.kind, target.kind) not in RESHARDS:
             return math.inf
-        if target.kind == "P" and source.is_whole and not is_differentiable(spec.meta()):
+        if target.kind == "P" and source.is_whole and not can_have_gradient(spec.dtype):
             return math.inf  # a number without fractions cannot be cut into addends
         if source.kind == "P" and spec.dtype == torch.bool:
             return math.inf

@@ -435,7 +435,7 @@ def sharded_work(
             sharded += work if strategy.factor is not None else 0.0
             seconds = weight * costs.node(node, strategy, num_ranks)
             total += seconds
-            if factors_of(node) is None:
+            if strategy.factor is None and factors_of(node) is None:
                 unruled[str(node.target)] = unruled.get(str(node.target), 0.0) + seconds
     return sharded / flops if flops else 0.0, {k: v / total if total else 0.0 for k, v in unruled.items()}
 

@@ -43,7 +43,7 @@ from partitioner.passes.rules.attention import find_exchanged_band
 from partitioner.passes.rules.factors import Strategy, operands_of, results_of
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.passes.shard.repeated_heads import count_exchanged_copies, count_head_repetitions
-from partitioner.passes.shard.shard_block import RESHARDS
+from partitioner.passes.shard.shard_block import RESHARDS, Reshard
 from partitioner.solve.sharding.choices import matmul_flops
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
@@ -82,14 +82,18 @@ class TensorCosts:
     complete: bool = False
     tp: int = 1
     operators: PricedOperators = field(default_factory=lambda: PricedOperators(), repr=False)
-    _nodes: dict[tuple[_Operator, Strategy], float] = field(default_factory=dict, repr=False)
+    _nodes: dict[tuple[_Operator, Strategy], float] = field(default_factory=dict, init=False, repr=False)
+    _found: dict[fx.Node, _Operator] = field(default_factory=dict, init=False, repr=False)
+    _changes: dict[tuple[Hashable, ...], float] = field(default_factory=dict, init=False, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """Return the seconds of one call of the operator ``node``, forward and backward, if it is run by ``strategy``
         (layouts of its operands and results). The collectives of the strategy are included. ``num_ranks``: number of
         ranks over which the tensors are sharded, the size of the mesh axis.
         """
-        operator = self.operators.find(node, self.train, self.tp, self.device)
+        operator = self._found.get(node)
+        if operator is None:
+            operator = self._found[node] = self.operators.find(node, self.train, self.tp, self.device)
         key = (operator, strategy)
         found = self._nodes.get(key)
         if found is None:
@@ -149,14 +153,27 @@ class TensorCosts:
             return math.inf
         sharded = target if target.is_shard else source
         strided = sharded.is_shard and math.prod(spec.shape[: sharded.dim]) > 1
+        resliced = source.is_shard and target.is_shard and source.dim == target.dim
+        key = (spec.nbytes, source.kind, target.kind, differentiable, strided, resliced)
+        if key not in self._changes:
+            self._changes[key] = self._price_change(spec.nbytes, change, target, differentiable, strided, resliced)
+        return self._changes[key]
+
+    def _price_change(
+        self, num_bytes: int, change: Reshard, target: Layout, differentiable: bool, strided: bool, resliced: bool
+    ) -> float:
+        """Return the seconds of ``change``, the collectives that change the layout of a tensor to ``target``.
+        ``num_bytes``: bytes of the whole tensor. ``differentiable``: whether the backward changes the layout of its
+        gradient. ``strided``: whether a dim is sharded that is not outermost in memory. ``resliced``: whether the same
+        dim is sharded before and after, in other sections."""
         seconds = self.device.launch  # also without communication, so that the simpler of equal shardings wins
         for op in (change.forward, change.backward if differentiable and self.train else None):
             if op is not None:
-                seconds += exchange_time(op, spec.nbytes, self.group, self.device, strided)
+                seconds += exchange_time(op, num_bytes, self.group, self.device, strided)
         if change.forward is None and target.is_shard and strided:  # a rank's part is copied
-            seconds += copied_s(spec.nbytes / self.group.size, self.device) - self.device.launch
-        if source.is_shard and target.is_shard and source.dim == target.dim:  # other sections: gathered, then cut
-            seconds += exchange_time("all_gather", spec.nbytes, self.group, self.device, strided)
+            seconds += copied_s(num_bytes / self.group.size, self.device) - self.device.launch
+        if resliced:  # other sections: gathered, then cut
+            seconds += exchange_time("all_gather", num_bytes, self.group, self.device, strided)
         return seconds
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -147,28 +148,70 @@ class Passage:
     def find(
         reshards: Reshards,
         value: tuple[TensorSpec, bool],
-        source: Sequence[Layout],
-        askers: Sequence[Sequence[frozenset[Layout]]],
+        source: tuple[Layout, ...],
+        askers: Sequence[tuple[frozenset[Layout], ...]],
     ) -> Passage:
         """Return the passage of ``value``, a pair (shape and dtype, whether it has a gradient). ``reshards``: the costs
         of changes of layout. ``source``: the layouts in which the value may be produced. ``askers``: for each reader,
         the set of layouts that it needs under each of its choices."""
-        made, made_of = _index_distinct_items(source)
-        asked = [_index_distinct_items(layouts) for layouts in askers]
-        targets = list(dict.fromkeys(t for sets, _ in asked for s in sets for t in sorted(s)))
-        cost = reshards.table(*value, made, targets)
-        # what each reader asks for, as 0/1 per target
-        wants = tuple(np.array([[t in s for t in targets] for s in sets], dtype=bool) for sets, _ in asked)
-        asked_of = tuple(of for _, of in asked)
-        most = sum(int(w.sum(axis=1).max(initial=0)) for w in wants)
-        ways = _list_available_layout_sets(cost, most) if len(askers) != 1 else None
-        if ways is None:
-            return Passage(cost, made_of, wants, asked_of)
-        origin, has = ways
-        from_source = _mask_to_infinite_cost(made_of[:, None] != origin[None, :]) if len(made) > 1 else None
-        missing = ((want[None, :, :] & ~has[:, None, :]).any(axis=2) for want in wants)
-        to_askers = tuple(_mask_to_infinite_cost(m)[:, of] for m, of in zip(missing, asked_of, strict=True))
-        return Passage(cost, made_of, wants, asked_of, ways, from_source, to_askers)
+        reading = _read_layouts(source, tuple(askers))
+        cost = reshards.table(*value, reading.made, reading.targets)
+        if len(askers) == 1:
+            return Passage(cost, reading.made_of, reading.wants, reading.asked_of)
+        priced = (cost > 0) + 2 * np.isinf(cost).astype(np.int8)  # all that the ways depend on
+        ways = _find_ways(source, tuple(askers), priced.tobytes())
+        return Passage(cost, reading.made_of, reading.wants, reading.asked_of, *ways)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """In which layouts a value is produced and read, whatever its shape.
+
+    ``made``, ``targets``: the distinct layouts in which it may be produced and read. ``made_of``, ``wants``,
+    ``asked_of``: as in :class:`Passage`.
+    """
+
+    made: tuple[Layout, ...]
+    made_of: NDArray[np.intp]
+    targets: tuple[Layout, ...]
+    wants: tuple[NDArray[np.bool_], ...]
+    asked_of: tuple[NDArray[np.intp], ...]
+
+
+@lru_cache(maxsize=1 << 12)
+def _read_layouts(source: tuple[Layout, ...], askers: tuple[tuple[frozenset[Layout], ...], ...]) -> _Reading:
+    """Return in which layouts a value is produced and read. ``source``: the layouts in which it may be produced.
+    ``askers``: for each reader, the set of layouts that it needs under each of its choices."""
+    made, made_of = _index_distinct_items(source)
+    asked = [_index_distinct_items(layouts) for layouts in askers]
+    targets = list(dict.fromkeys(t for sets, _ in asked for s in sets for t in sorted(s)))
+    # what each reader asks for, as 0/1 per target
+    wants = tuple(np.array([[t in s for t in targets] for s in sets], dtype=bool) for sets, _ in asked)
+    return _Reading(tuple(made), made_of, tuple(targets), wants, tuple(of for _, of in asked))
+
+
+_Ways = tuple[tuple[NDArray[np.intp], NDArray[np.bool_]] | None, Table | None, tuple[Table, ...]]
+
+
+@lru_cache(maxsize=1 << 12)
+def _find_ways(source: tuple[Layout, ...], askers: tuple[tuple[frozenset[Layout], ...], ...], priced: bytes) -> _Ways:
+    """Return the ways to provide a value to several readers, and the tables that forbid some of them: the last three
+    fields of a :class:`Passage`. ``source``: the layouts in which the value may be produced. ``askers``: for each
+    reader, the set of layouts that it needs under each of its choices. ``priced``: for each conversion, 0 if it costs
+    nothing, 1 if it has a finite cost, 3 if it is impossible."""
+    reading = _read_layouts(source, askers)
+    kinds = np.frombuffer(priced, dtype=np.int8).reshape(len(reading.made), -1)
+    cost = np.where(kinds == 3, np.inf, kinds)
+    most = sum(int(w.sum(axis=1).max(initial=0)) for w in reading.wants)
+    ways = _list_available_layout_sets(cost, most)
+    if ways is None:
+        return None, None, ()
+    origin, has = ways
+    several = len(reading.made) > 1
+    from_source = _mask_to_infinite_cost(reading.made_of[:, None] != origin[None, :]) if several else None
+    missing = ((want[None, :, :] & ~has[:, None, :]).any(axis=2) for want in reading.wants)
+    to_askers = (_mask_to_infinite_cost(m)[:, of] for m, of in zip(missing, reading.asked_of, strict=True))
+    return ways, from_source, tuple(to_askers)
 
 
 @dataclass(frozen=True)

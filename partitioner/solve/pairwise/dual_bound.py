@@ -203,7 +203,7 @@ def _replace_infinite_by_zero(values: Vector) -> Vector:
 
 
 def _is_finite(values: Vector) -> bool:
-    return np.count_nonzero(np.isfinite(values)) == values.size
+    return bool(np.isfinite(values).all())
 
 
 def _mask_single_index(size: int, index: int) -> Mask:

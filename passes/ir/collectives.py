@@ -390,9 +390,9 @@ COMMUNICATING = (
 def collective_name(target: Any) -> str | None:
     """Return the name, such as ``all_gather``, of ``target`` if this node target is a collective operator of this
     project; ``None`` for any other one."""
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
-        name = target._schema.name.split("::")[1]
-        return name if name in _SCHEMAS else None
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target._overloadpacket.__name__)
+        return name if name in _SCHEMAS and target.namespace == NAMESPACE else None
     return None
 
 

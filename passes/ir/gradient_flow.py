@@ -37,7 +37,11 @@ def is_differentiable(value: Any) -> bool:
     """
     if isinstance(value, tuple | list):
         return any(is_differentiable(v) for v in value)
-    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+    return isinstance(value, Tensor) and can_have_gradient(value.dtype)
+
+
+def can_have_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def accumulated_in(dtype: torch.dtype) -> torch.dtype:

@@ -23,6 +23,7 @@ META = torch.device("meta")
 # Cache: (operator, arguments) -> result. Layers repeat, and so do the candidates of a search.
 _known: dict[Any, Any] = {}
 _MAX_CACHED_RESULTS = 1 << 14
+_elementwise: dict[Any, torch.dtype] = {}  # the same without shapes, of elementwise operators -> dtype of the result
 
 
 def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -36,18 +37,45 @@ def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str,
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return _run_on_meta(target, args, kwargs)  # an active mode may change the result
     try:
-        key = (target, torch.get_default_dtype(), _build_argument_key(args), _build_argument_key(tuple(kwargs.items())))
+        key = (target, torch.get_default_dtype(), build_argument_key(args), build_argument_key(tuple(kwargs.items())))
         known = _known.get(key, _known)
     except TypeError:  # an argument without a key
         return _run_on_meta(target, args, kwargs)
     if known is _known:
         if len(_known) >= _MAX_CACHED_RESULTS:
             _known.clear()
-        known = _known[key] = _run_on_meta(target, args, kwargs)
+            _elementwise.clear()
+        known = _infer_elementwise(target, args, kwargs)
+        if known is None:
+            known = _run_on_meta(target, args, kwargs)
+        _known[key] = known
     return known
 
 
-def _build_argument_key(argument: Any) -> Any:
+def _infer_elementwise(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the result of an elementwise operator on contiguous meta tensors of which one has the shape of the result.
+    The dtype is that of an earlier result on operands with the same dtypes and other shapes, if there is one, so that
+    the operator need not run. Return ``None`` for any other operator or operands."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or kwargs:
+        return None
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not tensors or not all(t.is_contiguous() and t.device == META for t in tensors):
+        return None
+    shape = max((t.shape for t in tensors), key=lambda of: (len(of), of.numel()))
+    if any(torch.broadcast_shapes(shape, t.shape) != shape for t in tensors if t.shape != shape):
+        return None
+    plain = tuple([(a.dtype, a.dim() == 0) if isinstance(a, Tensor) else build_argument_key(a) for a in args])
+    key = target, torch.get_default_dtype(), plain
+    dtype = _elementwise.get(key)
+    if dtype is None:
+        found = _run_on_meta(target, args, kwargs)
+        if isinstance(found, Tensor) and type(found) is Tensor and found.shape == shape and found.is_contiguous():
+            _elementwise[key] = found.dtype
+        return found  # type: ignore[no-any-return]
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def build_argument_key(argument: Any) -> Any:
     """Return a hashable key of ``argument``, an operator's argument. Keys are equal for equal constants, and for
     tensors of equal shape, strides, dtype and device. Raises ``TypeError`` for a tensor subclass."""
     if isinstance(argument, Tensor):
@@ -55,13 +83,13 @@ def _build_argument_key(argument: Any) -> Any:
             raise TypeError("a tensor of another kind")
         return "tensor", tuple(argument.shape), argument.stride(), argument.dtype, argument.device
     if isinstance(argument, tuple | list):
-        return type(argument), tuple([_build_argument_key(a) for a in argument])
+        return type(argument), tuple([build_argument_key(a) for a in argument])
     if isinstance(argument, slice):
         return (
             "slice",
-            _build_argument_key(argument.start),
-            _build_argument_key(argument.stop),
-            _build_argument_key(argument.step),
+            build_argument_key(argument.start),
+            build_argument_key(argument.stop),
+            build_argument_key(argument.step),
         )
     return type(argument), repr(argument) if isinstance(argument, float) else argument
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from partitioner.passes.ops.experts import by_expert, by_group
 from partitioner.passes.rules import attention, indexing, loss, pointwise, products, reduction, reshape, slicing
 from partitioner.passes.rules.factors import LocalBuilder, Lowering, OpFactors, Spans
-from partitioner.passes.rules.registry import factors_of, has_rule, rule
+from partitioner.passes.rules.registry import build_call_key, factors_of, has_rule, rule
 
 __all__ = [
     "LocalBuilder",
     "Lowering",
     "OpFactors",
     "Spans",
+    "build_call_key",
     "by_expert",
     "by_group",
     "factors_of",

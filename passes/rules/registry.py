@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import fx
 
 from partitioner.passes.allowed_operators import allow_operators
 from partitioner.passes.errors import RuleError
+from partitioner.passes.ir.interpret import build_argument_key, resolve_meta_values
 from partitioner.passes.rules.factors import NAMES, Dims, OpFactors, get_meta_shape, operands_of, results_of
 
 _TOKEN = re.compile(r"\s*(\.\.\.|->|[(),!]|1(?!\w)|[A-Za-z_]\w*)")
@@ -237,6 +238,8 @@ _rules: dict[str, Rule] = {}  # "aten::view" for all overloads, "aten::view.dtyp
 
 _found: dict[Any, Rule | None] = {}
 
+_functions: set[str] = set()  # names whose rule is a function of the user, which may look at anything
+
 
 def factors_of(node: fx.Node) -> OpFactors | None:
     """Return the sharding rule of the operator call ``node``. It has, for each dim of its tensors, the factors (named
@@ -251,6 +254,26 @@ def factors_of(node: fx.Node) -> OpFactors | None:
     except KeyError:
         found = _found[target] = _find_rule(target)
     return None if found is None else found(node)
+
+
+def build_call_key(node: fx.Node) -> Hashable:
+    """Return a key of the operator call ``node``. Calls with equal keys have equal sharding rules: they call the same
+    operator with the same plain arguments, and their tensors have the same shapes, strides, dtypes and gradient marks.
+
+    If the user gave the operator's rule as a function, the key is ``node`` itself, because such a function may depend
+    on anything.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and _functions:
+        name = target._schema.name
+        if name in _functions or f"{name}.{target._overloadname}" in _functions:
+            return node
+    try:
+        given = build_argument_key((resolve_meta_values(node.args), tuple(resolve_meta_values(node.kwargs).items())))
+        made = build_argument_key(node.meta["val"])
+    except TypeError:  # an argument without a key
+        return node
+    return target, given, made, node.meta.get("grad"), tuple([o.meta.get("grad") for o in operands_of(node)])
 
 
 def has_rule(target: Any) -> bool:
@@ -325,6 +348,7 @@ def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), funct
     if not name.startswith(("aten::", "partition::")):
         allow_operators(name)  # the user has declared it and means to have it in plans
     _rules[name] = function or _make_text_rule(name, texts, tuple(frozenset(s) for s in linear))
+    (_functions.discard if function is None else _functions.add)(name)
     _found.clear()
 
 

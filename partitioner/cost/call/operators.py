@@ -206,7 +206,7 @@ def operator_name(node: fx.Node) -> str:
     ``aten.mm.default``. Empty if the node calls no torch operator.
     """
     target = node.target
-    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+    return str(target._overloadpacket.__name__) if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def is_view(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from partitioner.solve.evaluate.prefetch import LocalKey, PrefetchQueue, Problem
 from partitioner.solve.placement.placement import Placements
 from partitioner.solve.sharding.choices import FREE_LAYOUTS
 from partitioner.solve.sharding.context_parallel import ContextModel, shard_context
-from partitioner.solve.sharding.costs import TensorCosts, divided_costs
+from partitioner.solve.sharding.costs import PricedOperators, TensorCosts, divided_costs
 from partitioner.solve.sharding.expert_parallel import allowed_strategies
 from partitioner.solve.sharding.joint import CompanionModel, JointShardingProblem
 from partitioner.solve.sharding.local_model import LocalModel, build_local_model
@@ -57,6 +57,7 @@ class LocalModels:
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _none: dict[LocalKey, PartitionError] = field(default_factory=dict)  # why there is no local model
     _seats: dict[tuple[int, int], RankProfile] = field(default_factory=dict)
+    _operators: PricedOperators = field(default_factory=PricedOperators)
     _companions: dict[int, LocalModels] = field(default_factory=dict)  # by place among the job's companions
 
     def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
@@ -274,6 +275,7 @@ class LocalModels:
             num_microbatches=self._rounds(key),
             sequence_parallel=pinned.sequence_parallel if axis == "tp" else None,
             short_gradients=job.profile.short_gradients,
+            operators=self._operators,
         )
 
 

@@ -48,6 +48,10 @@ class Reparametrization:
         for i, j in tables:
             self.near[i].append(((i, j), 0, place[j] > place[i]))  # pair, dim of the node, whether the other is later
             self.near[j].append(((i, j), 1, place[i] > place[j]))
+        # moves of finite costs leave infinite entries where they are, so that all minima stay finite
+        self._has_finite_minima = all(map(_is_finite, costs.values())) and all(
+            _is_finite(np.minimum.reduce(table, axis=dim)) for table in tables.values() for dim in (0, 1)
+        )
 
     @property
     def bound(self) -> float:
@@ -63,10 +67,13 @@ class Reparametrization:
             unary = self._gather_messages(node)
             ahead = [(pair, dim) for pair, dim, later in self.near[node] if later == forward]
             parts = max(len(ahead), len(self.near[node]) - len(ahead), 1)
-            share = (unary - unary.min()) / parts
+            if ahead:
+                share = (unary - np.minimum.reduce(unary)) / parts
+                moved = share if self._has_finite_minima else _replace_infinite_by_zero(share)
             for pair, dim in ahead:
-                self.tables[pair] += share[:, None] if dim == 0 else share
-                unary = unary - _replace_infinite_by_zero(share)
+                table = self.tables[pair]
+                np.add(table, share[:, None] if dim == 0 else share, out=table)
+                unary = unary - moved
             self.unary[node] = unary
 
     def _gather_messages(self, node: int) -> Vector:
@@ -79,7 +86,7 @@ class Reparametrization:
             table = self.tables[pair]
             least = np.minimum.reduce(table, axis=1 - dim)
             unary = unary + least
-            moved = _replace_infinite_by_zero(least)
+            moved = least if self._has_finite_minima else _replace_infinite_by_zero(least)
             table -= moved[:, None] if dim == 0 else moved
         return unary
 
@@ -105,7 +112,10 @@ class Reparametrization:
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])
             table = self.tables[pair]
-            cost = cost + (table.min(axis=1 - dim) if other is None else table.take(other, axis=1 - dim))
+            if other is None:
+                cost = cost + np.minimum.reduce(table, axis=1 - dim)
+            else:
+                cost = cost + (table[:, other] if dim == 0 else table[other])
         return cost
 
     def cost(self, choice: Mapping[int, int]) -> float:
@@ -190,6 +200,10 @@ def _only(best: dict[int, int], costs: Mapping[int, Vector], bound: float) -> Re
 def _replace_infinite_by_zero(values: Vector) -> Vector:
     """Return ``values`` with every infinite entry replaced by 0."""
     return np.where(values < np.inf, values, 0.0)
+
+
+def _is_finite(values: Vector) -> bool:
+    return bool(np.isfinite(values).all())
 
 
 def _mask_single_index(size: int, index: int) -> Mask:

@@ -171,20 +171,20 @@ class ReducedProblem:
             self._changed[other].pop(node, None)
             table = self.tables[node][other]
             by_row = np.minimum.reduce(table, axis=1)
-            if by_row.any():
+            if np.count_nonzero(by_row):
                 self.costs[node] = self.costs[node] + by_row
                 table = _subtract_tables(table, by_row[:, None])
             by_column = np.minimum.reduce(table, axis=0)
-            if by_column.any():
+            if np.count_nonzero(by_column):
                 self.costs[other] = self.costs[other] + by_column
                 table = _subtract_tables(table, by_column[None, :])
                 self._later[other] = None
-            if not table.any():
+            if not np.count_nonzero(table):
                 self._remove_table(node, other)
                 continue
             self.tables[node][other], self.tables[other][node] = table, table.T
             self._drop_choices(other, np.isfinite(self.costs[other]))
-        least = float(self.costs[node].min())
+        least = float(np.minimum.reduce(self.costs[node]))
         if least and np.isfinite(least):
             self.constant += least
             self.costs[node] = _subtract_tables(self.costs[node], np.array(least))
@@ -225,7 +225,7 @@ class ReducedProblem:
             table = self.tables[node][j]
             total = total[..., None] + (table if axis == 0 else table[:, None, :])
         best = total.argmin(axis=0)
-        value = total.min(axis=0)
+        value = np.minimum.reduce(total, axis=0)
         labels = tuple(self.alive[j] for j in neighbours)
         self._finish_node(_Function(node, tuple(neighbours), labels, self.alive[node][best]))
         if not neighbours:
@@ -241,7 +241,7 @@ class ReducedProblem:
         """Merge ``node`` of the assignment problem (one choice per node, at the least total cost) into a neighbour if
         each choice of the neighbour allows only one choice of ``node``. The costs and the resource usage of ``node``
         are then added to those of the neighbour's choices. Return whether there is such a neighbour."""
-        leader = next((j for j, t in self.tables[node].items() if (np.isfinite(t).sum(axis=0) == 1).all()), None)
+        leader = next((j for j, t in self.tables[node].items() if _allows_one_each(t)), None)
         if leader is None:
             return False
         table = self.tables[node][leader]
@@ -278,7 +278,9 @@ class ReducedProblem:
         worse = cost[q] - cost[p]  # what q rather than p can cost more, at worst
         if tables and len(p):
             whole = np.concatenate(tables, axis=1)
-            more = np.where(possible, whole, 0.0)[q] - whole[p]  # where p is impossible, that is no matter
+            more = np.where(possible, whole, 0.0).take(q, axis=0) - whole.take(
+                p, axis=0
+            )  # where p is impossible, that is no matter
             starts = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
             worse = worse + np.maximum.reduceat(more, starts, axis=1).sum(axis=1)
         beaten = np.zeros_like(narrower)
@@ -315,9 +317,10 @@ class ReducedProblem:
         return whether any was removed. ``keep``: a mask over its remaining choices, false for those to remove. Raise
         :class:`InfeasibleAssignmentError` if none is left.
         """
-        if keep.all():
+        left = np.count_nonzero(keep)
+        if left == len(keep):
             return False
-        if not keep.any():
+        if not left:
             raise InfeasibleAssignmentError(
                 f"node {node} has no choice left that its neighbours and the limits allow", (node,)
             )
@@ -401,6 +404,12 @@ def _subtract_tables(values: Table, least: Table) -> Table:
     """Return ``values - least``, tables of costs that may contain infinities. Differences that are only rounding errors
     become 0. Infinite entries of ``least`` count as 0.
     """
-    rest = values - np.where(np.isfinite(least), least, 0.0)
-    rest[np.abs(rest) <= 1e-14 * np.abs(np.where(np.isfinite(values), values, 0.0))] = 0.0
+    rest = values - np.where(least < np.inf, least, 0.0)
+    np.putmask(rest, np.abs(rest) < 1e-14 * np.abs(values), 0.0)  # false where both are infinite
     return rest
+
+
+def _allows_one_each(table: Table) -> bool:
+    """Return whether each column of ``table``, costs of pairs of choices, has exactly one finite entry."""
+    finite = np.isfinite(table)
+    return np.count_nonzero(finite) == table.shape[1] and bool(finite.any(axis=0).all())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from partitioner.passes.errors import PartitionError
 from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, can_shard_evenly, make_shard_layout
 from partitioner.passes.ir.model import FoldedModel
-from partitioner.passes.rules import factors_of
+from partitioner.passes.rules import build_call_key, factors_of
 from partitioner.passes.rules.factors import Strategy, operands_of, results_of
 from partitioner.passes.rules.strategies import NO_SIZES, enumerate_strategies
 from partitioner.solve.sharding.layout_ties import BlockValue, LayoutTie
@@ -172,14 +172,41 @@ def _format_tie_names(tie: LayoutTie) -> str:
 MAX_WANTED = 6  # section layouts of one value that are passed on
 
 
-def list_operator_strategies(
-    values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int, lengths: Collection[int] = NO_SIZES
-) -> dict[fx.Node, list[Strategy]]:
-    """Return, for each operator of a block (such as a layer), its strategies: the ways to run it on ``num_ranks``
-    ranks, each with the layouts of its operands and results.
+Wishes = Mapping[int, tuple[Layout, ...]]  # operand i or result ~k -> section layouts that neighbours use
 
-    ``operators``: the operators of the block. ``values``: its tensors. ``lengths``: sequence lengths; dims of these
-    sizes may be sharded zigzag (each rank has a piece from the start and one from the end).
+
+class StrategyCache:
+    """A cache of the strategies of operators on ``num_ranks`` ranks. Operators that are alike, such as those of equal
+    parts of different layers, share one entry. ``lengths``: sequence lengths; dims of these sizes may be sharded zigzag
+    (each rank has a piece from the start and one from the end)."""
+
+    def __init__(self, num_ranks: int, lengths: Collection[int] = NO_SIZES) -> None:
+        self._num_ranks, self._lengths = num_ranks, lengths
+        self._kinds: dict[Hashable, dict[Hashable, list[Strategy]]] = {}
+
+    def of_kind(self, node: fx.Node) -> dict[Hashable, list[Strategy]]:
+        """Return the cached lists of strategies of the operators that are alike ``node``, to pass to
+        :meth:`find_strategies`."""
+        return self._kinds.setdefault(build_call_key(node), {})
+
+    def find_strategies(self, node: fx.Node, kind: dict[Hashable, list[Strategy]], wishes: Wishes) -> list[Strategy]:
+        """Return the strategies of the operator ``node``: the layouts of its operands and results. Alike operators get
+        the same list, which must not be changed. ``kind``: what :meth:`of_kind` returned for ``node``. ``wishes``: the
+        layouts with sections that neighbouring operators use."""
+        key = tuple(wishes.items())
+        if key not in kind:
+            kind[key] = enumerate_strategies(node, self._num_ranks, wishes, self._lengths)
+        return kind[key]
+
+
+def list_operator_strategies(
+    values: Sequence[BlockValue], operators: Sequence[fx.Node], known: StrategyCache
+) -> dict[fx.Node, list[Strategy]]:
+    """Return, for each operator of a block (such as a layer), its strategies: the ways to run it on the ranks, each
+    with the layouts of its operands and results.
+
+    ``operators``: the operators of the block. ``values``: its tensors. ``known``: a cache of strategies, which knows
+    the number of ranks.
     """
     spots: dict[fx.Node, dict[int, int]] = {node: {} for node in operators}  # operand i or result ~k -> value
     for number, value in enumerate(values):
@@ -189,7 +216,8 @@ def list_operator_strategies(
             if reader.node is not None:
                 spots[reader.node].update(dict.fromkeys(reader.positions, number))
     wanted: list[dict[Layout, None]] = [{} for _ in values]
-    asked: dict[fx.Node, Mapping[int, tuple[Layout, ...]]] = {}
+    kinds = {node: known.of_kind(node) for node in operators}
+    asked: dict[fx.Node, Wishes] = {}
     found: dict[fx.Node, list[Strategy]] = {}
     queue = deque(operators)
     while queue:
@@ -198,7 +226,7 @@ def list_operator_strategies(
         if asked.get(node) == wishes:
             continue
         asked[node] = wishes
-        found[node] = enumerate_strategies(node, num_ranks, wishes, lengths)
+        found[node] = known.find_strategies(node, kinds[node], wishes)
         for number in _offer_section_layouts(node, found[node], spots[node], wanted):
             value = values[number]
             queue.extend(r.node for r in value.readers if r.node is not None)

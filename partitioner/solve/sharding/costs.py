@@ -10,7 +10,7 @@ to split the batch, which data parallelism does already.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,21 +27,23 @@ from partitioner.cost.call.operators import (
     backward_kernels,
     form_kernels,
     forward_kernels,
+    is_attention,
     is_view,
     operator_name,
     repeats_of,
 )
 from partitioner.cost.call.roofline import copied_s, kernels_time, memory_rate
 from partitioner.cost.call.states import gradient_bytes
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.layouts import Layout, local_shape
 from partitioner.passes.ir.model import FoldedModel, TensorSpec
 from partitioner.passes.ops.attention import Band
-from partitioner.passes.rules import Lowering, factors_of
+from partitioner.passes.rules import Lowering, build_call_key, factors_of
 from partitioner.passes.rules.attention import find_exchanged_band
 from partitioner.passes.rules.factors import Strategy, operands_of, results_of
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.passes.shard.repeated_heads import count_exchanged_copies, count_head_repetitions
-from partitioner.passes.shard.shard_block import RESHARDS
+from partitioner.passes.shard.shard_block import RESHARDS, Reshard
 from partitioner.solve.sharding.choices import matmul_flops
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
@@ -63,7 +65,8 @@ class TensorCosts:
       a gradient that every rank computes in full is charged like one that must be reduced. This is so if ZeRO shards
       only states whose gradient must be reduced: each rank then keeps and updates the whole state.
 
-    ``device``: the device type. ``train``: whether costs include the backward.
+    ``device``: the device type. ``train``: whether costs include the backward. ``operators``: a cache of what does not
+    depend on the group and the penalties; the prices of several shardings on one device type may share it.
     """
 
     device: DeviceType
@@ -78,30 +81,33 @@ class TensorCosts:
     short_gradients: bool = False
     complete: bool = False
     tp: int = 1
-    _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
-    _operators: dict[fx.Node, _Operator] = field(default_factory=dict, repr=False)
+    operators: PricedOperators = field(default_factory=lambda: PricedOperators(), repr=False)
+    _nodes: dict[tuple[_Operator, Strategy], float] = field(default_factory=dict, init=False, repr=False)
+    _found: dict[fx.Node, _Operator] = field(default_factory=dict, init=False, repr=False)
+    _changes: dict[tuple[Hashable, ...], float] = field(default_factory=dict, init=False, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
         """Return the seconds of one call of the operator ``node``, forward and backward, if it is run by ``strategy``
         (layouts of its operands and results). The collectives of the strategy are included. ``num_ranks``: number of
         ranks over which the tensors are sharded, the size of the mesh axis.
         """
-        key = (node, strategy)
-        if key not in self._nodes:
-            operator = self._operators.get(node)
-            if operator is None:
-                operator = self._operators[node] = _Operator(node, self.train, self.tp)
+        operator = self._found.get(node)
+        if operator is None:
+            operator = self._found[node] = self.operators.find(node, self.train, self.tp, self.device)
+        key = (operator, strategy)
+        found = self._nodes.get(key)
+        if found is None:
             lowering = operator.lowering(strategy)
-            seconds = operator.seconds(strategy, num_ranks, self.device)
+            seconds = operator.seconds(strategy, num_ranks)
             if lowering is not None and lowering.divides_work:
                 seconds = self._divide_compute_seconds(node, strategy, num_ranks, seconds)
             if strategy.factor is None and self.undivided and num_ranks > 1:
-                seconds += self.undivided * matmul_flops(node)
+                seconds += self.undivided * operator.matmul_flops
             if strategy.factor is None and self.repeated and num_ranks > 1:
-                seconds += self.repeated * made_bytes(node)
+                seconds += self.repeated * operator.made_bytes
             seconds += self._of_form(operator, strategy, seconds, num_ranks) if strategy.form else 0.0
-            self._nodes[key] = seconds + self._sum_collective_seconds(node, lowering)
-        return self._nodes[key]
+            found = self._nodes[key] = seconds + self._sum_collective_seconds(node, lowering)
+        return found
 
     def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
         """Return the seconds of the operator ``node`` on one rank if each of ``num_ranks`` ranks computes an equal part
@@ -147,14 +153,27 @@ class TensorCosts:
             return math.inf
         sharded = target if target.is_shard else source
         strided = sharded.is_shard and math.prod(spec.shape[: sharded.dim]) > 1
+        resliced = source.is_shard and target.is_shard and source.dim == target.dim
+        key = (spec.nbytes, source.kind, target.kind, differentiable, strided, resliced)
+        if key not in self._changes:
+            self._changes[key] = self._price_change(spec.nbytes, change, target, differentiable, strided, resliced)
+        return self._changes[key]
+
+    def _price_change(
+        self, num_bytes: int, change: Reshard, target: Layout, differentiable: bool, strided: bool, resliced: bool
+    ) -> float:
+        """Return the seconds of ``change``, the collectives that change the layout of a tensor to ``target``.
+        ``num_bytes``: bytes of the whole tensor. ``differentiable``: whether the backward changes the layout of its
+        gradient. ``strided``: whether a dim is sharded that is not outermost in memory. ``resliced``: whether the same
+        dim is sharded before and after, in other sections."""
         seconds = self.device.launch  # also without communication, so that the simpler of equal shardings wins
         for op in (change.forward, change.backward if differentiable and self.train else None):
             if op is not None:
-                seconds += exchange_time(op, spec.nbytes, self.group, self.device, strided)
+                seconds += exchange_time(op, num_bytes, self.group, self.device, strided)
         if change.forward is None and target.is_shard and strided:  # a rank's part is copied
-            seconds += copied_s(spec.nbytes / self.group.size, self.device) - self.device.launch
-        if source.is_shard and target.is_shard and source.dim == target.dim:  # other sections: gathered, then cut
-            seconds += exchange_time("all_gather", spec.nbytes, self.group, self.device, strided)
+            seconds += copied_s(num_bytes / self.group.size, self.device) - self.device.launch
+        if resliced:  # other sections: gathered, then cut
+            seconds += exchange_time("all_gather", num_bytes, self.group, self.device, strided)
         return seconds
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
@@ -183,24 +202,71 @@ class TensorCosts:
         return 2.0 * local / self.device.memory_bandwidth
 
 
+class PricedOperators:
+    """A cache of operators that were priced. Operators that are alike, such as those of equal parts of different
+    layers, share one entry, with its compute seconds by the shapes of one rank."""
+
+    def __init__(self) -> None:
+        self._keys: dict[fx.Node, Hashable] = {}
+        self._repeated: dict[fx.Node, tuple[int, float]] = {}
+        self._kinds: dict[Hashable, _Operator] = {}
+        self._found: dict[tuple[fx.Node, bool, int, SameObject[DeviceType]], _Operator] = {}
+
+    def find(self, node: fx.Node, train: bool, tp: int, device: DeviceType) -> _Operator:
+        """Return the entry of the operators that are alike ``node``. ``train``: whether their seconds include the
+        backward. ``tp``: number of ranks over which attention heads are sharded in addition. ``device``: the device
+        type."""
+        key = (node, train, tp, SameObject(device))
+        operator = self._found.get(key)
+        if operator is None:
+            repeated = tuple([self._find_repeated_dim(o) for o in tensors_of(node)])
+            kind = (self._find_key(node), repeated, *key[1:])
+            if kind not in self._kinds:
+                self._kinds[kind] = _Operator(node, train, tp, device, repeated)
+            operator = self._found[key] = self._kinds[kind]
+        return operator
+
+    def _find_key(self, node: fx.Node) -> Hashable:
+        """Return a key that is equal for operators whose prices are equal. An attention is only like itself, because
+        its price depends on how the model computes its keys."""
+        if node not in self._keys:
+            self._keys[node] = node if is_attention(node) else build_call_key(node)
+        return self._keys[node]
+
+    def _find_repeated_dim(self, node: fx.Node) -> tuple[int, float]:
+        if node not in self._repeated:
+            self._repeated[node] = _find_repeated_dim(node)
+        return self._repeated[node]
+
+
 class _Operator:
-    """An operator (``node``) with the data that are equal for all strategies, and a cache of its compute seconds by the
-    shapes of one rank. ``train``: whether the seconds include the backward. ``tp``: number of ranks over which
-    attention heads are sharded in addition to the mesh axis that is being solved; 1 if there are none. A strategy is a
-    way to run an operator on the ranks: the layouts of its operands and results.
+    """An operator (``node``) with the data that are equal for all strategies, and a cache of its compute seconds on
+    ``device`` by the shapes of one rank. ``train``: whether the seconds include the backward. ``tp``: number of ranks
+    over which attention heads are sharded in addition to the mesh axis that is being solved; 1 if there are none.
+    ``repeated``: for each tensor operand, the dim along which it repeats each element of a smaller tensor, and the
+    number of repetitions. A strategy is a way to run an operator on the ranks: the layouts of its operands and results.
     """
 
-    def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
-        self.node, self._tp = node, tp
+    def __init__(
+        self, node: fx.Node, train: bool, tp: int, device: DeviceType, repeated: Sequence[tuple[int, float]]
+    ) -> None:
+        self.node, self._tp, self._device, self._repeated = node, tp, device, repeated
         self._places = [place for place, o in enumerate(operands_of(node)) if isinstance(o.meta["val"], Tensor)]
         self._operands = [(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in tensors_of(node)]
-        self._repeated = [_find_repeated_dim(o) for o in tensors_of(node)]
         self._results = [(tuple(r.shape), r.dtype) for r in results_of(node)]
         self._needs = operand_needs(node)
         self.backward = train and needs_gradient(node)
         factors = factors_of(node)
         self._lower = {} if factors is None else factors.lower
         self._seconds: dict[tuple[tuple[tuple[Shape, float], ...], tuple[Shape, ...]], float] = {}
+
+    @cached_property
+    def matmul_flops(self) -> float:
+        return matmul_flops(self.node)
+
+    @cached_property
+    def made_bytes(self) -> int:
+        return made_bytes(self.node)
 
     def lowering(self, strategy: Strategy) -> Lowering | None:
         """Return the special operators that one rank runs in place of this operator under ``strategy`` (layouts of
@@ -237,9 +303,9 @@ class _Operator:
         times = count_head_repetitions(self.node)
         return times // count_exchanged_copies(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
-    def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
-        """Return the compute seconds of this operator on one rank of ``device``, forward and, if it has a gradient,
-        backward. ``strategy``: the layouts of its operands and results. ``num_ranks``: size of the mesh axis over which
+    def seconds(self, strategy: Strategy, num_ranks: int) -> float:
+        """Return the compute seconds of this operator on one rank, forward and, if it has a gradient, backward.
+        ``strategy``: the layouts of its operands and results. ``num_ranks``: size of the mesh axis over which
         the model is sharded."""
         operands = self.operands(strategy, num_ranks)
         results = [
@@ -250,14 +316,14 @@ class _Operator:
             ways = (False, True) if self.backward else (False,)
             zigzag = strategy.operands[0].zigzag
             return sum(
-                kernels_time(form_kernels(self.node, operands, results, num_ranks, zigzag, back), device)
+                kernels_time(form_kernels(self.node, operands, results, num_ranks, zigzag, back), self._device)
                 for back in ways
             )
         key = tuple((o.shape, o.repeats) for o in operands), tuple(r.shape for r in results)
         if key not in self._seconds:
-            seconds = kernels_time(forward_kernels(self.node, operands, results), device)
+            seconds = kernels_time(forward_kernels(self.node, operands, results), self._device)
             if self.backward:
-                seconds += kernels_time(backward_kernels(self.node, operands, results, self._needs), device)
+                seconds += kernels_time(backward_kernels(self.node, operands, results, self._needs), self._device)
             self._seconds[key] = seconds
         return self._seconds[key]
 

@@ -9,8 +9,9 @@ in the set.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.gradient_flow import can_have_gradient
 from partitioner.passes.ir.layouts import Layout
 from partitioner.passes.ir.model import TensorSpec
 from partitioner.passes.shard.shard_block import RESHARDS
@@ -64,6 +65,7 @@ class Reshards:
         self._cost = cost
         self._known: dict[tuple[TensorSpec, bool, Layout, Layout], float] = {}
         self._tables: dict[tuple[TensorSpec, bool, tuple[Layout, ...], tuple[Layout, ...]], Table] = {}
+        self._passages: dict[Hashable, Passage] = {}
 
     def table(self, spec: TensorSpec, grad: bool, made: Sequence[Layout], targets: Sequence[Layout]) -> Table:
         """Return a table of the costs of every change of layout from ``made`` (rows) to ``targets`` (columns), for a
@@ -75,6 +77,20 @@ class Reshards:
             costs = [[self._reshard_seconds(spec, grad, source, target) for target in targets] for source in made]
             self._tables[key] = np.array(costs, dtype=np.float64).reshape(len(made), -1)
         return self._tables[key]
+
+    def passage(
+        self,
+        value: tuple[TensorSpec, bool],
+        source: tuple[Layout, ...],
+        askers: Sequence[tuple[frozenset[Layout], ...]],
+    ) -> Passage:
+        """Return how a value gets from the layouts in which it may be produced, ``source``, to those in which its
+        readers may need it. Equal arguments give one object. ``value``: (shape and dtype of the value, whether it has a
+        gradient). ``askers``: for each reader, the set of layouts that it needs under each of its choices."""
+        key = (value, source, *askers)
+        if key not in self._passages:
+            self._passages[key] = Passage.find(self, value, source, askers)
+        return self._passages[key]
 
     def _reshard_seconds(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
         """Return the cost of one change of a tensor from layout ``source`` to ``target``, from the cache if it has the
@@ -94,7 +110,7 @@ class Reshards:
         change the layout of the gradient."""
         if (source.kind, target.kind) not in RESHARDS:
             return math.inf
-        if target.kind == "P" and source.is_whole and not is_differentiable(spec.meta()):
+        if target.kind == "P" and source.is_whole and not can_have_gradient(spec.dtype):
             return math.inf  # a number without fractions cannot be cut into addends
         if source.kind == "P" and spec.dtype == torch.bool:
             return math.inf
@@ -106,6 +122,99 @@ class Reshards:
 
 
 @dataclass(frozen=True)
+class Passage:
+    """How a value gets from the layouts in which it may be produced to those in which its readers may need it, without
+    the factor on its costs: alike values of different blocks share this object.
+
+    ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
+    ``made_of``: for each choice of the node that produces the value, the index of the layout that it produces.
+    ``wants``: for each reader, one mask of layouts for each distinct set of layouts that it may need. ``asked_of``: for
+    each reader, the index of its set for each of its choices. The last three are about the ways to provide the value to
+    several readers; they are ``None`` and empty if there is one reader or if there are too many ways. ``ways``: the
+    index of the layout in which the value is produced, and a mask of the layouts in which it can be read, for each way.
+    ``from_source``, ``to_askers``: tables of infinite costs, which forbid a way if the value is produced in another
+    layout, or if a layout is missing that the reader needs.
+    """
+
+    cost: Table
+    made_of: NDArray[np.intp]
+    wants: tuple[NDArray[np.bool_], ...]
+    asked_of: tuple[NDArray[np.intp], ...]
+    ways: tuple[NDArray[np.intp], NDArray[np.bool_]] | None = None
+    from_source: Table | None = None
+    to_askers: tuple[Table, ...] = ()
+
+    @staticmethod
+    def find(
+        reshards: Reshards,
+        value: tuple[TensorSpec, bool],
+        source: tuple[Layout, ...],
+        askers: Sequence[tuple[frozenset[Layout], ...]],
+    ) -> Passage:
+        """Return the passage of ``value``, a pair (shape and dtype, whether it has a gradient). ``reshards``: the costs
+        of changes of layout. ``source``: the layouts in which the value may be produced. ``askers``: for each reader,
+        the set of layouts that it needs under each of its choices."""
+        reading = _read_layouts(source, tuple(askers))
+        cost = reshards.table(*value, reading.made, reading.targets)
+        if len(askers) == 1:
+            return Passage(cost, reading.made_of, reading.wants, reading.asked_of)
+        priced = (cost > 0) + 2 * np.isinf(cost).astype(np.int8)  # all that the ways depend on
+        ways = _find_ways(source, tuple(askers), priced.tobytes())
+        return Passage(cost, reading.made_of, reading.wants, reading.asked_of, *ways)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """In which layouts a value is produced and read, whatever its shape.
+
+    ``made``, ``targets``: the distinct layouts in which it may be produced and read. ``made_of``, ``wants``,
+    ``asked_of``: as in :class:`Passage`.
+    """
+
+    made: tuple[Layout, ...]
+    made_of: NDArray[np.intp]
+    targets: tuple[Layout, ...]
+    wants: tuple[NDArray[np.bool_], ...]
+    asked_of: tuple[NDArray[np.intp], ...]
+
+
+@lru_cache(maxsize=1 << 12)
+def _read_layouts(source: tuple[Layout, ...], askers: tuple[tuple[frozenset[Layout], ...], ...]) -> _Reading:
+    """Return in which layouts a value is produced and read. ``source``: the layouts in which it may be produced.
+    ``askers``: for each reader, the set of layouts that it needs under each of its choices."""
+    made, made_of = _index_distinct_items(source)
+    asked = [_index_distinct_items(layouts) for layouts in askers]
+    targets = list(dict.fromkeys(t for sets, _ in asked for s in sets for t in sorted(s)))
+    # what each reader asks for, as 0/1 per target
+    wants = tuple(np.array([[t in s for t in targets] for s in sets], dtype=bool) for sets, _ in asked)
+    return _Reading(tuple(made), made_of, tuple(targets), wants, tuple(of for _, of in asked))
+
+
+_Ways = tuple[tuple[NDArray[np.intp], NDArray[np.bool_]] | None, Table | None, tuple[Table, ...]]
+
+
+@lru_cache(maxsize=1 << 12)
+def _find_ways(source: tuple[Layout, ...], askers: tuple[tuple[frozenset[Layout], ...], ...], priced: bytes) -> _Ways:
+    """Return the ways to provide a value to several readers, and the tables that forbid some of them: the last three
+    fields of a :class:`Passage`. ``source``: the layouts in which the value may be produced. ``askers``: for each
+    reader, the set of layouts that it needs under each of its choices. ``priced``: for each conversion, 0 if it costs
+    nothing, 1 if it has a finite cost, 3 if it is impossible."""
+    reading = _read_layouts(source, askers)
+    kinds = np.frombuffer(priced, dtype=np.int8).reshape(len(reading.made), -1)
+    cost = np.where(kinds == 3, np.inf, kinds)
+    most = sum(int(w.sum(axis=1).max(initial=0)) for w in reading.wants)
+    ways = _list_available_layout_sets(cost, most)
+    if ways is None:
+        return None, None, ()
+    origin, has = ways
+    several = len(reading.made) > 1
+    from_source = _mask_to_infinite_cost(reading.made_of[:, None] != origin[None, :]) if several else None
+    missing = ((want[None, :, :] & ~has[:, None, :]).any(axis=2) for want in reading.wants)
+    to_askers = (_mask_to_infinite_cost(m)[:, of] for m, of in zip(missing, reading.asked_of, strict=True))
+    return ways, from_source, tuple(to_askers)
+
+
+@dataclass(frozen=True)
 class Source:
     """The node of the assignment problem (one choice per node, at the least total cost) that decides in which layout a
     value is produced. ``variable``: the index of this node in the problem. ``layouts``: the layout of the value under
@@ -113,7 +222,7 @@ class Source:
     """
 
     variable: int
-    layouts: Sequence[Layout]
+    layouts: tuple[Layout, ...]
 
 
 @dataclass(frozen=True)
@@ -124,7 +233,7 @@ class Asker:
     """
 
     variable: int
-    layouts: Sequence[frozenset[Layout]]
+    layouts: tuple[frozenset[Layout], ...]
 
 
 def add_reshard_costs(
@@ -143,29 +252,21 @@ def add_reshard_costs(
     the value, whether it has a gradient). ``weight``: the factor on all costs, which is how many calls execute the
     block (such as a layer) of the value.
     """
-    made, made_of = _index_distinct_items(source.layouts)
-    asked = [_index_distinct_items(a.layouts) for a in askers]
-    targets = list(dict.fromkeys(t for sets, _ in asked for s in sets for t in sorted(s)))
-    cost = weight * reshards.table(*value, made, targets)
-    # what each reader asks for, as 0/1 per target
-    wants = [np.array([[t in s for t in targets] for s in sets], dtype=bool) for sets, _ in asked]
+    passage = reshards.passage(value, source.layouts, [asker.layouts for asker in askers])
+    cost, wants = weight * passage.cost, passage.wants
     if len(askers) == 1:
         bare = np.where(wants[0][None, :, :], cost[:, None, :], 0.0).sum(axis=2)
-        builder.edges.append((source.variable, askers[0].variable, bare[np.ix_(made_of, asked[0][1])]))
+        builder.edges.append((source.variable, askers[0].variable, bare[np.ix_(passage.made_of, passage.asked_of[0])]))
         return
-    sizes = [int(w.sum(axis=1).max(initial=0)) for w in wants]
-    sets = _list_available_layout_sets(cost, sum(sizes))
-    if sets is None:
-        _connect_by_target(builder, name, source, askers, cost, made_of, wants, [of for _, of in asked])
+    if passage.ways is None:
+        _connect_by_target(builder, name, source, askers, cost, passage.made_of, wants, passage.asked_of)
         return
-    origin, has = sets
+    origin, has = passage.ways
     price = np.where(has & np.isfinite(cost[origin]), cost[origin], 0.0).sum(axis=1)
     node = builder.add(name, price)
-    if len(made) > 1:
-        builder.edges.append((source.variable, node, _mask_to_infinite_cost(made_of[:, None] != origin[None, :])))
-    for asker, want, (_, of) in zip(askers, wants, asked, strict=True):
-        missing = (want[None, :, :] & ~has[:, None, :]).any(axis=2)
-        builder.edges.append((node, asker.variable, _mask_to_infinite_cost(missing)[:, of]))
+    if passage.from_source is not None:
+        builder.edges.append((source.variable, node, passage.from_source))
+    builder.edges += [(node, asker.variable, table) for asker, table in zip(askers, passage.to_askers, strict=True)]
 
 
 def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]]:

@@ -39,6 +39,7 @@ from partitioner.solve.sharding.choices import (
     FREE_LAYOUTS,
     LayoutRules,
     ShardingError,
+    StrategyCache,
     list_operator_strategies,
     matmul_flops,
     state_options,
@@ -195,6 +196,8 @@ class ShardingProblem:
         self.ties: list[tuple[LayoutTie, int, list[Layout]]] = []
         self.ports: dict[Port, tuple[int, list[Layout]]] = {}
         self._best: Assignment | None = None  # of all strategies
+        self._strategies = StrategyCache(num_ranks, rules.lengths)
+        self._asked: dict[tuple[tuple[Strategy, ...], tuple[int, ...]], tuple[frozenset[Layout], ...]] = {}
         values = {name: values_of(block) for name, block in model.blocks.items()}
         for name, block in model.blocks.items():
             self._add_operators(name, block, values[name])
@@ -274,7 +277,7 @@ class ShardingProblem:
 
         ``name``: the name of the block. ``values``: the tensors in the block.
         """
-        found = list_operator_strategies(values, operators_of(block), self.num_ranks, self.rules.lengths)
+        found = list_operator_strategies(values, operators_of(block), self._strategies)
         weight = self.weights[name]
         self.operators[name] = {}
         for node, choices in found.items():
@@ -329,10 +332,11 @@ class ShardingProblem:
         is read. ``name``: name of the block."""
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
-            source = Source(*self.list_port_layouts(block, value, _placeholder_to_port(block, value.source)))
+            variable, options = self.list_port_layouts(block, value, _placeholder_to_port(block, value.source))
+            source = Source(variable, tuple(options))
         else:
             variable, choices = self.operators[name][value.source]
-            source = Source(variable, [s.results[value.index] for s in choices])
+            source = Source(variable, tuple(s.results[value.index] for s in choices))
         askers = [*self._operators_reading(name, value), *self._ties_reading(name, value)]
         label = f"{name}/{value.source.name}"
         is_state = value.source.op == "placeholder" and value.source.name in block.states
@@ -353,7 +357,10 @@ class ShardingProblem:
         for reader in value.readers:
             if reader.node is not None:
                 variable, choices = self.operators[name][reader.node]
-                yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
+                key = tuple(choices), reader.positions
+                if key not in self._asked:
+                    self._asked[key] = tuple(frozenset(s.operands[p] for p in reader.positions) for s in choices)
+                yield Asker(variable, self._asked[key])
 
     def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
         """Yield one reader for each output of a block (such as a layer) that is the tensor ``value``. A reader is a
@@ -362,7 +369,7 @@ class ShardingProblem:
         """
         places = [p for reader in value.readers if reader.node is None for p in reader.positions]
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
-            yield Asker(variable, [frozenset((layout,)) for layout in options])
+            yield Asker(variable, tuple(frozenset((layout,)) for layout in options))
 
     def _assignment_to_solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
         """Convert ``answer`` to a sharding: the layout of each tensor and the strategy of each operator. A strategy is
@@ -428,7 +435,7 @@ def sharded_work(
             sharded += work if strategy.factor is not None else 0.0
             seconds = weight * costs.node(node, strategy, num_ranks)
             total += seconds
-            if factors_of(node) is None:
+            if strategy.factor is None and factors_of(node) is None:
                 unruled[str(node.target)] = unruled.get(str(node.target), 0.0) + seconds
     return sharded / flops if flops else 0.0, {k: v / total if total else 0.0 for k, v in unruled.items()}
 

@@ -59,7 +59,7 @@ def _infer_elementwise(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Ten
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or kwargs:
         return None
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if not tensors or not all(t.is_contiguous() and t.device == META for t in tensors):
+    if not all(t.device == META and t.stride() == _contiguous_stride(t.shape) for t in tensors) or not tensors:
         return None
     shape = max((t.shape for t in tensors), key=lambda of: (len(of), of.numel()))
     if any(torch.broadcast_shapes(shape, t.shape) != shape for t in tensors if t.shape != shape):
@@ -69,10 +69,18 @@ def _infer_elementwise(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Ten
     dtype = _elementwise.get(key)
     if dtype is None:
         found = _run_on_meta(target, args, kwargs)
-        if isinstance(found, Tensor) and type(found) is Tensor and found.shape == shape and found.is_contiguous():
+        if type(found) is Tensor and found.shape == shape and found.stride() == _contiguous_stride(found.shape):
             _elementwise[key] = found.dtype
         return found  # type: ignore[no-any-return]
     return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a new tensor of this shape. Dims of size 1 have them, too, unlike in ``is_contiguous``."""
+    steps = [1]
+    for size in reversed(shape[1:]):
+        steps.append(steps[-1] * max(size, 1))
+    return tuple(reversed(steps)) if shape else ()
 
 
 def build_argument_key(argument: Any) -> Any:

@@ -296,7 +296,8 @@ class CandidateEvaluator:
             axis: size for axis, size in {**candidate.grid, "ep": candidate.ep}.items() if axis != "pp" and size > 1
         }
         groups, spread = tuple((axis, best(size)) for axis, size in sizes.items()), machine.spread
-        over: dict[str, Any] = {n: best(getattr(spread, n).size) for n in ("experts", "shards", "expert_shards")}
+        names = "experts", "sharers", "shards", "expert_shards"
+        over: dict[str, Any] = {name: best(getattr(spread, name).size) for name in names}
         return [costs.at(RankProfile(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
 
     def _find_local_key(self, candidate: MeshCandidate) -> Wanted:

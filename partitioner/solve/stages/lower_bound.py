@@ -155,6 +155,8 @@ def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tu
     if followed:  # a rank may compute for another microbatch while a message is on its way
         waits = [tables.transfers(stage) for stage in stages.tolist()]
         times = times - np.stack([before[start, 0] + after[0, stop] for before, after in waits])
+    if times.min(axis=1).max() > limit:  # one of the stages is always too long
+        return None
     # the last backward ends on the first stage, which then reduces its gradients
     least_delay = float(delays[0][0, stop[start == 0]].min(initial=np.inf)) if delays else 0.0
     of_pace: dict[SameObject[Pace], OtherStageTimes] = {}
@@ -179,7 +181,9 @@ def _over_runs(tables: StageTables, limit: float, delays: Sequence[Table]) -> tu
                 step = np.maximum(step, around)
             np.maximum(before[2], step, out=values[2])
         least.fill(np.inf)
-        least[:, ends] = np.minimum.reduceat(values, firsts, axis=1)
+        least[:, ends] = reached = np.minimum.reduceat(values, firsts, axis=1)
+        if reached[0].min() > limit:
+            return None
     most, total, *step = least[:, -1].tolist()
     return (most, total, step[0] if step else 0.0) if most <= limit and most < np.inf else None
 

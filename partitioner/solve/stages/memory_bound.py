@@ -235,7 +235,6 @@ class _CutMixture:
         mean = _KEPT * known + (1 - _KEPT) * weights / weights.sum()
         return result.objective_value(), _Duals(-np.inf, mean, _KEPT * best.prices + (1 - _KEPT) * prices)
 
-
     def _solve_program(self) -> mathopt.SolveResult | None:
         """Return the solution of the program; ``None`` if there is none. The simplex method starts from the last
         solution. If it ends with a numerical error, it starts anew."""

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.planning import JOBS, Job, make_job_model, make_job_topology
 
+_MOST_DRAWS = 8  # for each plan to compare, since most candidates of a large model do not fit in memory
 _PRESETS = "dgx-h100", "dgx-a100", "dgx-a100-40gb", "dgx-b200", "mi300x", "l40s-pcie", "h100-pcie"
 _FAMILIES = "llama", "mistral", "gemma2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"
 
@@ -58,7 +59,7 @@ def draw_job(seed: int) -> Job:
 
 def check_job(job: Job, num: int, seed: int) -> tuple[int, list[str]]:
     """Return how many plans of ``job`` were compared with their bounds, and a line for each bound that is wrong.
-    ``num``: number of candidates to draw."""
+    ``num``: number of plans to compare, at most."""
     import partitioner.solve.search.search as search
     from partitioner import partition
     from partitioner.passes.errors import PartitionError
@@ -93,7 +94,9 @@ def _check_candidates(job: Any, evaluator: Any, num: int, seed: int) -> tuple[in
     order = sorted(range(len(every)), key=lambda k: float(first[k]))
     rng = random.Random(seed)
     compared, wrong = 0, []
-    for _ in range(num):
+    for _ in range(_MOST_DRAWS * num):
+        if compared == num:
+            break
         candidate = every[order[int(len(order) * rng.random() ** 3)]]
         try:
             solved = evaluator.solve(candidate)
@@ -123,7 +126,7 @@ def _check_candidates(job: Any, evaluator: Any, num: int, seed: int) -> tuple[in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=JOBS, help="these jobs")
-    parser.add_argument("--num", type=int, default=60, help="candidates to draw for each job")
+    parser.add_argument("--num", type=int, default=60, help="plans to compare for each job, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--random", type=int, default=0, help="so many random jobs instead")
     options = parser.parse_args()

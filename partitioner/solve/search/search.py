@@ -101,6 +101,7 @@ def search_for_plan(
     before: PlanSearchResult | None = None,
     other_batch: JobOf | None = None,
     evaluator: CandidateEvaluator | None = None,
+    outside: bool = True,
 ) -> PlanSearchResult:
     """Return the best plan of all candidates of ``job`` (model, batch, cluster and constraints), with its certificate.
     The certificate says how near the plan is to the optimum.
@@ -117,6 +118,7 @@ def search_for_plan(
     - before: result of an earlier search of the job, in which ranks had more free memory, or ``None``.
     - other_batch: function that returns the job with another global batch, for the report, or ``None``.
     - evaluator: evaluator of a similar job, whose shardings are used if they hold for this one, or ``None``.
+    - outside: whether to try promising candidates that the bounds do not cover, too.
 
     Raises:
     - CapacityError: no candidate fits in memory.
@@ -127,7 +129,7 @@ def search_for_plan(
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
     had = before.chosen.offload if before else ()
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
-    request = _SearchRequest(progress, compare, deadline, cutoff_s, other_batch)
+    request = _SearchRequest(progress, compare, deadline, cutoff_s, other_batch, outside)
     short: CapacityError | None = None
     hosts_lacked: list[bool] = []
     tried = before is None
@@ -183,13 +185,14 @@ class _SearchRequest:
     whether to plan well-known layouts for comparison. ``deadline``: end of the search on the clock of
     :func:`time.monotonic`. ``cutoff_s``: plans of at least this many seconds per step are of no interest.
     ``other_batch``: function that returns the planning problem with another global batch, for comparison, or
-    ``None``."""
+    ``None``. ``outside``: whether to try promising candidates that the bounds do not cover."""
 
     progress: Callable[[SearchProgress], None] | None
     compare: bool
     deadline: float
     cutoff_s: float
     other_batch: JobOf | None
+    outside: bool
 
 
 def _search_candidates(
@@ -232,7 +235,7 @@ def _search_candidates(
     )
     beside = evaluator if free.constraints == job.constraints else evaluator.for_job(free)
     found, certificate = result.best.payload, result.certificate
-    if not result.interrupted and job.train and job.constraints.leaves_schedule:
+    if request.outside and not result.interrupted and job.train and job.constraints.leaves_schedule:
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
         attempts.remember_devices(known.values())
         schedules = BestSchedule(found, certificate, attempts)
@@ -256,8 +259,9 @@ def _search_candidates(
 
         def find_best(asked: Job, cutoff_s: float) -> Candidate:
             """Return the report's row of the best plan of ``asked``, a similar job, that takes less than ``cutoff_s``
-            seconds per step."""
-            return find_best_report(until - time.monotonic(), asked, cutoff_s, evaluator)
+            seconds per step. Candidates that the bounds do not cover are tried if the plan of this job is one."""
+            outside = found.candidate not in result.rows
+            return find_best_report(until - time.monotonic(), asked, cutoff_s, evaluator, outside=outside)
 
         fewer = without_laggards(
             job,
@@ -334,13 +338,19 @@ def _plan_without_host_memory(job: Job, names: Collection[str], similar: Candida
 
 
 def find_best_report(
-    time_limit_s: float, job: Job, cutoff_s: float, evaluator: CandidateEvaluator | None = None
+    time_limit_s: float,
+    job: Job,
+    cutoff_s: float,
+    evaluator: CandidateEvaluator | None = None,
+    *,
+    outside: bool = True,
 ) -> Candidate:
     """Return the report's row of the best plan of ``job`` (model, batch, cluster and constraints) that takes less than
     ``cutoff_s`` seconds per step. ``time_limit_s``: seconds for the search. ``evaluator``: evaluator of a similar job,
-    whose shardings are used if they hold for this one. Raises :class:`PartitionError` if there is no such plan.
+    whose shardings are used if they hold for this one. ``outside``: whether to try promising candidates that the bounds
+    do not cover. Raises :class:`PartitionError` if there is no such plan.
     """
-    found = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s, evaluator=evaluator)
+    found = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s, evaluator=evaluator, outside=outside)
     rows = found.certificate.candidates
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 

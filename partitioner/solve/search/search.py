@@ -10,7 +10,7 @@ from itertools import chain
 
 from partitioner.background import Future
 from partitioner.candidate import MeshCandidate
-from partitioner.errors import CapacityError
+from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate, Certificate, Limits
 from partitioner.runtime.program.program import Offload
@@ -34,7 +34,9 @@ from partitioner.solve.search.outcomes import (
 )
 from partitioner.solve.search.outside_search import PATIENCE, BestSchedule, list_promising_candidates, without_limit
 from partitioner.solve.search.smaller_clusters import (
+    UNFINISHED_OFFLOAD,
     JobOf,
+    describe_offload_comparison,
     faster_batches,
     faster_with_offload,
     is_even,
@@ -86,9 +88,11 @@ class PlanSearchResult:
             baselines = self.baselines.result()
         except KeyboardInterrupt:  # the plan itself is complete
             baselines = ()
-        covered = self.certificate.covered_bound
+        covered, beyond = self.certificate.covered_bound, self.certificate.beyond
+        if "offload" in beyond and (told := describe_offload_comparison(baselines, self.certificate.objective)):
+            beyond = {**beyond, "offload": told}
         update = {"bound": bound, "gap": gap, "covered_bound": None if covered is None else min(covered, lower_bound_s)}
-        return self.certificate.model_copy(update={"baselines": baselines, **update})
+        return self.certificate.model_copy(update={"baselines": baselines, "beyond": beyond, **update})
 
 
 def search_for_plan(
@@ -292,6 +296,8 @@ def _search_candidates(
     evaluator.locals.ahead.end()  # so that the comparisons, if they run in a fork, have a second process of their own
     baselines = Future(others, worth_it=unknown or alternatives, most_s=as_long_s)
     beyond = beyond_the_bound(space)
+    if tries_offload:
+        beyond["offload"] = UNFINISHED_OFFLOAD  # until the result of the comparison is known
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "Only the most promising placements of ranks on devices were tried."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
@@ -338,11 +344,20 @@ def find_best_report(
 ) -> Candidate:
     """Return the report's row of the best plan of ``job`` (model, batch, cluster and constraints) that takes less than
     ``cutoff_s`` seconds per step. ``time_limit_s``: seconds for the search. ``evaluator``: evaluator of a similar job,
-    whose shardings are used if they hold for this one. Raises :class:`PartitionError` if there is no such plan.
+    whose shardings are used if they hold for this one. Raises :class:`PartitionError` if there is no such plan, and
+    :class:`TimeLimitError` if none was found in the time.
     """
-    found = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s, evaluator=evaluator)
-    rows = found.certificate.candidates
-    return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
+    deadline = time.monotonic() + time_limit_s
+    try:
+        found = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s, evaluator=evaluator)
+    except PartitionError as error:
+        if time.monotonic() < deadline:
+            raise
+        raise TimeLimitError(str(error)) from error
+    row = next(row for row in found.certificate.candidates if row.status == "chosen")
+    if found.certificate.cut_off is not None and found.certificate.objective >= cutoff_s:
+        raise TimeLimitError("the search ended before a plan was found that is fast enough")
+    return row.model_copy(update={"status": "solved"})
 
 
 __all__ = ["OFFLOAD_SETS", "MeshCandidate", "PlanSearchResult", "list_offload_variants", "search_for_plan"]

@@ -12,7 +12,6 @@ from partitioner.explain.improvements import list_improvements
 from partitioner.explain.proof import explain_proof, is_covered, list_uncovered_choices
 from partitioner.explain.stage_layers import list_stage_lines
 from partitioner.explain.tables import (
-    STATUS_WORDS,
     UNCOVERED_MARK,
     build_bar_chart,
     build_figure_grid,
@@ -22,6 +21,7 @@ from partitioner.explain.tables import (
     cut_off,
     describe_outcome,
     describe_tried_offload,
+    describe_tried_rows,
     estimate_table,
     explain_expert_axis,
     explain_sequence_axis,
@@ -307,7 +307,8 @@ def _describe_memory_error() -> str:
     (known, num_known), (unseen, num_unseen) = MEMORY_ERRORS["known"], MEMORY_ERRORS["unseen"]
     return (
         f"Estimated peaks were off by {format_percent(known)} on average in {num_known:,} published runs of other "
-        f"frameworks, and by {format_percent(unseen)} in {num_unseen:,} that no constant was set by."
+        f"frameworks, and by {format_percent(unseen)} in {num_unseen:,} others, by which none of the model's constants "
+        "was set."
     )
 
 
@@ -487,7 +488,7 @@ def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
                 yield indent_part(indent_part(Text(f"{way}: {', '.join(names)}")))
     if any(seen.values()):
         yield format_text_line(
-            "R: the same on every rank of tp; R': so, too, with a gradient that is summed over tp; S0, S1: sharded on "
+            "R: the same on every rank of tp; R': the same, with a gradient that is summed over tp; S0, S1: sharded on "
             "dimension 0, 1. ZeRO's sharding comes on top."
         )
 
@@ -558,11 +559,8 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
         "step time of every plan of the row; memory: of the fullest rank."
     )
     rows = plan.certificate.candidates
-    if any(row.status == "solved" and row.bound < plan.certificate.objective for row in rows):
-        yield format_text_line(
-            f'"{STATUS_WORDS["solved"]}": the best plan that was found for the row takes longer than the chosen one. '
-            'Where "at least" is below the step time of the chosen one, another plan of the row may still be faster.'
-        )
+    if note := describe_tried_rows(plan.certificate, "at least"):
+        yield format_text_line(note)
     if not all(is_covered(row, plan.certificate) for row in rows):
         yield format_text_line(f"{UNCOVERED_MARK.strip()} The proof of optimality does not cover these rows.")
     yield format_text_line(
@@ -621,8 +619,8 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
     yield format_text_line(
         f"The cost model's step times were off by {format_percent(known)} on average in {num_known:,} measured runs, "
         "and by "
-        f"{format_percent(unseen)} in {num_unseen:,} that no constant was set by. Smaller differences between plans "
-        "are within the error of the model."
+        f"{format_percent(unseen)} in {num_unseen:,} others, by which none of its constants was set. Smaller "
+        "differences between plans are within the error of the model."
     )
     yield from map(format_text_line, explain_proof(plan))
     if c.cut_off is not None:

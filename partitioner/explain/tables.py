@@ -255,6 +255,19 @@ def _get_status(candidate: Candidate, certificate: Certificate) -> str:
     return OPEN if certificate.is_open(candidate) else candidate.status
 
 
+def describe_tried_rows(certificate: Certificate, bound: str) -> str:
+    """Return a note, below a table of layouts, on those that were tried and have a lower bound on the step time below
+    the step time of the chosen plan; empty if there are none. ``certificate``: the results of the search. ``bound``:
+    the title of the column with the lower bounds.
+    """
+    if not any(row.status == "solved" and row.bound < certificate.objective for row in certificate.candidates):
+        return ""
+    return (
+        f'"{STATUS_WORDS["solved"]}": the best plan that was found for the row takes longer than the chosen one. Where '
+        f'"{bound}" is below the step time of the chosen one, another plan of the row may still be faster.'
+    )
+
+
 def format_heading(text: str) -> Text:
     """Return ``text`` in bold, as the heading of a section of a text report."""
     return Text(text, style="bold")

@@ -340,7 +340,7 @@ def _explain_bounded(
     """
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
-    bounded = f"{_count_layouts_text(sum(c.status == 'bounded' for c in rows))} given a lower bound and not worked out"
+    bounded = f"{_count_layouts_text(sum(c.status == 'bounded' for c in rows))} given a lower bound and not tried"
     outside = _list_uncovered_schedules(plan, asked)
     lines = [
         f"Every plan with {format_asked_constraints(asked)}{' that the proof covers' if outside else ''} takes "
@@ -355,8 +355,8 @@ def _explain_bounded(
         ended = f"the search was {cut_off(certificate)}" if certificate.cut_off else "no faster plan of them was found"
         lines.append(f"{still_open} of these may be faster: {ended}.")
     if solved is not None and solved.step_time is not None:
-        worked_out = f"The best of these that was worked out is {candidate_text(solved)}"
-        lines.append(f"{worked_out}. It takes {seconds_text(solved.step_time)}, beside the chosen plan:")
+        tried = f"The best of these that was tried is {candidate_text(solved)}"
+        lines.append(f"{tried}. It takes {seconds_text(solved.step_time)}, beside the chosen plan:")
         lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
     more = "To work out the best of these plans, give the model"
     return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound, with_model=more)
@@ -481,7 +481,7 @@ def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     count = f"{sum(left.values()):,}"
     worst = f"Layouts with {format_asked_constraints(asked)} are among the {count} worst, which the report only counts"
     if left.get(OPEN):
-        return WhyNot(asked, "unknown", (f"{worst}; {left[OPEN]:,} of these were not worked out and may be faster.",))
+        return WhyNot(asked, "unknown", (f"{worst}; {left[OPEN]:,} of these were not tried and may be faster.",))
     lines = (f"{worst}: each of these either cannot be faster than the plan or does not fit in memory.",)
     return WhyNot(asked, "bounded", lines, bound=plan.certificate.objective)
 

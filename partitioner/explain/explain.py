@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from partitioner.cost import MEAN_ERRORS
+from partitioner.cost import MEAN_ERRORS, MEMORY_ERRORS
 from partitioner.explain.improvements import list_improvements
-from partitioner.explain.proof import explain_proof, list_uncovered_choices
+from partitioner.explain.proof import explain_proof, is_covered, list_uncovered_choices
+from partitioner.explain.stage_layers import list_stage_lines
 from partitioner.explain.tables import (
+    UNCOVERED_MARK,
     build_bar_chart,
     build_figure_grid,
     candidate_counts,
@@ -19,6 +21,7 @@ from partitioner.explain.tables import (
     cut_off,
     describe_outcome,
     describe_tried_offload,
+    describe_tried_rows,
     estimate_table,
     explain_expert_axis,
     explain_sequence_axis,
@@ -29,15 +32,14 @@ from partitioner.explain.tables import (
     indent_part,
     microbatches_text,
     other_batch_text,
+    partly_recomputed_text,
     peak_rate_text,
     precision_notes,
-    recomputed_text,
     rule_table,
     sharing_text,
     stage_table,
     types_text,
     usable_memory_text,
-    waiting_text,
 )
 from partitioner.explain.time_parts import KINDS, format_time_changes, time_shares, without_residue
 from partitioner.plan import NEAR, WITHOUT, Baseline, Candidate, Plan
@@ -51,9 +53,10 @@ from partitioner.plans.figures import (
     memory_text,
     schedule_text,
     share_of_usable,
+    waiting_shares,
 )
 from partitioner.plans.mesh_axes import axis_text
-from partitioner.plans.outline import CallGroup, Outline, group_notes, outline_program
+from partitioner.plans.outline import Outline, outline_program
 from partitioner.runtime.family.data import BatchPadding
 from partitioner.runtime.program.program import list_updated_states
 from partitioner.topology.groups import stage_ranks
@@ -96,6 +99,7 @@ _AXIS_WORDS = {  # axes of groups that are not axes of the plan's mesh
 }
 _NOTED = 0.01  # fraction of a step: recomputation that takes less is not mentioned
 _MOST_KINDS, _LEAST_SHARE = 3, 0.01  # how many kinds of operators are named, and the least share of one that is
+_MOST_PAIRS = 8  # pairs of stages that a text lists
 _TIGHT = 0.9  # fraction of the usable memory from which memory is said to limit the plan
 
 
@@ -219,7 +223,6 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
         ("Does it fit?", list(_explain_fit(plan))),
         ("What limits it?", list(_explain_limits(plan))),
         ("What would make it faster?", _format_items(list_improvements(plan))),
-        ("Where does the time go?", _explain_breakdown(plan)),
         ("How is the work divided?", list(_explain_partition(plan, whole))),
         ("How is the sequence shared?", list(explain_sequence_axis(plan))),
         ("How are the experts spread?", list(explain_expert_axis(plan))),
@@ -278,7 +281,9 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
         yield format_text_line(f"No: {where} {needs}: {bytes_text(peak - room)} too much.")
     yield format_text_line(f"Usable are {usable_memory_text(plan)}.")
     if device_memory(plan, rank).margin:
-        yield format_text_line("The margin covers fragmentation and errors of the estimate.")
+        yield format_text_line(
+            f"The margin covers fragmentation and errors of the estimate. {_describe_memory_error()}"
+        )
     if plan.offload:
         held = " and ".join(", ".join(host_kinds(plan)).rsplit(", ", 1))
         size = bytes_text(max((part.host for part in plan.estimate.stages), default=0))
@@ -296,6 +301,17 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
         yield build_bar_chart([(words.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
 
 
+def _describe_memory_error() -> str:
+    """Return a sentence on the mean error of estimated memory in measured runs, with which the reader can judge the
+    margin."""
+    (known, num_known), (unseen, num_unseen) = MEMORY_ERRORS["known"], MEMORY_ERRORS["unseen"]
+    return (
+        f"Estimated peaks were off by {format_percent(known)} on average in {num_known:,} published runs of other "
+        f"frameworks, and by {format_percent(unseen)} in {num_unseen:,} others, by which none of the model's constants "
+        "was set."
+    )
+
+
 def _describe_slowest_stage(plan: Plan) -> str:
     """Return the stage of ``plan`` whose forward and backward take longest as text, such as `` (on stage 7)``; empty if
     there is only one stage.
@@ -310,34 +326,29 @@ def _shares_text(plan: Plan) -> str:
 
 
 def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
-    """Yield lines on what limits the speed of ``plan``: kinds of time, slow operators, memory, disk, and constraints of
-    the user.
+    """Yield lines on what limits the speed of ``plan``: a chart of the kinds of time, slow operators, memory, disk, and
+    constraints of the user.
     """
     estimate = plan.estimate
-    if time_shares(plan):
-        yield format_text_line(f"Time of the slowest rank{_describe_slowest_stage(plan)}: {_shares_text(plan)}.")
-        if kinds := _format_costliest_kinds(plan):
-            yield format_text_line(f"Most of a microbatch's computation is in {kinds}.")
+    yield from _explain_breakdown(plan)
     if estimate.memory:
         rank = fullest_rank(plan)
         share = share_of_usable(estimate.memory[rank], list_usable_bytes(plan)[rank])
-        used = f"the fullest rank uses {format_percent(share)} of its usable memory"
         again = estimate.breakdown.get("recompute", 0.0) / (sum(estimate.breakdown.values()) or 1.0)
-        if again > _NOTED:
-            used += f", and {format_percent(again)} of the step is recomputation, which saves memory"
         if share >= _TIGHT and again <= _NOTED:
             little = "Little" if again else "Nothing"
             yield format_text_line(
-                f"Memory is nearly full: {used}. {little} is recomputed, so more memory helps other layouts only."
+                f"Memory is nearly full. {little} is recomputed, so more memory helps other layouts only."
             )
         elif again > _NOTED:
             yield format_text_line(
-                f"Memory limits the plan: {used}. Layouts that need more are ruled out, even if they were faster."
+                "Memory limits the plan: it recomputes activations to save memory, and layouts that need more memory "
+                "than there is are ruled out, even if they were faster."
             )
         elif hidden := _describe_hidden_recomputation(plan):
-            yield format_text_line(f"Memory costs no time: {used}. {hidden}, but other stages take longer.")
+            yield format_text_line(f"Memory costs no time: {hidden}, but other stages take longer.")
         else:
-            yield format_text_line(f"Memory does not limit the plan: {used}.")
+            yield format_text_line("Memory does not limit the plan.")
     yield from _explain_disk_limit(plan)
     if plan.constraints.given:
         fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.given.items())
@@ -345,14 +356,14 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _describe_hidden_recomputation(plan: Plan) -> str:
-    """Return a clause that names the stages of ``plan`` that recompute activations, such as ``Stage 0 recomputes to
+    """Return a clause that names the stages of ``plan`` that recompute activations, such as ``stage 0 recomputes to
     fit``; empty if none does. For a plan in which recomputation takes no share of the step, because the slowest stage
     has none.
     """
     some = [k for k, stage in enumerate(plan.estimate.stages) if stage.recomputed or stage.in_part or stage.selective]
     if len(some) > 1:
-        return f"Stages {format_ranges(some)} recompute to fit"
-    return f"Stage {some[0]} recomputes to fit" if some else ""
+        return f"stages {format_ranges(some)} recompute to fit"
+    return f"stage {some[0]} recomputes to fit" if some else ""
 
 
 def _explain_disk_limit(plan: Plan) -> Iterator[RenderableType]:
@@ -392,17 +403,26 @@ def _format_layer_communication(plan: Plan) -> str:
 
 
 def _explain_breakdown(plan: Plan) -> list[RenderableType]:
-    """Return a bar chart of the step time of ``plan`` by kind of time, with sentences on waiting and on communication
-    inside layers; an empty list if no times are known."""
+    """Return a bar chart of the step time of ``plan`` by kind of time, with sentences on slow operators, on waiting and
+    on communication inside layers; an empty list if no times are known."""
     kinds = sorted(without_residue(plan.estimate.breakdown).items(), key=lambda item: -item[1])
     total = sum(s for _, s in kinds)
     if not total:
         return []
     taken, mfu = seconds_text(plan.estimate.step_time), format_percent(plan.estimate.mfu)
     peak = peak_rate_text(plan)
-    words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak{peak and f' of {peak}'} (MFU):"
+    most, part = time_shares(plan)[0]
+    words = (
+        f"One step takes {taken} on the slowest rank{_describe_slowest_stage(plan)}, at {mfu} of the devices' "
+        f"peak{peak and f' of {peak}'} (MFU). {'Most' if part > 0.5 else 'The largest part'} of it is {most}:"
+    )
     chart = build_bar_chart([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])
-    lines = [f"Bubble: {waits}."] if (waits := waiting_text(plan)) else []
+    lines = []
+    if costliest := _format_costliest_kinds(plan):
+        lines.append(f"Most of a microbatch's computation is in {costliest}.")
+    if plan.num_stages > 1 and (waits := waiting_shares(plan).mean) is not None:
+        shown = " (pipeline bubble; the chart has that of the slowest rank)" if "bubble" in dict(kinds) else ""
+        lines.append(f"A rank waits for other ranks during {format_percent(waits)} of the step on average{shown}.")
     if told := _format_layer_communication(plan):
         whole = sum(plan.estimate.exchanges.values())
         hidden = max(0.0, 1 - plan.estimate.breakdown.get("tp_communication", 0.0) / whole)
@@ -413,14 +433,18 @@ def _explain_breakdown(plan: Plan) -> list[RenderableType]:
 
 def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     """Yield lines on how ``plan`` divides the work: mesh axes, links, microbatches, schedule, data types, sharding of
-    parameters, gradients and optimizer states, recomputation, and the layers of each stage. ``whole``: the overview of
-    the plan's program (what each rank executes); ``None`` without a program.
+    parameters, gradients and optimizer states, and the layers of each stage, with those that are recomputed. ``whole``:
+    the overview of the plan's program (what each rank executes); ``None`` without a program.
     """
     for axis, size in plan.mesh.items():
         if size > 1:
             yield format_text_line(
                 f"{AXIS_NAMES.get(axis, axis)} parallelism ({axis}) over {format_plural(size, 'rank')}"
             )
+    over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
+    if over:  # the other axes divide samples, stages and experts: all of the work
+        divided = format_percent(plan.shares.matmul_sharded)
+        yield format_text_line(f"{divided} of the matrix-multiply work is divided over {' and '.join(over)}")
     if links := axis_text(plan):
         yield format_text_line(f"links: {links}")
     microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
@@ -431,33 +455,16 @@ def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[Renderable
     told = (
         ("types", types_text(plan)),
         ("state sharding", sharing_text(plan)),
-        ("recomputed in backward", recomputed_text(plan)),
+        ("recomputed in part", partly_recomputed_text(plan)),
     )
     yield from (format_text_line(f"{name}: {text}") for name, text in told if text)
-    for number, part in enumerate(plan.estimate.stages if whole is None else ()):
-        again = f", {part.again} in backward" if part.again else ""
-        yield format_text_line(
-            f"stage {number}: {format_plural(part.num_calls, 'call')}, first {part.first}, last {part.last}{again}"
-        )
-    for stage in whole.stages if whole is not None else ():
-        calls = ", ".join(_format_call_group(g) for g in stage.groups)
-        yield format_text_line(f"stage {stage.index}: {calls}")
+    yield from map(format_text_line, list_stage_lines(plan, whole))
     changed = list_updated_states(plan.program) if whole is not None else []
     if changed:
         names = ", ".join(changed[:_SHOWN]) + (", ..." if len(changed) > _SHOWN else "")
         yield format_text_line(
             f"at the end of a step {format_plural(len(changed), 'buffer')} that forward changes: {names}"
         )
-
-
-def _format_call_group(group: CallGroup) -> str:
-    """Return ``group``, a sequence of repeated blocks (such as decoder layers), as text like
-    ``16 × layer (model.layers.0–15)``: number, names, module paths and notes.
-    """
-    times = f"{group.count} × " if group.count > 1 else ""
-    name = group.title
-    about = [*([group.paths] if group.paths not in ("", name) else []), *group_notes(group)]
-    return f"{times}{name}" + (f" ({', '.join(about)})" if about else "")
 
 
 def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
@@ -481,7 +488,7 @@ def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
                 yield indent_part(indent_part(Text(f"{way}: {', '.join(names)}")))
     if any(seen.values()):
         yield format_text_line(
-            "R: the same on every rank of tp; R': so, too, with a gradient that is summed over tp; S0, S1: sharded on "
+            "R: the same on every rank of tp; R': the same, with a gradient that is summed over tp; S0, S1: sharded on "
             "dimension 0, 1. ZeRO's sharding comes on top."
         )
 
@@ -500,7 +507,9 @@ def _explain_communication(whole: Outline) -> Iterator[RenderableType]:
         text = f"{bytes_text(link.num_bytes)} of {what} per microbatch"
         hand_overs.setdefault(text, []).append(f"{link.source}→{link.target}")
     for text, pairs in hand_overs.items():
-        yield format_text_line(f"{'stages' if len(pairs) > 1 else 'stage'} {', '.join(pairs)}: {text}")
+        several = "stages" if len(pairs) > 1 else "stage"
+        shown = [*pairs[:2], "...", pairs[-1]] if len(pairs) > _MOST_PAIRS else pairs
+        yield format_text_line(f"{several} {', '.join(shown)}: {text}")
     reductions: dict[str, list[int]] = {}
     for stage in whole.stages:
         for moved in stage.reductions:
@@ -534,7 +543,8 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     if not candidates:
         return
     yield format_text_line(candidate_counts(plan.certificate) + ".")
-    yield from (format_text_line(_format_baseline(b, plan)) for b in plan.certificate.baselines if not b.global_batch)
+    told = [b for b in plan.certificate.baselines if not (b.global_batch or (b.offload and b.candidate is None))]
+    yield from (format_text_line(_format_baseline(b, plan)) for b in told)
     yield from _explain_uncounted_layouts(plan)
     if other := other_batch_text(plan):
         yield format_text_line(f"A global batch {other}.")
@@ -545,9 +555,16 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     yield candidate_table(plan)
     yield format_text_line(
         "zero: ZeRO's stage, 0 if absent; dp_shard: ranks that share states, all of dp × cp if absent; v: virtual "
-        "stages of a rank; at least: a lower bound on the step time of any plan of the row; memory: of the fullest "
-        "rank; uncovered: not covered by the proof. why_not(...), such as why_not(tp=2), says in which parts of the "
-        "step time one differs."
+        "stages of a rank; step time: of the best plan that was found for the row; at least: a lower bound on the "
+        "step time of every plan of the row; memory: of the fullest rank."
+    )
+    rows = plan.certificate.candidates
+    if note := describe_tried_rows(plan.certificate, "at least"):
+        yield format_text_line(note)
+    if not all(is_covered(row, plan.certificate) for row in rows):
+        yield format_text_line(f"{UNCOVERED_MARK.strip()} The proof of optimality does not cover these rows.")
+    yield format_text_line(
+        "why_not(...), such as why_not(tp=2), says in which parts of the step time another layout differs."
     )
 
 
@@ -564,7 +581,7 @@ def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
         if not baseline.name.startswith(WITHOUT) and _get_layout(baseline.candidate) not in rows
     ]
     if names:
-        yield format_text_line(f"Worked out in addition, so neither counted nor in the table: {', '.join(names)}.")
+        yield format_text_line(f"Tried in addition, so neither counted nor in the table: {', '.join(names)}.")
 
 
 def _get_layout(candidate: Candidate) -> tuple[str, int, str]:
@@ -598,12 +615,12 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
     simulation.
     """
     c = plan.certificate
-    yield format_text_line(f"The cost model estimates {seconds_text(c.objective)} for a step of this plan.")
     (known, num_known), (unseen, num_unseen) = MEAN_ERRORS["known"], MEAN_ERRORS["unseen"]
     yield format_text_line(
-        f"Its step times were off by {format_percent(known)} on average in {num_known:,} measured runs, and by "
-        f"{format_percent(unseen)} in {num_unseen:,} that no constant was set by. Smaller differences between plans "
-        "are within the error of the model."
+        f"The cost model's step times were off by {format_percent(known)} on average in {num_known:,} measured runs, "
+        "and by "
+        f"{format_percent(unseen)} in {num_unseen:,} others, by which none of its constants was set. Smaller "
+        "differences between plans are within the error of the model."
     )
     yield from map(format_text_line, explain_proof(plan))
     if c.cut_off is not None:
@@ -612,7 +629,7 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
         were = "layout was" if c.num_open == 1 else "layouts were"
         nearest = min((row.bound for row in c.candidates if c.is_open(row)), default=c.bound)
         most = format_percent((c.objective - nearest) / c.objective)
-        yield format_text_line(f"{c.num_open} {were} not worked out and may be faster, by {most} at most.")
+        yield format_text_line(f"{c.num_open} {were} not tried and may be faster, by {most} at most.")
     if outside := list_uncovered_choices(plan):
         yield format_text_line("The proof does not cover these choices; plans with them may be faster:")
         yield from _format_items(outside)
@@ -625,10 +642,6 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
             f"Check: a simulation of the generated programs with the same costs takes {seconds_text(simulated)}, "
             f"{compared}. It checks the schedule, not the cost model."
         )
-    over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
-    if over:  # the other axes divide samples, stages and experts: all of the work
-        share = format_percent(plan.shares.matmul_sharded)
-        yield format_text_line(f"{share} of the matrix-multiply work is divided over {' and '.join(over)}.")
 
 
 def _explain_notes(plan: Plan) -> Iterator[RenderableType]:

@@ -90,7 +90,7 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
     parts = {
         "tp_communication": f"Less communication inside layers, by {layers} or faster links",
         "reduction": "Less exposed gradient reduction, by a larger global batch or faster links",
-        "recompute": "No recomputation, by more memory for each rank: more devices, or optimizer states elsewhere",
+        "recompute": "No recomputation, by more memory for each rank: more devices, or optimizer states in host memory",
         "bubble": "Fewer waits for other pipeline stages, by a larger global batch",
         "offload": "Fewer transfers to host memory, by more devices",
         "optimizer": "A shorter optimizer update, by states that are sharded over more ranks",
@@ -100,7 +100,7 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
         yield Improvement(share, f"{words}: at most {format_percent(share)} less.")
     yield from _compare_precisions(plan, shares.get("compute", 0.0))
     gap = plan.certificate.gap
-    yield Improvement(gap, f"Another layout or placement: at most {format_percent(gap)} less, the gap of the bound.")
+    yield Improvement(gap, f"Another layout or placement: at most {format_percent(gap)} less, by the lower bound.")
 
 
 def _compare_precisions(plan: Plan, computed: float) -> Iterator[Improvement]:

@@ -130,13 +130,13 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
     """
     found = [row for row in certificate.candidates if row.step_time is not None and not is_covered(row, certificate)]
     if not found:
-        yield f"Not proven: that no layout with {_SEVERAL} is faster. None was worked out."
+        yield f"Not proven: that no layout with {_SEVERAL} is faster. None was tried."
         return
     meshes = len({tuple(sorted(row.mesh.items())) for row in found})
     other = "other " if any(row.status == "chosen" for row in found) else ""
     yield (
-        f"Not proven: that no {other}layout with {_SEVERAL} is faster. Worked out were "
-        f"{format_plural(len(found), 'such layout')} on {format_plural(meshes, 'mesh', 'meshes')}."
+        f"Not proven: that no {other}layout with {_SEVERAL} is faster. {format_plural(len(found), 'such layout')} on "
+        f"{format_plural(meshes, 'mesh', 'meshes')} {'was' if len(found) == 1 else 'were'} tried."
     )
     others = [row for row in found if row.status != "chosen"]
     if others:

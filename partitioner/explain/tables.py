@@ -186,19 +186,20 @@ _MOST_CANDIDATES = 12
 
 STATUS_WORDS = {
     "chosen": "chosen",
-    "solved": "slower",
-    OPEN: "not worked out, may be faster",  # its lower bound is below the plan's step time
+    "solved": "tried: slower",
+    OPEN: "not tried, may be faster",  # its lower bound is below the plan's step time
     "bounded": "ruled out by a bound",
     "infeasible": "does not fit in memory",
 }
 _COUNTED = {  # words in a list of outcomes: for one candidate, for several
     "chosen": ("chosen", "chosen"),
-    "solved": ("slower", "slower"),
-    OPEN: ("not worked out, may be faster", "not worked out, may be faster"),
+    "solved": ("tried and slower", "tried and slower"),
+    OPEN: ("not tried, may be faster", "not tried, may be faster"),
     "bounded": ("ruled out by a lower bound on its time", "ruled out by lower bounds on their time"),
     "infeasible": ("does not fit in memory", "do not fit in memory"),
 }
 _NO_PLAN = "not possible"  # for another reason than lack of memory
+UNCOVERED_MARK = " *"  # after the outcome of a layout that the proof does not cover
 _EXECUTION = {  # value of the constraint -> how ranks execute instructions
     "eager": "",
     "compiled": "compiled between collectives; estimates are those of operators one by one",
@@ -236,9 +237,9 @@ def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
 
 
 def status_word(candidate: Candidate, certificate: Certificate) -> str:
-    """Return a short text for what the search found for ``candidate``, such as ``slower``. ``candidate``: a layout
-    (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined. ``certificate``: the results of
-    the search.
+    """Return a short text for what the search found for ``candidate``, such as ``tried: slower``. ``candidate``: a
+    layout (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined. ``certificate``: the
+    results of the search.
     """
     if is_as_fast(candidate, certificate):
         return AS_FAST
@@ -252,6 +253,19 @@ def _get_status(candidate: Candidate, certificate: Certificate) -> str:
     microbatch size, schedule, ZeRO stage) that the search examined. ``certificate``: the results of the search.
     """
     return OPEN if certificate.is_open(candidate) else candidate.status
+
+
+def describe_tried_rows(certificate: Certificate, bound: str) -> str:
+    """Return a note, below a table of layouts, on those that were tried and have a lower bound on the step time below
+    the step time of the chosen plan; empty if there are none. ``certificate``: the results of the search. ``bound``:
+    the title of the column with the lower bounds.
+    """
+    if not any(row.status == "solved" and row.bound < certificate.objective for row in certificate.candidates):
+        return ""
+    return (
+        f'"{STATUS_WORDS["solved"]}": the best plan that was found for the row takes longer than the chosen one. Where '
+        f'"{bound}" is below the step time of the chosen one, another plan of the row may still be faster.'
+    )
 
 
 def format_heading(text: str) -> Text:
@@ -534,8 +548,15 @@ def recomputed_text(plan: Plan) -> str:
         by_text.setdefault(_format_recomputed(stage), []).append(number)
     told = [f"{'stages' if len(n) > 1 else 'stage'} {format_ranges(n)}: {text}" for text, n in by_text.items()]
     text = "; ".join(told) if len(by_text) > 1 else next(iter(by_text))
+    part = partly_recomputed_text(plan)
+    return f"{text} (in part: {part})" if part else text
+
+
+def partly_recomputed_text(plan: Plan) -> str:
+    """Return which operators of a layer are recomputed in backward, as text, if ``plan`` recomputes layers in part;
+    empty if it does not."""
     part = _IN_PART.get(plan.constraints.recompute or "", _IN_PART["selective"])
-    return f"{text} (in part: {part})" if any(stage.selective for stage in stages) else text
+    return part if any(stage.selective for stage in plan.estimate.stages) else ""
 
 
 def _format_recomputed(stage: StageEstimate) -> str:
@@ -581,15 +602,15 @@ def format_offload(plan: Plan | Baseline) -> str:
 
 
 def describe_tried_offload(plan: Plan) -> str:
-    """Return a phrase on the offload that the search of ``plan`` has tried, such as ``on the devices alone (offload to
-    host memory was not tried)``. It is for a message on a layout that does not fit and might fit with more offload.
-    Empty if no more offload is possible, or if the user fixed the offload.
+    """Return a phrase on the offload with which the search of ``plan`` tried layouts, such as ``without offload to host
+    memory``. It is for a message on a layout that does not fit and might fit with more offload. Empty if no more
+    offload is possible, or if the user fixed the offload.
     """
     if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
         return ""
     if not plan.offload:
-        return "on the devices alone (offload to host memory was not tried)"
-    return f"with only {' and '.join(host_kinds(plan))} in host memory (more offload was not tried)"
+        return "without offload to host memory"
+    return f"with only {' and '.join(host_kinds(plan))} in host memory"
 
 
 def disk_text(plan: Plan) -> str:
@@ -646,8 +667,8 @@ def cut_off(certificate: Certificate) -> str:
 
 def candidate_counts(certificate: Certificate) -> str:
     """Return how many layouts (mesh, schedule, ZeRO stage) the search examined and what it found for them, for example
-    ``24 layouts: 1 chosen, 3 slower, 20 ruled out by lower bounds on their time``; empty if no layouts are listed.
-    ``certificate``: the results of the search.
+    ``24 layouts: 1 chosen; 3 tried and slower; 20 ruled out by lower bounds on their time``; empty if no layouts are
+    listed. ``certificate``: the results of the search.
     """
     if not certificate.candidates:
         return ""
@@ -743,7 +764,7 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     )  # fmt: skip
     for candidate in best_first(plan.certificate.candidates)[:most]:
         outcome = status_word(candidate, plan.certificate)
-        outcome += "" if is_covered(candidate, plan.certificate) else ", uncovered"
+        outcome += "" if is_covered(candidate, plan.certificate) else UNCOVERED_MARK
         outcome += f": {candidate.reason}" if candidate.reason else ""
         made.add_row(
             candidate_text(candidate),
@@ -843,8 +864,8 @@ def format_text_line(text: str) -> RenderableType:
 def describe_outcome(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
     """Return a phrase for what the search found for ``candidate``, such as ``takes 7 s, 5% more``. ``candidate``: a
     layout (mesh, microbatch size, schedule, ZeRO stage) that the search for a plan examined. ``chosen``: the step time
-    of the chosen plan in seconds. ``unhosted``: a phrase that says that more offload to host memory was not tried; it
-    is inserted if the layout does not fit in memory. Empty: nothing is inserted.
+    of the chosen plan in seconds. ``unhosted``: a phrase that says with how much offload to host memory the layout
+    was tried; it is inserted if the layout does not fit in memory. Empty: nothing is inserted.
     """
     why = f" ({candidate.reason})" if candidate.reason else ""
     if candidate.status == "chosen":
@@ -852,16 +873,14 @@ def describe_outcome(candidate: Candidate, chosen: float, unhosted: str = "") ->
     if candidate.status == "infeasible":
         if is_barred(candidate):
             return f"{_NO_PLAN}{why}"
-        if unhosted and candidate.reason:
-            return f"{STATUS_WORDS[candidate.status]} {unhosted.removesuffix(')')}; {candidate.reason})"
-        return f"{STATUS_WORDS[candidate.status]}{why}"
+        return f"{' '.join(filter(None, (STATUS_WORDS[candidate.status], unhosted)))}{why}"
     if candidate.status == "solved" and candidate.step_time is not None:
         ratio = candidate.step_time / chosen if chosen else 1.0
         more = f"{format_digits(ratio, 2)} times as long" if ratio >= 2 else f"{format_percent(abs(ratio - 1))} "
         more += "" if ratio >= 2 else "more" if ratio >= 1 else "less"
         return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
     if candidate.bound < chosen * (1 - _ROUNDING):
-        return f"was not worked out; it takes {seconds_text(candidate.bound)} or more, so it may be faster{why}"
+        return f"was not tried; it takes {seconds_text(candidate.bound)} or more, so it may be faster{why}"
     return f"takes {seconds_text(candidate.bound)} or more, so it was ruled out{why}"
 
 
@@ -936,9 +955,7 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
         yield from _explain_without_axis(plan, "ep", f"With ep {size}", size)
     if bounded:
         sizes, least = ", ".join(map(str, bounded)), min(c.bound for of in bounded.values() for c in of)
-        yield format_text_line(
-            f"With ep {sizes} every plan takes {seconds_text(least)} or more, so none was worked out."
-        )
+        yield format_text_line(f"With ep {sizes} every plan takes {seconds_text(least)} or more, so none was tried.")
 
 
 def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
@@ -963,7 +980,7 @@ def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> I
         )
     elif others:
         least = min(c.bound for c in others if c.status != "infeasible")
-        yield format_text_line(f"{words} every plan takes {seconds_text(least)} or more, so none was worked out.")
+        yield format_text_line(f"{words} every plan takes {seconds_text(least)} or more, so none was tried.")
 
 
 def _format_change(seconds: float, chosen: float) -> str:

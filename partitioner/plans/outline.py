@@ -160,7 +160,8 @@ class CallGroup:
     ``stage``: index of the stage. ``index``: index of the group in the stage. ``start``, ``stop``: the range ``[start,
     stop)`` of positions of its calls in the stage. ``blocks``: the names of the repeated blocks. ``title``: these names
     as text for reports, such as ``layers.* + norm``. ``count``: how often the sequence of blocks is repeated.
-    ``paths``: the module paths of the calls as text. ``collectives``: totals over all calls of the group, for one rank
+    ``paths``: the module paths of the calls as text. ``members``: the module path of the first call of each repetition.
+    ``collectives``: totals over all calls of the group, for one rank
     and one microbatch. ``weights``: the parameters of one of these sequences.
 
     ``num_parameters``: elements of the parameters before sharding. ``parameter_bytes``: bytes of these parameters that
@@ -177,6 +178,7 @@ class CallGroup:
     title: str
     count: int
     paths: str
+    members: tuple[str, ...]
     collectives: tuple[CollectiveTotal, ...]
     weights: tuple[Weight, ...]
     num_parameters: int
@@ -415,7 +417,7 @@ class _Outliner:
             calls = stage.calls[start:stop]
             states = dict.fromkeys(s for call in calls for s in call.states)
             parameters = [s for s in states if self.program.states[s].kind == "parameter"]
-            ends = [calls[0].path, calls[-1].path] if period == 1 else [calls[0].path, calls[-period].path]
+            members = tuple(call.path for call in calls[::period])
             made.append(
                 CallGroup(
                     stage=index,
@@ -425,7 +427,8 @@ class _Outliner:
                     blocks=tuple(c.block for c in calls[:period]),
                     title=" + ".join(self.describe_block(c.block, c.prologue) for c in calls[:period]),
                     count=repeats,
-                    paths=path_range(ends),
+                    paths=path_range(members),
+                    members=members,
                     collectives=self.sum_collective_traffic(index, range(start, stop)),
                     weights=tuple(w for call in calls[:period] for w in self.list_call_weights(call)),
                     num_parameters=sum(math.prod(self.program.states[s].shape) for s in parameters),

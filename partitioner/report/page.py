@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 from partitioner.draw import draw
 from partitioner.draw.topology import draw_topology
 from partitioner.explain.explain import explain_parts, summary_parts
-from partitioner.explain.tables import candidate_counts
+from partitioner.explain.tables import candidate_counts, describe_tried_rows
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Plan
 from partitioner.plans.figures import key_figures, picture_title
@@ -247,7 +247,9 @@ def _build_candidates(plan: Plan, left_out: list[str]) -> list[ET.Element]:
     )
     status = build_element("span", class_="found", role="status")
     tools = build_element("div", choice, status, class_="tools")
-    return [build_element("p", ". ".join(filter(None, words))), tools, build_candidate_table(plan)]
+    note = describe_tried_rows(plan.certificate, "lower bound")
+    below = [build_element("p", note)] if note else []
+    return [build_element("p", ". ".join(filter(None, words))), tools, build_candidate_table(plan), *below]
 
 
 def _build_answers(plan: Plan) -> list[ET.Element]:

@@ -41,7 +41,6 @@ SMALL_MODULES = {  # module -> why it is one of its own although a single module
     "partitioner/draw/scaling.py": "a picture: what measures sizes draws nothing",
     "partitioner/report/notebook.py": "what a notebook displays is no part of the page",
     "partitioner/solve/pairwise/alike.py": "colour refinement, an algorithm of its own",
-    "partitioner/solve/pairwise/improve.py": "a search of its own: the exact solver calls it where time is short",
     "partitioner/topology/network_cards.py": "one kind of link",
 }
 # What describes programs, and what plans them, run no ranks: of the runtime they know the program and its proof.

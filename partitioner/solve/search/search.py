@@ -10,7 +10,7 @@ from itertools import chain
 
 from partitioner.background import Future
 from partitioner.candidate import MeshCandidate
-from partitioner.errors import CapacityError
+from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate, Certificate, Limits
 from partitioner.runtime.program.program import Offload
@@ -34,7 +34,9 @@ from partitioner.solve.search.outcomes import (
 )
 from partitioner.solve.search.outside_search import PATIENCE, BestSchedule, list_promising_candidates, without_limit
 from partitioner.solve.search.smaller_clusters import (
+    UNFINISHED_OFFLOAD,
     JobOf,
+    describe_offload_comparison,
     faster_batches,
     faster_with_offload,
     is_even,
@@ -86,9 +88,11 @@ class PlanSearchResult:
             baselines = self.baselines.result()
         except KeyboardInterrupt:  # the plan itself is complete
             baselines = ()
-        covered = self.certificate.covered_bound
+        covered, beyond = self.certificate.covered_bound, self.certificate.beyond
+        if "offload" in beyond and (told := describe_offload_comparison(baselines, self.certificate.objective)):
+            beyond = {**beyond, "offload": told}
         update = {"bound": bound, "gap": gap, "covered_bound": None if covered is None else min(covered, lower_bound_s)}
-        return self.certificate.model_copy(update={"baselines": baselines, **update})
+        return self.certificate.model_copy(update={"baselines": baselines, "beyond": beyond, **update})
 
 
 def search_for_plan(
@@ -100,8 +104,6 @@ def search_for_plan(
     cutoff_s: float = math.inf,
     before: PlanSearchResult | None = None,
     other_batch: JobOf | None = None,
-    evaluator: CandidateEvaluator | None = None,
-    outside: bool = True,
 ) -> PlanSearchResult:
     """Return the best plan of all candidates of ``job`` (model, batch, cluster and constraints), with its certificate.
     The certificate says how near the plan is to the optimum.
@@ -117,23 +119,31 @@ def search_for_plan(
     - cutoff_s: plans with at least this step time in seconds are not of interest and may be missed.
     - before: result of an earlier search of the job, in which ranks had more free memory, or ``None``.
     - other_batch: function that returns the job with another global batch, for the report, or ``None``.
-    - evaluator: evaluator of a similar job, whose shardings are used if they hold for this one, or ``None``.
-    - outside: whether to try promising candidates that the bounds do not cover, too.
 
     Raises:
     - CapacityError: no candidate fits in memory.
     - PlanError, ConstraintError: there is no plan for another reason.
     """
+    deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
+    request = _SearchRequest(progress, compare, deadline, cutoff_s, other_batch, outside=True)
+    return _search_variants(job, request, before, None)
+
+
+def _search_variants(
+    job: Job, request: _SearchRequest, before: PlanSearchResult | None, similar: CandidateEvaluator | None
+) -> PlanSearchResult:
+    """Return the best plan of ``job`` or, if no candidate fits in memory, of its first variant with more data in host
+    memory that has one. ``request``: time limit, cutoff and callbacks of the search. ``before``: result of an earlier
+    search of the job, in which ranks had more free memory, or ``None``. ``similar``: evaluator of a similar job, whose
+    shardings are used if they hold for this one, or ``None``."""
     pinned = job.constraints
     if pinned.cp is not None:
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
     had = before.chosen.offload if before else ()
-    deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
-    request = _SearchRequest(progress, compare, deadline, cutoff_s, other_batch, outside)
     short: CapacityError | None = None
     hosts_lacked: list[bool] = []
     tried = before is None
-    similar = evaluator if before is None else before.evaluator
+    similar = similar if before is None else before.evaluator
     for asked in list_offload_variants(job, lambda: any(hosts_lacked) or "disk" in had):
         tried = tried or (asked.constraints.offload or ()) == had
         if not tried:  # in the earlier search nothing fitted with less data in host memory
@@ -296,6 +306,8 @@ def _search_candidates(
     evaluator.locals.ahead.end()  # so that the comparisons, if they run in a fork, have a second process of their own
     baselines = Future(others, worth_it=unknown or alternatives, most_s=as_long_s)
     beyond = beyond_the_bound(space)
+    if tries_offload:
+        beyond["offload"] = UNFINISHED_OFFLOAD  # until the result of the comparison is known
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "Only the most promising placements of ranks on devices were tried."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
@@ -348,11 +360,20 @@ def find_best_report(
     """Return the report's row of the best plan of ``job`` (model, batch, cluster and constraints) that takes less than
     ``cutoff_s`` seconds per step. ``time_limit_s``: seconds for the search. ``evaluator``: evaluator of a similar job,
     whose shardings are used if they hold for this one. ``outside``: whether to try promising candidates that the bounds
-    do not cover. Raises :class:`PartitionError` if there is no such plan.
+    do not cover. Raises :class:`PartitionError` if there is no such plan, and :class:`TimeLimitError` if none was found
+    in the time.
     """
-    found = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s, evaluator=evaluator, outside=outside)
-    rows = found.certificate.candidates
-    return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
+    deadline = time.monotonic() + time_limit_s
+    try:
+        found = _search_variants(job, _SearchRequest(None, False, deadline, cutoff_s, None, outside), None, evaluator)
+    except PartitionError as error:
+        if time.monotonic() < deadline:
+            raise
+        raise TimeLimitError(str(error)) from error
+    row = next(row for row in found.certificate.candidates if row.status == "chosen")
+    if found.certificate.cut_off is not None and found.certificate.objective >= cutoff_s:
+        raise TimeLimitError("the search ended before a plan was found that is fast enough")
+    return row.model_copy(update={"status": "solved"})
 
 
 __all__ = ["OFFLOAD_SETS", "MeshCandidate", "PlanSearchResult", "list_offload_variants", "search_for_plan"]

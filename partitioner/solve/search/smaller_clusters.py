@@ -9,12 +9,13 @@ optimizer states in host memory may cost less time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.errors import TimeLimitError
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import WITHOUT, Baseline, Candidate, Estimate
 from partitioner.solve.bounds.model_bounds import ModelBounds
@@ -24,12 +25,13 @@ from partitioner.solve.search.space import build_search_space, list_candidates
 from partitioner.topology import Topology
 from partitioner.topology.files import with_nodes
 from partitioner.topology.hosts import can_offload
-from partitioner.units import list_divisors
+from partitioner.units import format_percent, list_divisors
 
 _MOST = 3  # greatest number of smaller clusters that are planned
 
 _NEARLY = 0.9  # a part is planned if its computation alone takes less than this share of the best step time
 _WORTH = 0.99  # greatest share of the best step time at which an alternative is reported
+_LEAST_GAIN = f"{100 * (1 - _WORTH):g}%"
 _AS_FAST = 1.005  # the same for a power of two of nodes, which need only be as fast
 
 
@@ -179,6 +181,11 @@ def faster_batches(job: Job, best_s: float, job_of: JobOf, best: Best) -> tuple[
 
 
 _RECOMPUTED = 0.02  # least share of a step for recomputation at which offload is tried
+_HOSTED = "Offload of the optimizer"  # name of its row in reports
+UNFINISHED_OFFLOAD = (
+    "Offload to host memory: a search with optimizer states in host memory did not end in its time and found no "
+    "faster plan. Other kinds of offload were not tried."
+)
 
 
 def is_offload_worth_trying(job: Job, estimate: Estimate) -> bool:
@@ -192,15 +199,41 @@ def is_offload_worth_trying(job: Job, estimate: Estimate) -> bool:
 
 def faster_with_offload(hosted: Job, best_s: float, best: Best) -> tuple[Baseline, ...]:
     """Return the best plan of ``hosted``, the planning problem with optimizer states in host memory, if its step takes
-    clearly less than ``best_s`` seconds, as a tuple of one entry; empty otherwise. ``best``: returns the best plan of
-    such a problem, given the step time in seconds that the plan has to beat."""
-    most_s = _WORTH * best_s
+    clearly less than ``best_s`` seconds, as a tuple of one entry. If there is no such plan, the entry gives this as the
+    reason, without a plan. The tuple is empty if the search for it did not end in its time. ``best``: returns the best
+    plan of such a problem, given the step time in seconds that the plan has to beat. It raises
+    :class:`PartitionError` if there is none, and :class:`TimeLimitError` if its time ended before."""
+    most_s, offload = _WORTH * best_s, hosted.constraints.offload or ()
+    slower = Baseline(name=_HOSTED, excluded=f"no plan found takes at least {_LEAST_GAIN} less", offload=offload)
     try:
         if _bound_job_seconds(hosted) >= most_s:
-            return ()
+            return (slower,)
         candidate = best(hosted, most_s)
+    except TimeLimitError:
+        return ()
     except PartitionError:
-        return ()
+        return (slower,)
     if (candidate.step_time or math.inf) >= most_s:
-        return ()
-    return (Baseline(name="Offload of the optimizer", candidate=candidate, offload=hosted.constraints.offload or ()),)
+        return (slower,)
+    return (Baseline(name=_HOSTED, candidate=candidate, offload=offload),)
+
+
+def describe_offload_comparison(baselines: Iterable[Baseline], best_s: float) -> str:
+    """Return a sentence for the certificate on the comparison of a plan without offload, whose step takes ``best_s``
+    seconds, with plans that keep optimizer states in host memory: what :func:`faster_with_offload` found. Empty if
+    there was no comparison, or it did not end. ``baselines``: the layouts that the report compares with the plan.
+    """
+    hosted = next((b for b in baselines if b.name == _HOSTED), None)
+    if hosted is None:
+        return ""
+    if hosted.candidate is None:
+        return (
+            "Offload to host memory: a search with optimizer states in host memory found no plan whose step is at "
+            f"least {_LEAST_GAIN} shorter. Other kinds of offload were not tried."
+        )
+    seconds = hosted.candidate.step_time or 0.0
+    return (
+        f"Offload to host memory: with optimizer states there, a step takes {format_percent(1 - seconds / best_s)} "
+        "less. The plan stays without offload, because you did not ask for it "
+        f'(offload="{"+".join(hosted.offload)}").'
+    )

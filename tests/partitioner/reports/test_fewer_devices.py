@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.errors import InfeasibleError, TopologyError
+from partitioner.errors import InfeasibleError, PlanError, TimeLimitError, TopologyError
 from partitioner.explain.tables import fewer_text
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate
-from partitioner.solve.search.smaller_clusters import is_even, rounder_clusters, smaller_clusters
+from partitioner.solve.search import smaller_clusters as smaller_clusters_module
+from partitioner.solve.search.smaller_clusters import (
+    describe_offload_comparison,
+    faster_with_offload,
+    is_even,
+    rounder_clusters,
+    smaller_clusters,
+)
 from partitioner.topology import loads
 from partitioner.units import seconds_text
 from tests.example_counts import examples
@@ -251,6 +260,33 @@ def test_optimizer_states_in_host_memory_are_told_of_where_they_save_recomputati
     assert free.estimate.breakdown["recompute"] > 0.1 * free.estimate.step_time
     assert 'offload="optimizer"' in free.summary()
     assert "in host memory" in free.explain()
+    assert "with optimizer states there, a step takes" in free.certificate.beyond["offload"]
+    assert "not tried" not in free.certificate.beyond["offload"]
     hosted = plan(offload="optimizer")
     assert told.candidate.step_time == pytest.approx(hosted.estimate.step_time)
     assert not [b for b in plan(offload=()).certificate.baselines if b.offload]
+
+
+def test_the_certificate_says_what_the_comparison_with_offload_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of 10 s is compared with plans that keep optimizer states in host memory: one of 8 s, none of less than
+    9.9 s, and none in the given time. Nothing is said of plans if they were not compared."""
+    monkeypatch.setattr(smaller_clusters_module, "_bound_job_seconds", lambda _: 1.0)
+    hosted = SimpleNamespace(constraints=Constraints(offload=("optimizer",)))
+    row = Candidate(mesh={"dp": 8}, microbatch_size=1, schedule="1f1b", status="solved", step_time=8.0)
+
+    def compare(outcome: Candidate | PartitionError) -> tuple[Baseline, ...]:
+        def best(*_: object) -> Candidate:
+            if isinstance(outcome, PartitionError):
+                raise outcome
+            return outcome
+
+        return faster_with_offload(hosted, 10.0, best)  # type: ignore[arg-type]
+
+    told = describe_offload_comparison(compare(row), 10.0)
+    assert "with optimizer states there, a step takes 20% less" in told
+    assert 'you did not ask for it (offload="optimizer")' in told
+    for outcome in (PlanError("no plan takes less"), row.model_copy(update={"step_time": 9.95})):
+        told = describe_offload_comparison(compare(outcome), 10.0)
+        assert "found no plan whose step is at least 1% shorter" in told
+    assert compare(TimeLimitError("late")) == ()
+    assert describe_offload_comparison((), 10.0) == ""

@@ -103,6 +103,10 @@ _MOST_PAIRS = 8  # pairs of stages that a text lists
 _TIGHT = 0.9  # fraction of the usable memory from which memory is said to limit the plan
 
 
+_OF_ZERO_2_AND_3 = {  # a rank's pieces of gradient sums are held from the first backward of a step on
+    "gathered": "the rank's pieces of gradient sums, and unsharded parameters and gradients of layers in use (ZeRO)",
+    "gradients": "gradients of parameters that ZeRO does not shard",
+}
 # Under ZeRO-1 a rank holds gradients summed over its microbatches, and its piece of their sum over all ranks.
 _GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their sum (ZeRO 1)"
 
@@ -113,6 +117,8 @@ def memory_words(plan: Plan) -> dict[str, str]:
     and on its ZeRO stage.
     """
     words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
+    if plan.objective == "train" and plan.chosen.zero >= 2:
+        return {**words, **_OF_ZERO_2_AND_3}
     return {**words, "gradients": _GRADIENTS_OF_ZERO_1} if plan.chosen.zero == 1 else words
 
 
@@ -335,17 +341,19 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
         rank = fullest_rank(plan)
         share = share_of_usable(estimate.memory[rank], list_usable_bytes(plan)[rank])
         again = estimate.breakdown.get("recompute", 0.0) / (sum(estimate.breakdown.values()) or 1.0)
+        hidden = _describe_hidden_recomputation(plan)
         if share >= _TIGHT and again <= _NOTED:
-            little = "Little" if again else "Nothing"
-            yield format_text_line(
-                f"Memory is nearly full. {little} is recomputed, so more memory helps other layouts only."
-            )
+            little = "Little" if again else "The slowest stage recomputes nothing" if hidden else "Nothing"
+            recomputed = little if hidden and not again else f"{little} is recomputed"
+            yield format_text_line(f"Memory is nearly full. {recomputed}, so more memory helps other layouts only.")
+        elif again > _NOTED and (asked := plan.constraints.given.get("recompute")) is not None:
+            yield format_text_line(f"Activations are recomputed because of recompute={asked}.")
         elif again > _NOTED:
             yield format_text_line(
                 "Memory limits the plan: it recomputes activations to save memory, and layouts that need more memory "
                 "than there is are ruled out, even if they were faster."
             )
-        elif hidden := _describe_hidden_recomputation(plan):
+        elif hidden:
             yield format_text_line(f"Memory costs no time: {hidden}, but other stages take longer.")
         else:
             yield format_text_line("Memory does not limit the plan.")

@@ -85,12 +85,13 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
     if not total:
         return
     shares = {kind: seconds / total for kind, seconds in plan.estimate.breakdown.items()}
-    axes = [axis for axis in ("tp", "cp", "ep") if plan.mesh.get(axis, 1) > 1]
-    layers = f"fewer ranks of {' or '.join(axes)}" if axes else "a lower ZeRO stage"
+    axes = [axis for axis in ("tp", "cp") if plan.mesh.get(axis, 1) > 1]
+    spread = plan.mesh.get("ep", 1) > 1
+    layers = f"fewer ranks of {' or '.join(axes)} or " if axes else "" if spread else "a lower ZeRO stage or "
     parts = {
-        "tp_communication": f"Less communication inside layers, by {layers} or faster links",
+        "tp_communication": f"Less communication inside layers, by {layers}faster links",
         "reduction": "Less exposed gradient reduction, by a larger global batch or faster links",
-        "recompute": "No recomputation, by more memory for each rank: more devices, or optimizer states in host memory",
+        "recompute": _describe_less_recomputation(plan),
         "bubble": "Fewer waits for other pipeline stages, by a larger global batch",
         "offload": "Fewer transfers to host memory, by more devices",
         "optimizer": "A shorter optimizer update, by states that are sharded over more ranks",
@@ -98,14 +99,28 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
     for kind, words in parts.items():
         share = shares.get(kind, 0.0)
         yield Improvement(share, f"{words}: at most {format_percent(share)} less.")
-    yield from _compare_precisions(plan, shares.get("compute", 0.0))
-    gap = plan.certificate.gap
-    yield Improvement(gap, f"Another layout or placement: at most {format_percent(gap)} less, by the lower bound.")
+    yield from _compare_precisions(plan, shares.get("compute", 0.0) + shares.get("recompute", 0.0))
+    gap, own = plan.certificate.gap, plan.certificate.covered_bound is not None
+    other = "Another plan with this layout" if own else "Another plan that the proof covers"
+    yield Improvement(gap, f"{other}: at most {format_percent(gap)} less, by the lower bound.")
+
+
+def _describe_less_recomputation(plan: Plan) -> str:
+    """Return what would make ``plan`` recompute less: without the user's constraint, or with more memory. Host memory
+    is not named if a search with optimizer states there found no faster plan."""
+    asked = plan.constraints.given.get("recompute")
+    if asked is not None:
+        return f"No recomputation, without recompute={asked} and with enough memory"
+    tried = [b for b in plan.certificate.baselines if b.offload and not plan.offload]
+    fruitless = any(b.candidate is None for b in tried)
+    hosts = "" if fruitless else " or optimizer states in host memory"
+    return f"No recomputation, by more memory for each rank (more devices{hosts})"
 
 
 def _compare_precisions(plan: Plan, computed: float) -> Iterator[Improvement]:
     """Yield the next faster precision, if all devices of ``plan`` have a higher peak in it. ``computed``: the fraction
-    of the step that is computation; the gain is what is saved if all of it were matrix products at the devices' peak.
+    of the step that is computation or recomputation; the gain is what is saved if all of it were matrix products at the
+    devices' peak.
     """
     precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
     faster = _LESS_PRECISE.get(precision or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from partitioner.constraints import OF_POINT
 from partitioner.plan import Candidate, Certificate, Plan
@@ -15,7 +15,7 @@ _TOLD_GAPS = 2  # sentences in the summary on what a proof leaves out
 _MOST_FIXED = 6  # constraints that a phrase names
 _ROUNDING = 1e-9
 _PROVEN = 1e-6  # relative: a smaller gap is none
-_SEVERAL = "several stages on a rank"
+_UNCOVERED_KINDS = {"schedule": "several stages on a rank", "cp": "more ranks for a sequence (cp)"}
 
 
 def is_covered(candidate: Candidate, certificate: Certificate) -> bool:
@@ -64,7 +64,11 @@ def certificate_text(plan: Plan) -> str:
             f"for all plans{given} that the proof covers{_compare_with_covered(c)}"
         )
     rival = _find_uncovered_rival(c)
-    told = f". Not proven of {_SEVERAL}: the best found takes {_format_rival_times(rival)}" if rival else ""
+    told = (
+        f". Not proven of {_describe_kinds(c, [rival])}: the best found takes {_format_rival_times(rival)}"
+        if rival
+        else ""
+    )
     if c.gap <= _PROVEN:
         return f"{_describe_proven(plan)}: none takes less than {seconds_text(c.bound)} under the cost model{told}"
     least = f"a plan{given} {covered}takes {seconds_text(c.bound)} or more"
@@ -119,23 +123,32 @@ def explain_proof(plan: Plan) -> Iterator[str]:
     else:
         least = f"a plan{constraints_clause(plan)} {covered}takes {seconds_text(c.bound)} or more"
         yield f"It is not proven optimal: {least}, which is {format_percent(c.gap)} less than this plan takes."
-    if "schedule" in c.beyond:
-        yield from _explain_uncovered_schedules(c)
+    if c.beyond.keys() & _UNCOVERED_KINDS.keys():
+        yield from _explain_uncovered_layouts(c)
 
 
-def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
-    """Yield sentences on the layouts whose schedules the proof of optimality does not cover: for how many of them the
-    search computed a step time, and the fastest of them, apart from the chosen plan. ``certificate``: the results of
-    the search.
+def _describe_kinds(certificate: Certificate, rows: Sequence[Candidate]) -> str:
+    """Return a phrase that says what the layouts ``rows``, which the proof of optimality does not cover, have that
+    covered ones do not, such as ``several stages on a rank``. ``certificate``: the results of the search."""
+    own = {"cp" if _is_schedule_covered(row, certificate) else "schedule" for row in rows}
+    return " or ".join(words for kind, words in _UNCOVERED_KINDS.items() if kind in own)
+
+
+def _explain_uncovered_layouts(certificate: Certificate) -> Iterator[str]:
+    """Yield sentences on the layouts that the proof of optimality does not cover: for how many of them the search
+    computed a step time, the fastest of them, and the fastest that may still be faster than the chosen plan.
+    ``certificate``: the results of the search.
     """
     found = [row for row in certificate.candidates if row.step_time is not None and not is_covered(row, certificate)]
     if not found:
-        yield f"Not proven: that no layout with {_SEVERAL} is faster. None was tried."
+        kinds = " or ".join(words for kind, words in _UNCOVERED_KINDS.items() if kind in certificate.beyond)
+        yield f"Not proven: that no layout with {kinds} is faster. None was tried."
         return
     meshes = len({tuple(sorted(row.mesh.items())) for row in found})
     other = "other " if any(row.status == "chosen" for row in found) else ""
     yield (
-        f"Not proven: that no {other}layout with {_SEVERAL} is faster. {format_plural(len(found), 'such layout')} on "
+        f"Not proven: that no {other}layout with {_describe_kinds(certificate, found)} is faster. "
+        f"{format_plural(len(found), 'such layout')} on "
         f"{format_plural(meshes, 'mesh', 'meshes')} {'was' if len(found) == 1 else 'were'} tried."
     )
     others = [row for row in found if row.status != "chosen"]
@@ -145,6 +158,12 @@ def _explain_uncovered_schedules(certificate: Certificate) -> Iterator[str]:
             f"The best {other}one found is {candidate_text(best)} ({best.schedule}). It takes "
             f"{_format_rival_times(best)}."
         )
+        rival = _find_uncovered_rival(certificate)
+        if rival is not None and rival is not best and certificate.covered_bound is None:
+            yield (
+                f"The best one whose bound is below the time of the chosen plan is {candidate_text(rival)} "
+                f"({rival.schedule}). It takes {_format_rival_times(rival)}."
+            )
 
 
 def _find_uncovered_rival(certificate: Certificate) -> Candidate | None:

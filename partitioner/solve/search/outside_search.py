@@ -55,46 +55,44 @@ def list_promising_candidates(
     First come the best candidates of the search with several pipeline stages, changed to several virtual stages on a
     rank. Then comes the best plan with each sequence sharded over twice as many ranks. Further candidates of both kinds
     follow, ordered by an estimate of the step time: a lower bound plus the recomputation that memory requires. The
-    expected step time is the estimate times the least ratio of step time to estimate so far, of similar candidates.
+    expected step time is the estimate times the least ratio of step time to estimate so far, for the same schedule.
 
     ``best``: the best plan so far. ``solved``: candidate -> its plan. ``rows``: candidate -> its outcome in the search.
     ``bounds``: computes lower bounds on the step times of candidates. ``space``: the search space (cluster, batch,
     constraints and sizes of the model).
     """
     first = _list_schedules_of_best(space, solved)
-    ratios = _LeastRatios(bounds)
-    for candidate in first:
-        yield candidate
-        ratios.tell(candidate, best.last_s)
+    yield from first
     fine = list_short_context_candidates(space, {(best.candidate.zero, best.candidate.dp_shard), (1, 0), (0, 0)})
     shared = _list_context_variants(best.candidate, fine)
-    for candidate in shared:
-        yield candidate
-        ratios.tell(candidate, best.last_s)
+    yield from shared
     known = {*rows, *first, *shared}
     left = [other for other in _list_untried_candidates(space, solved, rows, fine) if other not in known]
     if not left:
         return
-    estimates = [[seconds] for seconds in bounds.estimate_times(left).tolist()]  # by candidate: after each step
-    bound_s, recompute_s = [of[0] for of in estimates], [0.0] * len(left)
-    heap = [(seconds, number) for number, seconds in enumerate(bound_s) if seconds < best.seconds]
+    bound_s = bounds.estimate_times(left).tolist()
+    recompute_s = [0.0] * len(left)
+    heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s) if seconds < best.seconds]
     heapq.heapify(heap)
-    promising = {
-        _sharding_of(left[number]): left[number] for _, number in sorted(heap, reverse=True)
-    }  # the best of each
-    bounds.announce(list(promising.values())[: -_MOST_ANNOUNCED - 1 : -1])
+    promising: dict[tuple[int, ...], MeshCandidate] = {}  # the best candidate for each sharding
+    for _, number, _ in sorted(heap):
+        promising.setdefault(_sharding_of(left[number]), left[number])
+    bounds.announce(list(promising.values())[:_MOST_ANNOUNCED])
     kinds: set[tuple[int, ...]] = set()
     most_kinds = _MOST_OF_EXPERTS if space.experts else _MOST_SHARDINGS
     fruitless, pruned = 0, 0
+    ratios: dict[tuple[bool, object], float] = {}  # the least one, by schedule and whether ranks share a sequence
     while heap and heap[0][0] < best.seconds:
-        seconds, number = heapq.heappop(heap)
-        candidate, step = left[number], len(estimates[number]) - 1
-        if seconds * ratios.expected(candidate, step) >= best.seconds:
+        seconds, number, step = heapq.heappop(heap)
+        candidate = left[number]
+        similar = candidate.cp > 1, candidate.schedule
+        if seconds * (_ALIKE * ratios[similar] if similar in ratios else 1.0) >= best.seconds:
             continue
         if step == 3:
             before = best.seconds
             yield candidate
-            ratios.add(candidate, estimates[number], best.last_s)
+            if math.isfinite(best.last_s):
+                ratios[similar] = min(ratios.get(similar, math.inf), best.last_s / seconds)
             fruitless, pruned = fruitless + (not best.is_pruned), pruned + best.is_pruned
             if best.seconds < before:
                 fruitless = pruned = 0
@@ -112,43 +110,11 @@ def list_promising_candidates(
                 recompute_s[number] = bounds.again_s(candidate, quick=step == 0)
         except PartitionError:  # the candidate has no plan
             continue
-        estimates[number].append(max(seconds, bound_s[number] + recompute_s[number]))
-        heapq.heappush(heap, (estimates[number][-1], number))
-
-
-class _LeastRatios:
-    """The least ratio of step time to estimate that was seen, for each kind of candidate and each step of the estimate.
-    The kinds are: more ranks share a sequence, or not; a rank has several virtual stages, or one. ``bounds``: gives the
-    estimates of the first step."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
-        self._least: dict[tuple[bool, bool, int], float] = {}
-
-    def tell(self, candidate: MeshCandidate, step_time_s: float) -> None:
-        """Record the step time in seconds of ``candidate``, for which no estimate was made; infinite if it has none."""
-        if math.isfinite(step_time_s):
-            self.add(candidate, self._bounds.estimate_times([candidate]).tolist(), step_time_s)
-
-    def add(self, candidate: MeshCandidate, estimates: Sequence[float], step_time_s: float) -> None:
-        """Record the step time in seconds of ``candidate``. ``estimates``: its estimate in seconds after each step."""
-        for step, seconds in enumerate(estimates):
-            key = (*_kind_of(candidate), step)
-            self._least[key] = min(self._least.get(key, math.inf), step_time_s / seconds)
-
-    def expected(self, candidate: MeshCandidate, step: int) -> float:
-        """Return the ratio of step time to estimate that ``candidate`` is assumed to reach at least: a little less than
-        the least one seen; 1 if none was seen. ``step``: number of steps that its estimate has passed."""
-        ratio = self._least.get((*_kind_of(candidate), step), math.inf)
-        return 1.0 if ratio == math.inf else max(1.0, _ALIKE * ratio)
+        heapq.heappush(heap, (max(seconds, bound_s[number] + recompute_s[number]), number, step + 1))
 
 
 def _sharding_of(candidate: MeshCandidate) -> tuple[int, ...]:
     return candidate.tp, candidate.cp, candidate.ep, candidate.etp, candidate.microbatch_size
-
-
-def _kind_of(candidate: MeshCandidate) -> tuple[bool, bool]:
-    return candidate.cp > 1, candidate.virtual_stages > 1
 
 
 def _list_context_variants(candidate: MeshCandidate, fine: Sequence[MeshCandidate]) -> list[MeshCandidate]:

@@ -192,12 +192,12 @@ class Baseline(Data):
     candidate: Candidate | None = Field(
         default=None,
         description="Mesh, step time and outcome of this layout; None if the layout cannot be formed for this model "
-        "and cluster.",
+        "and cluster, or if a search for it found no faster plan.",
     )
     excluded: str = Field(
         default="",
-        description="Reason why the search was not allowed to choose this layout, such as constraints of the user; "
-        "empty if it was allowed to.",
+        description="Reason why the search did not choose this layout, such as constraints of the user or that no "
+        "plan with it is faster; empty if it was allowed to choose it.",
     )
     offload: tuple[str, ...] = Field(
         default=(),

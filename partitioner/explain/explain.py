@@ -103,12 +103,12 @@ _MOST_PAIRS = 8  # pairs of stages that a text lists
 _TIGHT = 0.9  # fraction of the usable memory from which memory is said to limit the plan
 
 
-_OF_ZERO_2_AND_3 = {  # a rank's pieces of gradient sums are held from the first backward of a step on
+# Under ZeRO-1 a rank holds gradients summed over its microbatches, and its piece of their sum over all ranks.
+_GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their sum (ZeRO 1)"
+_OF_ZERO_2_AND_3 = {  # a rank holds its pieces of gradient sums from the first backward of a step on
     "gathered": "the rank's pieces of gradient sums, and unsharded parameters and gradients of layers in use (ZeRO)",
     "gradients": "gradients of parameters that ZeRO does not shard",
 }
-# Under ZeRO-1 a rank holds gradients summed over its microbatches, and its piece of their sum over all ranks.
-_GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their sum (ZeRO 1)"
 
 
 def memory_words(plan: Plan) -> dict[str, str]:
@@ -335,32 +335,37 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
     """Yield lines on what limits the speed of ``plan``: a chart of the kinds of time, slow operators, memory, disk, and
     constraints of the user.
     """
-    estimate = plan.estimate
     yield from _explain_breakdown(plan)
-    if estimate.memory:
-        rank = fullest_rank(plan)
-        share = share_of_usable(estimate.memory[rank], list_usable_bytes(plan)[rank])
-        again = estimate.breakdown.get("recompute", 0.0) / (sum(estimate.breakdown.values()) or 1.0)
-        hidden = _describe_hidden_recomputation(plan)
-        if share >= _TIGHT and again <= _NOTED:
-            little = "Little" if again else "The slowest stage recomputes nothing" if hidden else "Nothing"
-            recomputed = little if hidden and not again else f"{little} is recomputed"
-            yield format_text_line(f"Memory is nearly full. {recomputed}, so more memory helps other layouts only.")
-        elif again > _NOTED and (asked := plan.constraints.given.get("recompute")) is not None:
-            yield format_text_line(f"Activations are recomputed because of recompute={asked}.")
-        elif again > _NOTED:
-            yield format_text_line(
-                "Memory limits the plan: it recomputes activations to save memory, and layouts that need more memory "
-                "than there is are ruled out, even if they were faster."
-            )
-        elif hidden:
-            yield format_text_line(f"Memory costs no time: {hidden}, but other stages take longer.")
-        else:
-            yield format_text_line("Memory does not limit the plan.")
+    if plan.estimate.memory:
+        yield format_text_line(_describe_memory_limit(plan))
     yield from _explain_disk_limit(plan)
     if plan.constraints.given:
         fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.given.items())
         yield format_text_line(f"Constraints that you gave: {fixed}.")
+
+
+def _describe_memory_limit(plan: Plan) -> str:
+    """Return sentences that say whether memory makes the step of ``plan`` longer: how full the fullest rank is, and
+    whether activations are recomputed, by which stages and for which reason."""
+    estimate, rank = plan.estimate, fullest_rank(plan)
+    again = estimate.breakdown.get("recompute", 0.0) / (sum(estimate.breakdown.values()) or 1.0)
+    if again > _NOTED:
+        asked = plan.constraints.given.get("recompute")
+        if asked is not None:
+            return f"Activations are recomputed because of recompute={asked}."
+        return (
+            "Memory limits the plan: it recomputes activations to save memory, and layouts that need more memory "
+            "than there is are ruled out, even if they were faster."
+        )
+    hidden = _describe_hidden_recomputation(plan)
+    if share_of_usable(estimate.memory[rank], list_usable_bytes(plan)[rank]) >= _TIGHT:
+        little = "Little is recomputed" if again else "Nothing is recomputed"
+        if hidden and not again:
+            little = "The slowest stage recomputes nothing"
+        return f"Memory is nearly full. {little}, so more memory helps other layouts only."
+    if hidden:
+        return f"Memory costs no time: {hidden}, but other stages take longer."
+    return "Memory does not limit the plan."
 
 
 def _describe_hidden_recomputation(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from partitioner.runtime.program.analysis import ProgramFacts, value_bytes
 from partitioner.runtime.program.memory import state_bytes
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.program.simulate import Part, Timeline, simulate
+from partitioner.runtime.program.simulate import Part, Timeline, simulate, simulate_step_time
 from partitioner.runtime.prove.prove import prove
 from tests.helpers.tiny_programs import tiny_program
 
@@ -59,7 +59,11 @@ class Even:
 
 
 def times(program: Program, **options: float) -> Timeline:
-    return simulate(program, Even(program, **options))
+    """The timeline, whose step time is also found without one: then instructions are counted once for all
+    microbatches."""
+    timeline = simulate(program, Even(program, **options))
+    assert simulate_step_time(ProgramFacts(program), Even(program, **options)) == timeline.step_time
+    return timeline
 
 
 @settings(max_examples=20)

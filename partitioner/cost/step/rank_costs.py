@@ -129,8 +129,7 @@ def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
         name: replace(
             cost,
             forward_s=min(c[name].forward_total_s for c in costs),
-            forward_only_s=min(c[name].forward_total_s for c in costs)
-            - min(c[name].forward_total_s - c[name].forward_only_s for c in costs),
+            forward_only_s=min(c[name].forward_total_s for c in costs) - min(c[name].recompute_s for c in costs),
             backward_s=min(c[name].backward_total_s for c in costs),
             weights_s=_least_weights([c[name] for c in costs]),
             forward_comm_s=0.0,

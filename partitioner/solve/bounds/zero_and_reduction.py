@@ -142,11 +142,12 @@ class Gathers:
     def _add_to_cost(self, cost: CallCost, gathers: tuple[float, float], copies: tuple[float, float]) -> CallCost:
         """Return ``cost``, the cost of a call of a block (such as a layer), with its ZeRO-3 collectives. ``gathers``:
         their seconds in forward and in backward. ``copies``: seconds of copying gathered weights in both."""
-        ahead, back = cost.forward_total_s + copies[0], cost.backward_total_s + copies[1]
-        waits = [self._add_exposed_gathers(own, sent) - own for own, sent in zip((ahead, back), gathers, strict=True)]
-        both = self._add_exposed_gathers(ahead + back, gathers[1]) - ahead - back
-        raised = cost.at_least(ahead + waits[0], back + waits[1])
-        return replace(raised, forward_only_s=cost.forward_only_s + self._once * (sum(waits) - both))
+        own = cost.forward_total_s, cost.backward_total_s
+        forward_s, backward_s = self._beside(own, gathers, copies)
+        again_s = forward_s
+        if self._once:
+            again_s = self._add_exposed_gathers(sum(own) + sum(copies), gathers[1]) - backward_s
+        return replace(cost.at_least(forward_s, backward_s), forward_only_s=cost.forward_only_s + forward_s - again_s)
 
     def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
         """Return two dicts with lower bounds on seconds: of the ZeRO-3 collectives, and of copying gathered weights.

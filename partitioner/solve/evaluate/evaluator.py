@@ -84,13 +84,9 @@ _APART = {"constraints", "reserve", "reserves", "refused", "unfollowed", "simula
 def _have_equal_shardings(job: Job, other: Job) -> bool:
     """Return whether the placements, shardings and costs of calls of two planning problems are equal, so that one may
     use those of the other."""
-    same = all(
-        getattr(job, each.name) is getattr(other, each.name) or getattr(job, each.name) == getattr(other, each.name)
-        for each in fields(Job)
-        if each.name not in _APART | {"model", "batch", "topology"}
-    )
-    objects = all(getattr(job, name) is getattr(other, name) for name in ("model", "batch", "topology"))
-    return objects and same and all(getattr(job.constraints, n) == getattr(other.constraints, n) for n in _OF_SHARDINGS)
+    names = [each.name for each in fields(Job) if each.name not in _APART]
+    same = all(getattr(job, name) is getattr(other, name) for name in names)  # a changed copy shares the other fields
+    return same and all(getattr(job.constraints, name) == getattr(other.constraints, name) for name in _OF_SHARDINGS)
 
 
 def _check_refused(job: Job, candidate: MeshCandidate) -> None:

@@ -177,7 +177,7 @@ def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[in
                 continue
             raised = dual.bound
             if least - raised <= _CLOSE * abs(least):
-                return _only(best, costs, raised)
+                return _keep_assignment(best, costs, raised)
             if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # no use going on
                 break
             bound = raised
@@ -185,13 +185,13 @@ def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[in
         best = improve_assignment(costs, tables, best, time.perf_counter() + _IMPROVED_S)
         least = dual.cost(best)
         if least - dual.bound <= _CLOSE * abs(least):
-            return _only(best, costs, dual.bound)
+            return _keep_assignment(best, costs, dual.bound)
     if not np.isfinite(least) or not np.isfinite(dual.bound):
         return RemainingChoices({node: np.ones(len(cost), bool) for node, cost in costs.items()}, best, dual.bound)
     return RemainingChoices(dual.allowed(least - dual.bound + _SLACK * abs(least)), best, dual.bound)
 
 
-def _only(best: dict[int, int], costs: Mapping[int, Vector], bound: float) -> RemainingChoices:
+def _keep_assignment(best: dict[int, int], costs: Mapping[int, Vector], bound: float) -> RemainingChoices:
     """Return the result for an assignment that is optimal: only its choices remain. ``best``: node -> index of its
     choice. ``costs``: node -> costs of its choices. ``bound``: a lower bound on the cost of every assignment."""
     return RemainingChoices({node: _mask_single_index(len(costs[node]), best[node]) for node in costs}, best, bound)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Candidate, Certificate
+from partitioner.solve.bounds.model_bounds import BY_BLOCKS
 from partitioner.solve.evaluate.evaluator import SolvedCandidate
 from partitioner.solve.search.attempts import CandidateAttempts, mesh_of
 from partitioner.solve.search.best_first import Bounds
@@ -74,14 +75,14 @@ def list_promising_candidates(
     recompute_s = [0.0] * len(left)
     heap = [(seconds, number, 0) for number, seconds in enumerate(bound_s) if seconds < best.seconds]
     heapq.heapify(heap)
-    promising: dict[tuple[int, ...], MeshCandidate] = {}  # the best candidate for each sharding
+    promising: dict[Hashable, MeshCandidate] = {}  # the best candidate for each sharding
     for _, number, _ in sorted(heap):
-        promising.setdefault(_sharding_of(left[number]), left[number])
+        promising.setdefault(BY_BLOCKS(left[number]), left[number])
     bounds.announce(list(promising.values())[:_MOST_ANNOUNCED])
     kinds: set[tuple[int, ...]] = set()
     most_kinds = _MOST_OF_EXPERTS if space.experts else _MOST_SHARDINGS
     fruitless, pruned = 0, 0
-    ratios: dict[tuple[bool, object], float] = {}  # the least one, by schedule and whether ranks share a sequence
+    ratios: dict[Hashable, float] = {}  # the least one, by schedule and whether ranks share a sequence
     while heap and heap[0][0] < best.seconds:
         seconds, number, step = heapq.heappop(heap)
         candidate = left[number]
@@ -111,10 +112,6 @@ def list_promising_candidates(
         except PartitionError:  # the candidate has no plan
             continue
         heapq.heappush(heap, (max(seconds, bound_s[number] + recompute_s[number]), number, step + 1))
-
-
-def _sharding_of(candidate: MeshCandidate) -> tuple[int, ...]:
-    return candidate.tp, candidate.cp, candidate.ep, candidate.etp, candidate.microbatch_size
 
 
 def _list_context_variants(candidate: MeshCandidate, fine: Sequence[MeshCandidate]) -> list[MeshCandidate]:

@@ -281,17 +281,11 @@ class ShardingProblem:
         weight = self.weights[name]
         self.operators[name] = {}
         for node, choices in found.items():
-            if self.possible is not None:
-                possible = [strategy for strategy in choices if self.possible(node, strategy)]
-                if not possible:
-                    self.operators[name][node] = (
-                        self.builder.add(f"{name}/{node.name}", np.full(len(choices), math.inf)),
-                        choices,
-                    )
-                    continue
-                choices = possible
-            cost = np.array([weight * self.costs.node(node, strategy, self.num_ranks) for strategy in choices])
-            self.operators[name][node] = self.builder.add(f"{name}/{node.name}", cost), choices
+            possible = [strategy for strategy in choices if self.possible is None or self.possible(node, strategy)]
+            cost = [weight * self.costs.node(node, strategy, self.num_ranks) for strategy in possible]
+            if not possible:  # the solver then names the operator in its error
+                possible, cost = choices, [math.inf] * len(choices)
+            self.operators[name][node] = self.builder.add(f"{name}/{node.name}", np.array(cost)), possible
 
     def _add_tie(self, tie: LayoutTie, options: list[Layout], cost: list[float]) -> None:
         variable = self.builder.add(tie.names[0], len(tie.names) * np.array(cost))

@@ -65,7 +65,7 @@ class Reshards:
         self._cost = cost
         self._known: dict[tuple[TensorSpec, bool, Layout, Layout], float] = {}
         self._tables: dict[tuple[TensorSpec, bool, tuple[Layout, ...], tuple[Layout, ...]], Table] = {}
-        self._passages: dict[Hashable, Passage] = {}
+        self._conversions: dict[Hashable, ValueConversions] = {}
 
     def table(self, spec: TensorSpec, grad: bool, made: Sequence[Layout], targets: Sequence[Layout]) -> Table:
         """Return a table of the costs of every change of layout from ``made`` (rows) to ``targets`` (columns), for a
@@ -78,19 +78,19 @@ class Reshards:
             self._tables[key] = np.array(costs, dtype=np.float64).reshape(len(made), -1)
         return self._tables[key]
 
-    def passage(
+    def find_conversions(
         self,
         value: tuple[TensorSpec, bool],
         source: tuple[Layout, ...],
         askers: Sequence[tuple[frozenset[Layout], ...]],
-    ) -> Passage:
-        """Return how a value gets from the layouts in which it may be produced, ``source``, to those in which its
-        readers may need it. Equal arguments give one object. ``value``: (shape and dtype of the value, whether it has a
-        gradient). ``askers``: for each reader, the set of layouts that it needs under each of its choices."""
+    ) -> ValueConversions:
+        """Return the conversions of a value from the layouts in which it may be produced, ``source``, to those in which
+        its readers may need it. Equal arguments give one object. ``value``: (shape and dtype of the value, whether it
+        has a gradient). ``askers``: for each reader, the set of layouts that it needs under each of its choices."""
         key = (value, source, *askers)
-        if key not in self._passages:
-            self._passages[key] = Passage.find(self, value, source, askers)
-        return self._passages[key]
+        if key not in self._conversions:
+            self._conversions[key] = ValueConversions.find(self, value, source, askers)
+        return self._conversions[key]
 
     def _reshard_seconds(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
         """Return the cost of one change of a tensor from layout ``source`` to ``target``, from the cache if it has the
@@ -122,9 +122,9 @@ class Reshards:
 
 
 @dataclass(frozen=True)
-class Passage:
-    """How a value gets from the layouts in which it may be produced to those in which its readers may need it, without
-    the factor on its costs: alike values of different blocks share this object.
+class ValueConversions:
+    """The conversions of a value from the layouts in which it may be produced to those in which its readers may need
+    it, for one call of its block (such as a layer). Values of different blocks share this object if they are alike.
 
     ``cost``: cost of each conversion, indexed (layout in which the value is produced, layout in which it is read).
     ``made_of``: for each choice of the node that produces the value, the index of the layout that it produces.
@@ -150,17 +150,17 @@ class Passage:
         value: tuple[TensorSpec, bool],
         source: tuple[Layout, ...],
         askers: Sequence[tuple[frozenset[Layout], ...]],
-    ) -> Passage:
-        """Return the passage of ``value``, a pair (shape and dtype, whether it has a gradient). ``reshards``: the costs
-        of changes of layout. ``source``: the layouts in which the value may be produced. ``askers``: for each reader,
+    ) -> ValueConversions:
+        """Return the conversions of ``value``, a pair (shape and dtype, whether it has a gradient). ``reshards``: the
+        costs of changes of layout. ``source``: the layouts in which the value may be produced. ``askers``: for each reader,
         the set of layouts that it needs under each of its choices."""
         reading = _read_layouts(source, tuple(askers))
         cost = reshards.table(*value, reading.made, reading.targets)
         if len(askers) == 1:
-            return Passage(cost, reading.made_of, reading.wants, reading.asked_of)
+            return ValueConversions(cost, reading.made_of, reading.wants, reading.asked_of)
         priced = (cost > 0) + 2 * np.isinf(cost).astype(np.int8)  # all that the ways depend on
         ways = _find_ways(source, tuple(askers), priced.tobytes())
-        return Passage(cost, reading.made_of, reading.wants, reading.asked_of, *ways)
+        return ValueConversions(cost, reading.made_of, reading.wants, reading.asked_of, *ways)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class _Reading:
     """In which layouts a value is produced and read, whatever its shape.
 
     ``made``, ``targets``: the distinct layouts in which it may be produced and read. ``made_of``, ``wants``,
-    ``asked_of``: as in :class:`Passage`.
+    ``asked_of``: as in :class:`ValueConversions`.
     """
 
     made: tuple[Layout, ...]
@@ -196,9 +196,9 @@ _Ways = tuple[tuple[NDArray[np.intp], NDArray[np.bool_]] | None, Table | None, t
 @lru_cache(maxsize=1 << 12)
 def _find_ways(source: tuple[Layout, ...], askers: tuple[tuple[frozenset[Layout], ...], ...], priced: bytes) -> _Ways:
     """Return the ways to provide a value to several readers, and the tables that forbid some of them: the last three
-    fields of a :class:`Passage`. ``source``: the layouts in which the value may be produced. ``askers``: for each
-    reader, the set of layouts that it needs under each of its choices. ``priced``: for each conversion, 0 if it costs
-    nothing, 1 if it has a finite cost, 3 if it is impossible."""
+    fields of a :class:`ValueConversions`. ``source``: the layouts in which the value may be produced. ``askers``: for
+    each reader, the set of layouts that it needs under each of its choices. ``priced``: for each conversion, 0 if it
+    costs nothing, 1 if it has a finite cost, 3 if it is impossible."""
     reading = _read_layouts(source, askers)
     kinds = np.frombuffer(priced, dtype=np.int8).reshape(len(reading.made), -1)
     cost = np.where(kinds == 3, np.inf, kinds)
@@ -252,21 +252,23 @@ def add_reshard_costs(
     the value, whether it has a gradient). ``weight``: the factor on all costs, which is how many calls execute the
     block (such as a layer) of the value.
     """
-    passage = reshards.passage(value, source.layouts, [asker.layouts for asker in askers])
-    cost, wants = weight * passage.cost, passage.wants
+    conversions = reshards.find_conversions(value, source.layouts, [asker.layouts for asker in askers])
+    cost, wants = weight * conversions.cost, conversions.wants
     if len(askers) == 1:
         bare = np.where(wants[0][None, :, :], cost[:, None, :], 0.0).sum(axis=2)
-        builder.edges.append((source.variable, askers[0].variable, bare[np.ix_(passage.made_of, passage.asked_of[0])]))
+        builder.edges.append(
+            (source.variable, askers[0].variable, bare[np.ix_(conversions.made_of, conversions.asked_of[0])])
+        )
         return
-    if passage.ways is None:
-        _connect_by_target(builder, name, source, askers, cost, passage.made_of, wants, passage.asked_of)
+    if conversions.ways is None:
+        _connect_by_target(builder, name, source, askers, cost, conversions.made_of, wants, conversions.asked_of)
         return
-    origin, has = passage.ways
+    origin, has = conversions.ways
     price = np.where(has & np.isfinite(cost[origin]), cost[origin], 0.0).sum(axis=1)
     node = builder.add(name, price)
-    if passage.from_source is not None:
-        builder.edges.append((source.variable, node, passage.from_source))
-    builder.edges += [(node, asker.variable, table) for asker, table in zip(askers, passage.to_askers, strict=True)]
+    if conversions.from_source is not None:
+        builder.edges.append((source.variable, node, conversions.from_source))
+    builder.edges += [(node, asker.variable, table) for asker, table in zip(askers, conversions.to_askers, strict=True)]
 
 
 def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]]:

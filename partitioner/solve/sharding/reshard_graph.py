@@ -152,8 +152,8 @@ class ValueConversions:
         askers: Sequence[tuple[frozenset[Layout], ...]],
     ) -> ValueConversions:
         """Return the conversions of ``value``, a pair (shape and dtype, whether it has a gradient). ``reshards``: the
-        costs of changes of layout. ``source``: the layouts in which the value may be produced. ``askers``: for each reader,
-        the set of layouts that it needs under each of its choices."""
+        costs of changes of layout. ``source``: the layouts in which the value may be produced. ``askers``: for each
+        reader, the set of layouts that it needs under each of its choices."""
         reading = _read_layouts(source, tuple(askers))
         cost = reshards.table(*value, reading.made, reading.targets)
         if len(askers) == 1:

@@ -8,10 +8,10 @@ missing, the main process works alone.
 and after a write; an odd counter marks a write in progress. No process waits for the other, and a helper that is killed
 holds no lock.
 
-``BackgroundWorker`` and ``Future`` compute results before they are requested. Both processes take tasks from one list
-and mark in shared memory which tasks they begin, so a task runs twice only if both begin it at the same moment. Results
-are kept in an unlinked file. The main process depends on nothing from the helper: it computes the tasks that the helper
-has not begun or failed at, and waits, for a limited time, only for a task in progress.
+``BackgroundWorker``, ``SharedTasks`` and ``Future`` compute results before they are requested. Both processes take
+tasks from one list and mark in shared memory which tasks they begin, so a task runs twice only if both begin it at the
+same moment. Results are kept in an unlinked file. The main process depends on nothing from the helper: it computes the
+tasks that the helper has not begun or failed at, and waits, for a limited time, only for a task in progress.
 """
 
 from __future__ import annotations
@@ -98,7 +98,12 @@ def allocate_shared_array(size: int, dtype: type) -> NDArray[np.generic]:
 
 def can_help() -> bool:
     """Return whether a helper process saves time: this process can fork and may run on several processors."""
-    return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
+    return hasattr(os, "fork") and has_processors(2)
+
+
+def has_processors(number: int) -> bool:
+    """Return whether this process may run on at least ``number`` processors, as far as the system tells."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) >= number
 
 
 class ForkedWorker:
@@ -132,6 +137,11 @@ class ForkedWorker:
                 self._ended = True
         return not self._ended
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the signal ``number`` to the forked process, if it has not ended."""
+        if self.runs:
+            os.kill(self.pid, number)
+
     def end(self, until: float) -> None:
         """Wait until the forked process has ended. ``until``: time on the clock of ``time.perf_counter()``, in seconds,
         at which the process is killed."""
@@ -152,6 +162,7 @@ def check_threads() -> None:
 K = TypeVar("K", bound=Hashable)
 
 R = TypeVar("R")
+S = TypeVar("S")
 C = TypeVar("C")
 
 _FREE, _MINE, _BEGUN, _DONE, _FAILED = range(5)
@@ -240,9 +251,9 @@ class BackgroundWorker(Generic[K, R]):
         if place is not None and not self._wishes[place]:
             self._wishes[place] = next(self._turns)
 
-    def claim(self, among: Container[C]) -> C | None:
+    def claim(self, among: Container[C] | None = None) -> C | None:
         """Return the next key in the collection ``among`` whose computation neither this process nor the forked one has
-        begun, and mark it as the caller's task. Return ``None`` if there is none.
+        begun, and mark it as the caller's task. Return ``None`` if there is none. ``among``: ``None``: all keys.
         """
         place = self._find_next_free(among)
         if place is None:
@@ -250,6 +261,12 @@ class BackgroundWorker(Generic[K, R]):
         self._marks[place] = _MINE
         key: Any = self._keys[place]
         return cast(C, key)
+
+    def take_if_done(self, key: K) -> R | None:
+        """Return the result for ``key`` if the forked process has computed it, or else ``None``. Unlike :meth:`take`,
+        this neither waits nor tells the forked process that the caller computes the result."""
+        place = self._places.get(key)
+        return None if place is None or self._marks[place] != _DONE else self.take(key)
 
     def _find_next_free(self, among: Container[Any] | None = None) -> int | None:
         """Return the index, in the list of all keys, of the next key whose computation has begun neither in this
@@ -259,6 +276,11 @@ class BackgroundWorker(Generic[K, R]):
         free = np.flatnonzero(self._marks == _FREE)
         ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
         return next((place for place in ordered if among is None or self._keys[place] in among), None)
+
+    def pause(self, is_paused: bool) -> None:
+        """Suspend the forked process, or let it go on: ``is_paused``."""
+        if self._helper is not None:
+            self._helper.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
 
     def _stop_helper(self) -> None:
         """Kill the forked process that computes results ahead, if it runs."""
@@ -272,6 +294,48 @@ def _end_helper(helper: ForkedWorker | None, file: IO[bytes]) -> None:
     if helper is not None:
         helper.end(time.perf_counter())
     file.close()
+
+
+class SharedTasks(Generic[K, R, S]):
+    """The results of ``work(key)`` for each of ``keys``. This process and a forked one compute them together; each
+    result is computed as it would be at the time when this object is created.
+
+    ``pack``: function that turns a result into an object that can be pickled, in the forked process; ``unpack``: the
+    inverse, in this process. ``worth_it``: whether the work takes long enough for a forked process. ``most_s``: the
+    most seconds that this process waits for a result that the forked process is computing.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[K],
+        work: Callable[[K], R],
+        pack: Callable[[R], S],
+        unpack: Callable[[S], R],
+        *,
+        worth_it: bool = True,
+        most_s: float = _PATIENCE_S,
+    ) -> None:
+        self._work, self._unpack = work, unpack
+        self._found: dict[K, R] = {}
+        self._aside: BackgroundWorker[K, S] | None = None
+        if worth_it and len(keys) > 1 and can_help():  # this process computes the first
+            self._aside = BackgroundWorker(keys[1:], lambda key: pack(work(key)), most_s)
+
+    def result(self, key: K) -> R:
+        """Return the result for ``key``. If the forked process is computing it, compute other results in the meantime.
+        Raise the exceptions of ``work``."""
+        if self._aside is None or key in self._found:
+            return self._found.pop(key) if key in self._found else self._work(key)
+        while self._aside.works_on(key) and (other := self._aside.claim()) is not None:
+            self._found[other] = self._work(other)
+        found = self._aside.take(key)
+        return self._work(key) if found is None else self._unpack(found)
+
+    def end(self) -> None:
+        """Stop the forked process, and forget its results."""
+        if self._aside is not None:
+            self._aside.end()
+            self._aside = None
 
 
 class Future(Generic[R]):

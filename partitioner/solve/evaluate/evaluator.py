@@ -27,7 +27,7 @@ from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound
 from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator, ShareRecord
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.local_model_cache import LocalCosts, LocalModels
-from partitioner.solve.evaluate.prefetch import LocalKey, Wanted
+from partitioner.solve.evaluate.prefetch import LocalKey, Solutions, Wanted
 from partitioner.solve.placement.placement import EXCHANGES, BestPlacement, Placements
 from partitioner.solve.sharding.expert_parallel import can_spread_experts
 from partitioner.solve.sharding.local_model import LocalModel
@@ -73,6 +73,19 @@ class SolvedCandidate:
     reducing: ReductionScheme = AT_ONCE  # how gradients are reduced
     data_shares: tuple[int, ...] = ()  # the microbatches of each rank of dp; empty: all ranks have equally many
     lower_bound_s: float = 0.0
+
+
+_GRAPHS = {"local", "batch", "context_model"}  # fields that are derived from the shardings
+
+
+@dataclass(frozen=True)
+class PackedCandidate:
+    """A solved candidate without its graphs, in a form that is quick to pickle. ``values``: field of
+    :class:`SolvedCandidate` -> value, except for graphs. ``shardings``: those over ``cp`` and over ``tp``, from which
+    the graphs of a rank are derived."""
+
+    values: dict[str, Any]
+    shardings: Solutions
 
 
 # the constraints on which placements, shardings and costs of calls depend
@@ -173,7 +186,7 @@ class CandidateEvaluator:
             candidate,
             problem.num_microbatches,
             local,
-            job.batch if candidate.ep == 1 else job.expert_batch,
+            self._select_batch_sharding(candidate),
             split,
             expected,
             tuple(stage_of_call),
@@ -181,11 +194,26 @@ class CandidateEvaluator:
             found.machine.device_of_rank,
             tuple(selective),
             job.constraints.offload or (),
-            self._split_of(candidate) if candidate.cp > 1 else None,
+            self._find_context_model(candidate),
             how_reduced(problem, split, states, placement_evaluator.dressed(found.machine), job.constraints, *order)[1],
             shares,
             min(expected.step_time, *placement_evaluator.lower_bounds),
         )
+
+    def pack(self, solved: SolvedCandidate) -> PackedCandidate:
+        """Return ``solved``, a candidate that a fork of the first process has solved, in the form in which it is sent
+        to the first process."""
+        values = {each.name: getattr(solved, each.name) for each in fields(solved) if each.name not in _GRAPHS}
+        return PackedCandidate(values, (solved.local.context, solved.local.sharding))
+
+    def unpack(self, packed: PackedCandidate) -> SolvedCandidate:
+        """Return the solved candidate that a fork of this process has packed."""
+        candidate: MeshCandidate = packed.values["candidate"]
+        key, num_microbatches = self._find_local_key(candidate)
+        self.locals.ahead.remember(key, packed.shardings)
+        local = self.locals.at(key, num_microbatches)
+        batch, context_model = self._select_batch_sharding(candidate), self._find_context_model(candidate)
+        return SolvedCandidate(**packed.values, local=local, batch=batch, context_model=context_model)
 
     def for_job(self, job: Job) -> CandidateEvaluator:
         """Return an evaluator for ``job``, which shares placements, shardings and their costs with this one if they are
@@ -319,10 +347,16 @@ class CandidateEvaluator:
         if "disk" in (self.job.constraints.offload or ()):
             check_disks(topology, devices, [stage.disk for stage in held])
 
-    def _split_of(self, candidate: MeshCandidate) -> FoldedModel:
-        """Return the model of ``candidate`` for one microbatch, before the sequence is sharded over ``cp``.
-        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
+    def _select_batch_sharding(self, candidate: MeshCandidate) -> ShardingSolution:
+        """Return the layouts that split the batch of ``candidate`` into microbatches and data-parallel parts."""
+        return self.job.batch if candidate.ep == 1 else self.job.expert_batch
+
+    def _find_context_model(self, candidate: MeshCandidate) -> FoldedModel | None:
+        """Return the model of ``candidate`` for one microbatch, before the sequence is sharded over ``cp``; ``None`` if
+        ``cp`` is 1. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage.
         """
+        if candidate.cp == 1:
+            return None
         num_microbatches = candidate.num_microbatches(self.job.global_batch)
         return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 

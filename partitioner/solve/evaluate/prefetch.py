@@ -5,6 +5,7 @@ No result depends on the second process: a result that it has not computed is co
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -40,6 +41,8 @@ class PrefetchQueue:
         self._priorities: dict[ProblemKey, None] = {}  # in order
         self._worker: BackgroundWorker[Hashable, Any] | None = None
         self._known: dict[LocalKey, Solutions] = {}  # solutions that were computed ahead
+        self._is_paused = False
+        self._process_id = os.getpid()  # of the process that may direct the second one
 
     def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
         """Announce the local models and results that the search will request, approximately in order of use, so that a
@@ -57,20 +60,44 @@ class PrefetchQueue:
         problem = wanted[0][:5]
         if problem not in self._priorities:
             self._priorities[problem] = None
-            if self._worker is not None:
+            if self._worker is not None and os.getpid() == self._process_id:
                 self._worker.wish(problem)
 
     def take_result(self, name: Hashable) -> Any | None:
         """Return the announced result with the key ``name`` if a second process has computed it. ``None`` means that
         the caller has to compute it.
         """
-        return None if self._worker is None else self._worker.take(name)
+        if self._worker is None:
+            return None
+        if os.getpid() != self._process_id:
+            return self._worker.take_if_done(name)
+        self.resume()
+        return self._worker.take(name)
+
+    def remember(self, key: LocalKey, solutions: Solutions) -> None:
+        """Store the shardings of the local model (the sharded graphs of one rank) with the cache key ``key``, which
+        another process has found. ``solutions``: the shardings over ``cp`` and over ``tp``."""
+        self._known.setdefault(key, solutions)
+
+    def pause(self) -> None:
+        """Suspend the second process, so that others have its processor, until :meth:`resume` is called or one of its
+        results is requested."""
+        if self._worker is not None and not self._is_paused:
+            self._is_paused = True
+            self._worker.pause(True)
+
+    def resume(self) -> None:
+        """Let the second process go on if it is suspended."""
+        if self._worker is not None and self._is_paused:
+            self._is_paused = False
+            self._worker.pause(False)
 
     def end(self) -> None:
         """Stop the second process that computes sharded graphs ahead, and forget which graphs and results were
         announced. Others may be announced after that."""
         self._expected, self._readings, self._priorities = {}, [], {}
         if self._worker is not None:
+            self.resume()
             self._worker.end()
             self._worker = None
 
@@ -80,6 +107,8 @@ class PrefetchQueue:
         working on them, this process solves other announced problems in the meantime."""
         if key in self._known:
             return self._known[key]
+        if os.getpid() != self._process_id:  # another fork must not take work from the second process
+            return ((self._worker and self._worker.take_if_done(key[:5])) or {}).get(key)
         if self._worker is None and self._expected and self.spent_s > _WORTH_S and can_help():
             works = self._list_pending_work()
             if not works:
@@ -89,6 +118,7 @@ class PrefetchQueue:
                 self._worker.wish(problem)
         if self._worker is None:
             return None
+        self.resume()
         while self._worker.works_on(key[:5]):
             other = self._worker.claim(self._expected.keys())
             if other is None:

@@ -2,17 +2,22 @@
 
 Plans that are slower than the best one so far are not pursued. A candidate is skipped if it cannot fit in memory,
 because another one that differs only in ZeRO and needs no more memory did not fit.
+
+Candidates that will probably be planned one after the other are announced, and planned by two processes. All of them
+have the cutoff and the known placements of the time of the announcement, so no result depends on which process computes
+it, or on whether there is a second process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
+from partitioner.background import SharedTasks, has_processors
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
-from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator, PackedCandidate, SolvedCandidate
 from partitioner.solve.search.best_first import ZeroInfeasibility
 from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.outcomes import EvaluatedCandidate, solved_to_evaluated
@@ -37,6 +42,43 @@ def meshes_around(candidate: MeshCandidate) -> Iterator[MeshCandidate]:
             yield mesh_of(replace(candidate, cp=candidate.cp // 2, **{axis: 2 * getattr(candidate, axis)}))
 
 
+_ROUNDING = 1e-9  # of a step
+_WORTH_S = 0.3  # expected processor seconds of announced evaluations from which a second process saves time
+_PATIENCE_S = 60.0  # most seconds to wait for an evaluation by the second process
+
+
+@dataclass(frozen=True)
+class _Request:
+    """How a candidate is to be planned. ``devices``: the device index of each rank; ``None``: the placement (assignment
+    of ranks to devices) is searched. ``proven``: whether to compute a tight lower bound. ``bounded``: whether to
+    compute lower bounds first, and to plan the candidate only if they are below the cutoff. ``cutoff_s``: plans that
+    take at least this many seconds per step are of no interest. ``candidate``: mesh sizes, microbatch size, schedule
+    and ZeRO stage."""
+
+    candidate: MeshCandidate
+    devices: tuple[int, ...] | None
+    proven: bool
+    bounded: bool
+    cutoff_s: float
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The result of an attempt to plan a candidate. ``solved``: its plan, or ``None``. ``error``: the reason why it has
+    no plan, or ``None``. If both are ``None``, ``least_s`` is not below the cutoff, and the candidate was not planned.
+    ``least_s``: a lower bound in seconds on the step time of its plans. ``host_lacks``: whether the memory of a host
+    was too small for the data that a candidate offloads.
+    """
+
+    solved: SolvedCandidate | None
+    error: PartitionError | None
+    least_s: float
+    host_lacks: bool
+
+
+PackedAttempt = tuple[Attempt, PackedCandidate | None]  # the plan is apart
+
+
 @dataclass
 class CandidateAttempts:
     """Plans and bounds the candidates (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) of one
@@ -56,46 +98,77 @@ class CandidateAttempts:
     siblings: ZeroInfeasibility
     best_s: float
     devices: dict[MeshCandidate, tuple[int, ...]] = field(default_factory=dict)
+    _announced: dict[MeshCandidate, _Request] = field(default_factory=dict)
+    _tasks: SharedTasks[_Request, Attempt, PackedAttempt] | None = None
+    _mean_s: float = 0.0  # processor seconds of an evaluation, the last ones weighted most
 
-    def evaluate(
-        self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
-    ) -> EvaluatedCandidate:
-        """Return the best plan of ``candidate``. ``proven``: whether to compute a tight lower bound on its plans.
-        ``devices``: the device index of each rank; if ``None``, the placement (assignment of ranks to devices) is
-        searched. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if
-        there is no plan.
+    def announce(self, candidates: Sequence[MeshCandidate], *, outside: bool = False) -> None:
+        """Announce that ``candidates`` will probably be planned, in this order, so that two processes may plan them. An
+        earlier announcement is withdrawn, unless it contains the first candidate. ``outside``: they will be passed to
+        :meth:`try_outside`, otherwise to :meth:`evaluate`. A candidate is a combination of mesh sizes, microbatch size,
+        schedule and ZeRO stage.
         """
-        is_complete = self.evaluator.placements.complete(candidate.grid)
-        solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
-        try:
-            found = solved_to_evaluated(self.siblings.tried(candidate, solve))
-        except PartitionError as error:
-            self.early.tell(candidate, error)
-            raise
-        self.early.tell(candidate, found.step_time)
-        self.best_s = min(self.best_s, found.step_time)
-        return replace(found, partly=not is_complete, unsure=not self.evaluator.tries_all(candidate))
+        if candidates and candidates[0] in self._announced:
+            return
+        self.withdraw()
+        build = self._build_outside_request if outside else self._build_request
+        # the divisions of the batch that are tried for the others depend on earlier evaluations
+        requests = [build(candidate) for candidate in candidates if self.evaluator.tries_all(candidate)]
+        if len(requests) < 2:
+            return
+        self._announced = {request.candidate: request for request in requests}
+        worth_it = self._mean_s * len(requests) >= _WORTH_S
+        if worth_it and not has_processors(3):  # of this process, of that for evaluations, and of that for shardings
+            self.evaluator.locals.ahead.pause()
+        self._tasks = SharedTasks(
+            requests, self._attempt, self._pack, self._unpack, worth_it=worth_it, most_s=_PATIENCE_S
+        )
+
+    def withdraw(self) -> None:
+        """Withdraw the announcement of candidates, and stop the second process that plans them."""
+        self._announced = {}
+        if self._tasks is not None:
+            self._tasks.end()
+            self._tasks = None
+            self.evaluator.locals.ahead.resume()
+
+    def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
+        """Return the best plan of ``candidate``, with a tight lower bound on its plans. ``candidate``: mesh sizes,
+        microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if there is no plan."""
+        request = self._announced.get(candidate)
+        if candidate in self.early.coming and (request is None or request.cutoff_s != self.best_s):
+            self.announce(self.early.coming[self.early.coming.index(candidate) :])
+            request = self._announced.get(candidate)
+        if request is None or request.bounded:
+            request = self._build_request(candidate)
+        found, _ = self._evaluate_request(request)
+        assert found is not None, candidate  # only requests with bounds first give none
+        return found
+
+    def try_outside(self, candidate: MeshCandidate) -> tuple[EvaluatedCandidate | None, float]:
+        """Return the best plan of ``candidate``, found without computing a tight lower bound, and a lower bound in
+        seconds on the step times of its plans. The plan is ``None`` if the bound shows that it is not faster than the
+        best plan so far. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage. Raises
+        :class:`PartitionError` if there is no plan.
+
+        The placement (assignment of ranks to devices) of a known plan is reused instead of a new search if the cluster
+        is one on which the search finds the best placement of every mesh. The known plan has the same mesh, or half as
+        many ranks along ``cp`` and twice as many along ``tp`` or ``dp``.
+        """
+        request = self._announced.get(candidate)
+        if request is None or not request.bounded:
+            request = self._build_outside_request(candidate)
+        found, least_s = self._evaluate_request(request)
+        if found is None:
+            return None, least_s
+        self.devices.setdefault(mesh_of(candidate), found.payload.devices)
+        return (found if request.devices is None else replace(found, least=0.0)), least_s
 
     def remember_devices(self, solved: Iterable[EvaluatedCandidate]) -> None:
         """Store the placement (device of each rank) of the fastest plan of each mesh, so that other candidates with
         similar meshes can be planned on the same devices. ``solved``: plans of candidates."""
         for each in sorted(solved, key=lambda found: -found.step_time):
             self.devices[mesh_of(each.payload.candidate)] = each.payload.devices
-
-    def evaluate_on_known_devices(self, candidate: MeshCandidate) -> EvaluatedCandidate:
-        """Plan ``candidate`` without a lower bound. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
-        stage.
-
-        The placement (assignment of ranks to devices) of a known plan is reused instead of a new search if the cluster
-        is one on which the search finds the best placement of every mesh. The known plan has the same mesh, or half as
-        many ranks along ``cp`` and twice as many along ``tp`` or ``dp``.
-        """
-        key = next((key for key in meshes_around(candidate) if key in self.devices), None)
-        is_complete = self.evaluator.placements.complete(candidate.grid)
-        same = self.devices[key] if key is not None and is_complete else None
-        found = self.evaluate(candidate, proven=False, devices=same)
-        self.devices.setdefault(mesh_of(candidate), found.payload.devices)
-        return found if same is None else replace(found, least=0.0)
 
     def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
         return self.bounds.sharded.can_prune(candidate, upper_bound_s)
@@ -105,3 +178,70 @@ class CandidateAttempts:
 
     def estimate_effort(self, candidate: MeshCandidate) -> float:
         return estimate_interleaved_effort(self.space, candidate)
+
+    def _is_complete(self, candidate: MeshCandidate) -> bool:
+        """Return whether all placements (assignments of ranks to devices) of ``candidate`` are searched."""
+        return self.evaluator.placements.complete(candidate.grid)
+
+    def _build_request(self, candidate: MeshCandidate) -> _Request:
+        return _Request(candidate, None, self._is_complete(candidate), False, self.best_s)
+
+    def _build_outside_request(self, candidate: MeshCandidate) -> _Request:
+        """Return the request to plan ``candidate`` on known devices, if there are any, and only if its lower bounds are
+        below the best step time so far."""
+        key = next((key for key in meshes_around(candidate) if key in self.devices), None)
+        devices = self.devices[key] if key is not None and self._is_complete(candidate) else None
+        return _Request(candidate, devices, False, True, self.best_s)
+
+    def _evaluate_request(self, request: _Request) -> tuple[EvaluatedCandidate | None, float]:
+        """Return the plan that ``request`` asks for, and a lower bound in seconds on its step time. The plan is
+        ``None`` if the bound is not below the cutoff. Raises :class:`PartitionError` if there is no plan."""
+        candidate = request.candidate
+
+        def solve(_: MeshCandidate) -> Attempt:
+            is_announced = self._tasks is not None and self._announced.get(candidate) is request
+            attempt = self._tasks.result(request) if self._tasks and is_announced else self._attempt(request)
+            self.evaluator.host_lacks |= attempt.host_lacks
+            if attempt.error is not None:
+                raise attempt.error
+            return attempt
+
+        try:
+            attempt = self.siblings.tried(candidate, solve)
+        except PartitionError as error:
+            self.early.tell(candidate, error)
+            raise
+        if attempt.solved is None:
+            return None, attempt.least_s
+        found = solved_to_evaluated(attempt.solved)
+        self.early.tell(candidate, found.step_time)
+        self.best_s = min(self.best_s, found.step_time)
+        partly, unsure = not self._is_complete(candidate), not self.evaluator.tries_all(candidate)
+        return replace(found, partly=partly, unsure=unsure), attempt.least_s
+
+    def _attempt(self, request: _Request) -> Attempt:
+        """Return the outcome of ``request``, computed in this process. It depends on nothing that the evaluation of
+        another candidate changes."""
+        candidate, least_s, start = request.candidate, 0.0, time.process_time()
+        solved, lacks = None, None
+        try:
+            if request.bounded:
+                within_s = request.cutoff_s * (1 - _ROUNDING)
+                least_s = float(self.bounds.times([candidate])[0])
+                least_s = max([least_s, *(bound([candidate], within_s) for bound in self.bounds.family_bounds)])
+            if not request.bounded or least_s < within_s:
+                solved = self.evaluator.solve(
+                    candidate, request.devices, proven=request.proven, cutoff_s=request.cutoff_s
+                )
+        except PartitionError as error:
+            lacks = error.with_traceback(None)
+        self._mean_s = (self._mean_s + time.process_time() - start) / 2
+        return Attempt(solved, lacks, least_s, self.evaluator.host_lacks)
+
+    def _pack(self, attempt: Attempt) -> PackedAttempt:
+        packed = None if attempt.solved is None else self.evaluator.pack(attempt.solved)
+        return replace(attempt, solved=None), packed
+
+    def _unpack(self, packed: PackedAttempt) -> Attempt:
+        attempt, solved = packed
+        return attempt if solved is None else replace(attempt, solved=self.evaluator.unpack(solved))

@@ -30,6 +30,7 @@ from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.search.outcomes import CandidateOutcome, CutOff, EvaluatedCandidate, certificate_of
 from partitioner.units import format_html_figures, seconds_text
 
+_TOGETHER = 3  # candidates that are announced together
 _TOLD_EVERY_S = 0.1  # least seconds between two progress reports without an evaluation
 
 
@@ -147,6 +148,10 @@ class SearchResult:
 class CandidatePlanner(Protocol):
     """Interface of the object by which the search plans single candidates, combinations of mesh sizes, microbatch size,
     schedule and ZeRO stage, and computes its tightest lower bounds on them."""
+
+    def announce(self, candidates: Sequence[MeshCandidate]) -> None:
+        """Announce that ``candidates`` (combinations of mesh sizes, microbatch size, schedule and ZeRO stage) will
+        probably be evaluated, in this order, so that several of them may be planned at the same time."""
 
     def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
         """Return the best plan of ``candidate`` (mesh sizes, microbatch size, schedule and ZeRO stage), with its step
@@ -325,6 +330,8 @@ class BestFirstSearch:
                     self._fruitless.add(self.bounds.family(members[0]))
                     self._spent += self.planner.estimate_effort(members[0])
                 if not self._can_prune(members[0]):
+                    following = (nodes[n] for _, _, n, done in heapq.nsmallest(_TOGETHER - 1, queue) if done >= step)
+                    self.planner.announce([members[0], *(of[0] for of in following if len(of) == 1)])
                     self._evaluate_candidate(members[0], len(queue) + 1)
                 continue
             self._num_bounded += 1

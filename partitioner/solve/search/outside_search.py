@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from partitioner.candidate import MeshCandidate
 from partitioner.passes.errors import PartitionError
@@ -38,6 +39,7 @@ _BEST, _NEAR = 3, 1.15  # how many of the best meshes are tried first; their gre
 _ALIKE = 0.97  # the ratio of step time to estimate is assumed to be at least so much of the least one seen
 # candidates in a row that were no better, after which no more are tried: those solved, and those that a bound prunes
 _MOST_FRUITLESS, _MOST_PRUNED = 4, 16
+_TOGETHER = 2  # promising candidates that are announced together, for two processes
 _MOST_ANNOUNCED = 16  # shardings of the most promising candidates, which are solved ahead
 # ways to shard layers for which candidates are ranked; the same for experts, whose shardings take long
 _MOST_SHARDINGS, _MOST_OF_EXPERTS = 8, 3
@@ -63,12 +65,62 @@ def list_promising_candidates(
     constraints and sizes of the model).
     """
     first = _list_schedules_of_best(space, solved)
+    best.announce(first)
     yield from first
     fine = list_short_context_candidates(space, {(best.candidate.zero, best.candidate.dp_shard), (1, 0), (0, 0)})
     shared = _list_context_variants(best.candidate, fine)
+    best.announce(shared)
     yield from shared
     known = {*rows, *first, *shared}
     left = [other for other in _list_untried_candidates(space, solved, rows, fine) if other not in known]
+    ratios: dict[Hashable, float] = {}  # the least one, by schedule and whether ranks share a sequence
+    promising = _order_by_estimate(space, best, left, bounds, ratios)
+    fruitless, pruned = 0, 0
+    while group := list(islice(promising, _TOGETHER)):
+        if len({mesh_of(candidate) for _, candidate in group}) == len(group):  # none may use the devices of another
+            best.announce([candidate for _, candidate in group])
+        for estimate_s, candidate in group:
+            before = best.seconds
+            if _expect_seconds(estimate_s, candidate, ratios) >= before:
+                continue
+            yield candidate
+            if math.isfinite(best.last_s):
+                similar = _key_of_ratio(candidate)
+                ratios[similar] = min(ratios.get(similar, math.inf), best.last_s / estimate_s)
+            fruitless, pruned = fruitless + (not best.is_pruned), pruned + best.is_pruned
+            if best.seconds < before:
+                fruitless = pruned = 0
+            if fruitless == _MOST_FRUITLESS or pruned == _MOST_PRUNED:
+                return
+
+
+def _key_of_ratio(candidate: MeshCandidate) -> Hashable:
+    """Return a key that is equal for candidates whose ratios of step time to estimate are similar."""
+    return candidate.cp > 1, candidate.schedule
+
+
+def _expect_seconds(estimate_s: float, candidate: MeshCandidate, ratios: Mapping[Hashable, float]) -> float:
+    """Return the expected seconds of a step of ``candidate``, somewhat less than its estimate ``estimate_s`` times the
+    least ratio of step time to estimate of similar candidates in ``ratios``."""
+    similar = _key_of_ratio(candidate)
+    return estimate_s * _ALIKE * ratios[similar] if similar in ratios else estimate_s
+
+
+def _order_by_estimate(
+    space: SearchSpace,
+    best: BestSchedule,
+    left: Sequence[MeshCandidate],
+    bounds: Bounds,
+    ratios: Mapping[Hashable, float],
+) -> Iterator[tuple[float, MeshCandidate]]:
+    """Yield the candidates ``left`` with their estimates of the step time in seconds, in increasing order of the
+    estimates: a lower bound plus the recomputation that memory requires. A candidate is left out if its step is not
+    expected to be faster than the best one.
+
+    ``best``: the best plan so far. ``bounds``: computes lower bounds on the step times of candidates. ``ratios``: the
+    least ratio of step time to estimate so far, by kind of candidate; the caller changes it. ``space``: the search
+    space.
+    """
     if not left:
         return
     bound_s = bounds.estimate_times(left).tolist()
@@ -81,24 +133,13 @@ def list_promising_candidates(
     bounds.announce(list(promising.values())[:_MOST_ANNOUNCED])
     kinds: set[tuple[int, ...]] = set()
     most_kinds = _MOST_OF_EXPERTS if space.experts else _MOST_SHARDINGS
-    fruitless, pruned = 0, 0
-    ratios: dict[Hashable, float] = {}  # the least one, by schedule and whether ranks share a sequence
     while heap and heap[0][0] < best.seconds:
         seconds, number, step = heapq.heappop(heap)
         candidate = left[number]
-        similar = candidate.cp > 1, candidate.schedule
-        if seconds * (_ALIKE * ratios[similar] if similar in ratios else 1.0) >= best.seconds:
+        if _expect_seconds(seconds, candidate, ratios) >= best.seconds:
             continue
         if step == 3:
-            before = best.seconds
-            yield candidate
-            if math.isfinite(best.last_s):
-                ratios[similar] = min(ratios.get(similar, math.inf), best.last_s / seconds)
-            fruitless, pruned = fruitless + (not best.is_pruned), pruned + best.is_pruned
-            if best.seconds < before:
-                fruitless = pruned = 0
-            if fruitless == _MOST_FRUITLESS or pruned == _MOST_PRUNED:
-                return
+            yield seconds, candidate
             continue
         kind = candidate.tp, candidate.cp, candidate.ep, candidate.etp
         if step == 1 and len(kinds) == most_kinds and kind not in kinds:
@@ -194,6 +235,11 @@ class BestSchedule:
         """Return the seconds of a step of the best plan so far."""
         return self._better.step_time if self._better is not None else self.found.estimate.step_time
 
+    def announce(self, candidates: Sequence[MeshCandidate]) -> None:
+        """Announce that ``candidates`` will probably be tried, in this order. A candidate is a combination of mesh
+        sizes, microbatch size, schedule and ZeRO stage."""
+        self.attempts.announce(candidates, outside=True)
+
     def follow(self, candidates: Iterable[MeshCandidate], deadline: float) -> tuple[SolvedCandidate, Certificate]:
         """Try ``candidates``, and return the best plan and the certificate (how near the plan is to the optimum) with a
         row for each candidate. Stop at ``deadline`` (:func:`time.monotonic`) or on ``KeyboardInterrupt``. A candidate
@@ -208,6 +254,7 @@ class BestSchedule:
                 self._try_candidate(candidate)
         except KeyboardInterrupt:  # the best so far is a plan
             cut_off = "interruption"
+        self.attempts.withdraw()
         best = self.found
         if self._better is not None:
             best = self._prove(self._better)
@@ -219,21 +266,20 @@ class BestSchedule:
         planned if its lower bounds show that it is no better. ``candidate``: mesh sizes, microbatch size, schedule and
         ZeRO stage.
         """
-        cutoff_s, self.last_s, self.is_pruned = self.seconds * (1 - _ROUNDING), math.inf, False
-        least = float(self.attempts.bounds.times([candidate])[0])
+        self.last_s = math.inf
         try:
-            least = max([least, *(bound([candidate], cutoff_s) for bound in self.attempts.bounds.family_bounds)])
-            self.is_pruned = least >= cutoff_s
-            if self.is_pruned:
-                return
-            told = self.attempts.evaluate_on_known_devices(candidate)
+            told, least_s = self.attempts.try_outside(candidate)
         except PartitionError as error:
+            self.is_pruned = False
             self._rows.append(build_refused_report(candidate, error))
             return
-        proven = max(least, 0.0 if told.partly else told.least or 0.0)
+        self.is_pruned = told is None
+        if told is None:
+            return
+        proven = max(least_s, 0.0 if told.partly else told.least or 0.0)
         self._rows.append(_at_least(build_candidate_report(candidate, told), proven))
         self.last_s = told.step_time
-        if told.step_time < cutoff_s:
+        if told.step_time < self.seconds * (1 - _ROUNDING):
             self._better = told
 
     def _prove(self, better: EvaluatedCandidate) -> SolvedCandidate:

@@ -243,6 +243,7 @@ def _search_candidates(
         left_out=left_out(space, candidates),
         before=before,
     )
+    attempts.withdraw()
     beside = evaluator if free.constraints == job.constraints else evaluator.for_job(free)
     found, certificate = result.best.payload, result.certificate
     if request.outside and not result.interrupted and job.train and job.constraints.leaves_schedule:

@@ -35,6 +35,9 @@ class WarmStart:
     and reports the outcome with :meth:`tell` before it requests the next. A candidate is a combination of mesh sizes,
     microbatch size, schedule and ZeRO stage.
 
+    ``coming``: the next candidates, in this order, as long as none of them is better than the one from which the search
+    looks at neighbours; empty where the next candidates are not known yet.
+
     ``space``: the search space. ``candidates``: the candidates that may be evaluated. ``bounds``: computes quick lower
     bounds. ``standards``: the standard layouts that the report shows, such as ZeRO-3. ``deadline``: time
     (:func:`time.monotonic`) after which no more neighbours are tried. ``cutoff_s``: plans that take at least this many
@@ -47,6 +50,7 @@ class WarmStart:
     standards: Sequence[StandardLayout]
     deadline: float
     cutoff_s: float = math.inf
+    coming: Sequence[MeshCandidate] = ()
     _found: dict[MeshCandidate, float | PartitionError] = field(default_factory=dict)
 
     def tell(self, candidate: MeshCandidate, found: float | PartitionError) -> None:
@@ -61,7 +65,8 @@ class WarmStart:
         experts, textbook layouts with distributed experts follow, and then neighbours of the plans found, because the
         search itself is slow to find good plans for them.
         """
-        for standard in self.standards:
+        # those without a pipeline are quick to plan, and their plans prune the others
+        for standard in sorted(self.standards, key=lambda each: any(c.pp > 1 for c in each.candidates[:1])):
             yield from self._yield_until_one_fits(standard)
         if not self.space.experts:  # without experts the search itself finds good plans quickly
             return
@@ -148,7 +153,9 @@ class WarmStart:
         """
         here = start
         while True:
-            for candidate in self._list_neighbour_candidates(here):
+            neighbours = dict.fromkeys(self._list_neighbour_candidates(here))
+            self.coming = [candidate for candidate in neighbours if self._is_worth(candidate)]
+            for candidate in self.coming:
                 if len(self._found) > _MOST_STEPS or time.monotonic() > self.deadline:
                     return
                 if self._is_worth(candidate):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -21,15 +22,18 @@ from partitioner.background import (
     BackgroundWorker,
     ForkedWorker,
     Future,
+    SharedTasks,
     allocate_shared_array,
     can_help,
     check_threads,
 )
 from partitioner.candidate import MeshCandidate
+from partitioner.errors import CapacityError
 from partitioner.solve.evaluate import prefetch
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.sharded_bounds import ShardedBounds
+from partitioner.solve.search import attempts
 from partitioner.validate import precision_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a second process is a fork, which is not there")
@@ -146,6 +150,38 @@ def test_one_thing_is_done_later() -> None:
         later.result()
 
 
+@pytest.mark.parametrize("how", ["works", "raises", "dies"])
+def test_tasks_of_two_processes_have_the_results_of_one(how: str) -> None:
+    """The first process computes the first task, and what the second has not begun; only the second packs."""
+    began, first = allocate_shared_array(1, np.int8), os.getpid()
+
+    def work(key: int) -> tuple[int, bool]:
+        began[0] |= os.getpid() != first
+        if os.getpid() != first and how != "works" and key == 3:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError(key)
+        time.sleep(0.01)
+        return 2 * key, os.getpid() == first
+
+    tasks = SharedTasks(range(8), work, lambda found: [*found], lambda packed: (packed[0], packed[1]), most_s=60.0)
+    while can_help() and not began[0]:
+        time.sleep(0.001)
+    found = [tasks.result(key) for key in range(8)]
+    tasks.end()
+    assert [value for value, _ in found] == [0, 2, 4, 6, 8, 10, 12, 14]
+    own = [is_own for _, is_own in found]
+    assert own[0] and (how != "works" or not can_help() or own.count(False) >= 1)
+    assert how == "works" or own[3]
+    assert tasks.result(5) == (10, True), "after the end the first process computes it"
+
+
+@pytest.mark.parametrize("error", [CapacityError("3 GiB too much", stage=2, missing_bytes=3, at_least=True)])
+def test_errors_arrive_whole(error: CapacityError) -> None:
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is type(error) and str(arrived) == str(error) and vars(arrived) == vars(error)
+
+
 def test_a_helper_has_no_exact_solver() -> None:
     told = allocate_shared_array(1, np.int8)
 
@@ -232,10 +268,11 @@ def _ids(length: int) -> dict[str, Tensor]:
 def test_plans_are_the_same(
     made: Any, constraints: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Shardings are found ahead, and candidates are planned by two processes."""
     model, inputs = made()
     prepared = prepare(model, inputs)
     topology = Topology.preset("dgx-a100", nodes=1)
-    plans, taken = [], []
+    plans, taken, unpacked = [], [], []
 
     def counted(ahead: BackgroundWorker[Any, Any], key: Any) -> Any:
         found = take(ahead, key)
@@ -244,13 +281,22 @@ def test_plans_are_the_same(
 
     take = BackgroundWorker.take
     monkeypatch.setattr(BackgroundWorker, "take", counted)
+
+    def unpack(evaluator: CandidateEvaluator, packed: Any) -> Any:
+        unpacked.append(packed.values["candidate"])
+        return unpack_plan(evaluator, packed)
+
+    unpack_plan = CandidateEvaluator.unpack
+    monkeypatch.setattr(CandidateEvaluator, "unpack", unpack)
     for helped in (False, True):
         monkeypatch.setattr(prefetch, "_WORTH_S", -1.0)
+        monkeypatch.setattr(attempts, "_WORTH_S", -1.0)
         for module in (prefetch, background):
             monkeypatch.setattr(module, "can_help", lambda helped=helped: helped)
         plans.append(partition(prepared, topology, constraints=Constraints(**constraints)))
-        assert helped or not taken
+        assert helped or not (taken or unpacked)
     assert any(taken), "nothing was found ahead"
+    assert unpacked, "the second process planned no candidate"
     first, second = plans
     assert first.certificate == second.certificate
     saved = [plan.save(tmp_path / f"{place}.json").read_bytes() for place, plan in enumerate(plans)]

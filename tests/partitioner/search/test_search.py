@@ -93,6 +93,7 @@ class Planner:
     """What the search asks of a candidate, from functions."""
 
     evaluate: Callable[[MeshCandidate], EvaluatedCandidate]
+    announce: Callable[[Sequence[MeshCandidate]], None] = lambda candidates: None
     can_prune: Callable[[MeshCandidate, float], bool] = lambda candidate, upper_bound_s: False
     bound_tightly: Callable[[MeshCandidate, float], float] = lambda candidate, upper_bound_s: 0.0
     estimate_effort: Callable[[MeshCandidate], float] = lambda candidate: 0.0
@@ -429,6 +430,9 @@ class Best:
     candidate: MeshCandidate
     seconds: float
     last_s: float = math.inf
+
+    def announce(self, candidates: Sequence[MeshCandidate]) -> None:
+        """Two processes may plan them."""
 
     @property
     def is_pruned(self) -> bool:

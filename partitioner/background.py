@@ -302,7 +302,8 @@ class SharedTasks(Generic[K, R, S]):
 
     ``pack``: function that turns a result into an object that can be pickled, in the forked process; ``unpack``: the
     inverse, in this process. ``worth_it``: whether the work takes long enough for a forked process. ``most_s``: the
-    most seconds that this process waits for a result that the forked process is computing.
+    most seconds that this process waits for a result that the forked process is computing. ``first_is_own``: whether
+    the first result is left to this process, which will request it at once.
     """
 
     def __init__(
@@ -314,12 +315,14 @@ class SharedTasks(Generic[K, R, S]):
         *,
         worth_it: bool = True,
         most_s: float = _PATIENCE_S,
+        first_is_own: bool = True,
     ) -> None:
-        self._work, self._unpack = work, unpack
+        self.keys, self._work, self._unpack = keys, work, unpack
         self._found: dict[K, R] = {}
         self._aside: BackgroundWorker[K, S] | None = None
-        if worth_it and len(keys) > 1 and can_help():  # this process computes the first
-            self._aside = BackgroundWorker(keys[1:], lambda key: pack(work(key)), most_s)
+        for_both = keys[1:] if first_is_own else keys
+        if worth_it and for_both and can_help():
+            self._aside = BackgroundWorker(for_both, lambda key: pack(work(key)), most_s)
 
     def result(self, key: K) -> R:
         """Return the result for ``key``. If the forked process is computing it, compute other results in the meantime.
@@ -330,6 +333,12 @@ class SharedTasks(Generic[K, R, S]):
             self._found[other] = self._work(other)
         found = self._aside.take(key)
         return self._work(key) if found is None else self._unpack(found)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def end(self) -> None:
         """Stop the forked process, and forget its results."""

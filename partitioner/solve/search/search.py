@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from partitioner.background import Future
+from partitioner.background import SharedTasks
 from partitioner.candidate import MeshCandidate
 from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.passes.errors import PartitionError
@@ -19,6 +19,7 @@ from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandi
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.attempts import CandidateAttempts
 from partitioner.solve.search.baselines import (
+    StandardLayout,
     compare_standard_layouts,
     is_known,
     list_standard_layouts,
@@ -58,6 +59,11 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
 _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at for no longer than the plan itself was
 
 
+# kinds of alternatives with which the report compares a plan
+_SMALLER, _OFFLOAD, _LAYOUTS = "smaller clusters and other batches", "offload", "standard layouts"
+Comparisons = SharedTasks[str, tuple[Baseline, ...], tuple[Baseline, ...]]
+
+
 @dataclass(frozen=True)
 class PlanSearchResult:
     """Result of the search: the plan (``chosen``), its certificate (how near it is to the optimum), and the baselines
@@ -70,7 +76,7 @@ class PlanSearchResult:
 
     chosen: SolvedCandidate
     certificate: Certificate
-    baselines: Future[tuple[Baseline, ...]]
+    baselines: Comparisons
     rows: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
     lacking: str = ""
     evaluator: CandidateEvaluator | None = None
@@ -84,10 +90,12 @@ class PlanSearchResult:
         is smaller than the lower bound of the certificate, it replaces that bound in the result.
         """
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
+        kinds = [kind for kind in (_OFFLOAD, _SMALLER, _LAYOUTS) if kind in self.baselines.keys]
         try:
-            baselines = self.baselines.result()
+            found = {kind: self.baselines.result(kind) for kind in kinds}
         except KeyboardInterrupt:  # the plan itself is complete
-            baselines = ()
+            found = {}
+        baselines = tuple(chain.from_iterable(found.get(kind, ()) for kind in (_LAYOUTS, _SMALLER, _OFFLOAD)))
         covered, beyond = self.certificate.covered_bound, self.certificate.beyond
         if "offload" in beyond and (told := describe_offload_comparison(baselines, self.certificate.objective)):
             beyond = {**beyond, "offload": told}
@@ -255,64 +263,103 @@ def _search_candidates(
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
         found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))
 
-    rows = certificate.candidates
-    search_s = time.monotonic() - start
-    as_long_s = max(_LEAST_S, search_s)
-
-    tries_offload = compare and is_offload_worth_trying(job, found.estimate)
-
-    def others() -> tuple[Baseline, ...]:
-        """Return the outcomes of all alternatives with which the report compares the plan: well-known layouts, smaller
-        clusters, other global batches, and offload."""
-        if not compare:
-            return ()
-        until = min(deadline, time.monotonic() + as_long_s)
-
-        def find_best(asked: Job, cutoff_s: float) -> Candidate:
-            """Return the report's row of the best plan of ``asked``, a similar job, that takes less than ``cutoff_s``
-            seconds per step. Candidates that the bounds do not cover are tried if the plan of this job is one."""
-            outside = found.candidate not in result.rows
-            return find_best_report(until - time.monotonic(), asked, cutoff_s, evaluator, outside=outside)
-
-        fewer = without_laggards(
-            job,
-            found.estimate.step_time,
-            lambda: float(bounds.times(candidates).min()),
-            find_best,
-        )
-        offload = job.constraints.offload or ()
-        if request.other_batch is not None and not offload:
-            fewer += faster_batches(
-                job,
-                found.estimate.step_time,
-                request.other_batch,
-                find_best,
-            )
-        hosted: tuple[Baseline, ...] = ()
-        if tries_offload:
-            hosted = faster_with_offload(
-                _with_offload(job, OFFLOAD_SETS[0]),
-                found.estimate.step_time,
-                find_best,
-            )
-        tried = {s.name for s in always if offload and (s.excluded or not hosts)}
-        alone = _plan_without_host_memory(job, tried, evaluator) if tried else {}
-        tuned_by = min(deadline, time.monotonic() + as_long_s)
-        found_beside = compare_standard_layouts(always, rows, beside, offload, alone, tuned_by)
-        return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer), *hosted)
-
-    pinned = bool(job.constraints.offload) and not hosts
-    unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
-    alternatives = tries_offload or (compare and not is_even(job.topology))
+    as_long_s = max(_LEAST_S, time.monotonic() - start)
+    comparison = _Comparison(
+        job,
+        found,
+        evaluator,
+        beside,
+        bounds,
+        candidates,
+        always,
+        certificate.candidates,
+        request,
+        as_long_s,
+        is_outside=found.candidate not in result.rows,
+        hosts=hosts,
+    )
     evaluator.locals.ahead.end()  # so that the comparisons, if they run in a fork, have a second process of their own
-    baselines = Future(others, worth_it=unknown or alternatives, most_s=as_long_s)
+    baselines = comparison.start()
     beyond = beyond_the_bound(space)
-    if tries_offload:
+    if comparison.tries_offload:
         beyond["offload"] = UNFINISHED_OFFLOAD  # until the result of the comparison is known
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "Only the most promising placements of ranks on devices were tried."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
     return PlanSearchResult(found, certificate, baselines, result.rows, evaluator=evaluator)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Plans the alternatives with which the report compares the plan of a job: well-known layouts, smaller clusters,
+    other global batches, and offload to host memory.
+
+    ``job``: the model, batch, cluster and constraints. ``found``: its best plan. ``evaluator``: planned its candidates.
+    ``beside``: evaluator of the job without pinned constraints. ``bounds``: computes quick lower bounds on the
+    ``candidates`` of the search. ``standards``: the well-known layouts. ``rows``: the report's rows of all candidates.
+    ``request``: the search for the plan. ``as_long_s``: most seconds for each kind of
+    alternatives. ``is_outside``: whether ``found`` is a candidate that the bounds do not cover. ``hosts``: whether
+    offload was added because nothing fitted without it.
+    """
+
+    job: Job
+    found: SolvedCandidate
+    evaluator: CandidateEvaluator
+    beside: CandidateEvaluator
+    bounds: ModelBounds
+    candidates: Sequence[MeshCandidate]
+    standards: Sequence[StandardLayout]
+    rows: Sequence[Candidate]
+    request: _SearchRequest
+    as_long_s: float
+    is_outside: bool
+    hosts: bool
+
+    def start(self) -> Comparisons:
+        """Return the tasks that plan the alternatives. A second process begins with them now if they take long."""
+        job, compare = self.job, self.request.compare
+        is_pinned = bool(job.constraints.offload) and not self.hosts
+        is_unknown = is_pinned or any(not is_known(standard, self.rows) for standard in self.standards)
+        worth_it = compare and (is_unknown or self.tries_offload or not is_even(job.topology))
+        kinds = (_SMALLER, _OFFLOAD, _LAYOUTS) if compare else ()
+        return SharedTasks(
+            kinds, self.plan, tuple, tuple, worth_it=worth_it, most_s=self.as_long_s + _LEAST_S, first_is_own=False
+        )
+
+    @property
+    def tries_offload(self) -> bool:
+        """Return whether the plan is compared with plans that keep data in host memory."""
+        return self.request.compare and is_offload_worth_trying(self.job, self.found.estimate)
+
+    def plan(self, kind: str) -> tuple[Baseline, ...]:
+        """Plan the alternatives of one ``kind``, and return their outcomes."""
+        job, found_s, until = self.job, self.found.estimate.step_time, self._until
+        offload = job.constraints.offload or ()
+
+        def find_best(asked: Job, cutoff_s: float) -> Candidate:
+            """Return the report's row of the best plan of ``asked``, a similar job, that takes less than ``cutoff_s``
+            seconds per step. Candidates that the bounds do not cover are tried if the plan of this job is one."""
+            return find_best_report(until - time.monotonic(), asked, cutoff_s, self.evaluator, outside=self.is_outside)
+
+        if kind == _SMALLER:
+            fewer = without_laggards(job, found_s, self._bound_all_candidates, find_best)
+            if self.request.other_batch is not None and not offload:
+                fewer += faster_batches(job, found_s, self.request.other_batch, find_best)
+            return tuple(baseline.model_copy(update={"offload": offload}) for baseline in fewer)
+        if kind == _OFFLOAD:
+            hosted = _with_offload(job, OFFLOAD_SETS[0])
+            return faster_with_offload(hosted, found_s, find_best) if self.tries_offload else ()
+        tried = {s.name for s in self.standards if offload and (s.excluded or not self.hosts)}
+        alone = _plan_without_host_memory(job, tried, self.evaluator) if tried else {}
+        return compare_standard_layouts(self.standards, self.rows, self.beside, offload, alone, self._until)
+
+    @property
+    def _until(self) -> float:
+        return min(self.request.deadline, time.monotonic() + self.as_long_s)
+
+    def _bound_all_candidates(self) -> float:
+        """Return a lower bound in seconds on the step times of all candidates of the job."""
+        return float(self.bounds.times(self.candidates).min())
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:

@@ -446,11 +446,11 @@ class _Outliner:
         ``prologue``: whether it runs before the pipeline starts.
 
         A block that needs sums over the whole batch, such as the number of targets, is two blocks in the program. The
-        first computes the sums before the pipeline starts; its name gets ``(sums over the batch)``. The second does the
-        rest; it gets the name of the undivided block.
+        first computes the sums before the pipeline starts, and is called ``sums of ... over the batch``. The second
+        does the rest; it gets the name of the undivided block.
         """
         if prologue and name.endswith(TOTALS):
-            return f"{name.removesuffix(TOTALS)} (sums over the batch)"
+            return f"sums of {name.removesuffix(TOTALS)} over the batch"
         own = name.removesuffix(REST)
         return own if own + TOTALS in self.program.blocks else name
 

@@ -36,6 +36,7 @@ from partitioner.solve.search.outcomes import (
 from partitioner.solve.search.outside_search import PATIENCE, BestSchedule, list_promising_candidates, without_limit
 from partitioner.solve.search.smaller_clusters import (
     UNFINISHED_OFFLOAD,
+    UNTRIED_OFFLOAD,
     JobOf,
     describe_offload_comparison,
     faster_batches,
@@ -283,6 +284,8 @@ def _search_candidates(
     beyond = beyond_the_bound(space)
     if comparison.tries_offload:
         beyond["offload"] = UNFINISHED_OFFLOAD  # until the result of the comparison is known
+    elif compare and "offload" in beyond and job.train and not job.further_samples:
+        beyond["offload"] = UNTRIED_OFFLOAD
     if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "Only the most promising placements of ranks on devices were tried."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})

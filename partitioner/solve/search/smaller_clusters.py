@@ -186,6 +186,10 @@ UNFINISHED_OFFLOAD = (
     "Offload to host memory: a search with optimizer states in host memory did not end in its time and found no "
     "faster plan. Other kinds of offload were not tried."
 )
+UNTRIED_OFFLOAD = (
+    "Offload to host memory was not tried: the plan fits without it, and recomputes activations for less than "
+    f"{_RECOMPUTED:.0%} of its step."
+)
 
 
 def is_offload_worth_trying(job: Job, estimate: Estimate) -> bool:

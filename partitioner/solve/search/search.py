@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -59,6 +60,8 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
 
 _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at for no longer than the plan itself was
 
+
+_RECOMPUTED = 0.02  # least share of a step for recomputation at which other shardings over tp are tried
 
 # kinds of alternatives with which the report compares a plan
 _SMALLER, _OFFLOAD, _LAYOUTS = "smaller clusters and other batches", "offload", "standard layouts"
@@ -263,6 +266,9 @@ def _search_candidates(
         found, certificate = schedules.follow(promising, deadline)
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
         found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))
+    if certificate.cut_off is None:
+        for again in _solve_other_shardings(evaluator, found):
+            found, certificate = without_limit(certificate, found, again)
 
     as_long_s = max(_LEAST_S, time.monotonic() - start)
     comparison = _Comparison(
@@ -363,6 +369,37 @@ class _Comparison:
     def _bound_all_candidates(self) -> float:
         """Return a lower bound in seconds on the step times of all candidates of the job."""
         return float(self.bounds.times(self.candidates).min())
+
+
+def _solve_other_shardings(evaluator: CandidateEvaluator, found: SolvedCandidate) -> Iterator[SolvedCandidate]:
+    """Yield plans of the candidate of ``found`` with other shardings over ``tp``: with activations whole between
+    layers, and with activations sharded along the sequence there. ``evaluator`` has planned ``found`` with the sharding
+    that takes the least time if nothing is recomputed.
+
+    Another one can be faster if it saves fewer activations, or if its forward, which is repeated, is shorter. It is
+    tried only if ``found`` recomputes for a noticeable time, and if it takes less time without any recomputation than
+    the first one with full recomputation.
+    """
+    job, estimate, candidate = evaluator.job, found.estimate, found.candidate
+    is_free = job.constraints.sequence_parallel is None and candidate.tp > 1 and job.layout is None
+    if not is_free or estimate.breakdown.get("recompute", 0.0) < _RECOMPUTED * estimate.step_time:
+        return
+    most_s = sum(_sum_call_seconds(evaluator, candidate))
+    for sequence_parallel in (False, True):
+        constraints = job.constraints.model_copy(update={"sequence_parallel": sequence_parallel})
+        other = evaluator.for_job(replace(job, constraints=constraints))
+        with suppress(PartitionError):
+            if _sum_call_seconds(other, candidate)[0] < most_s:
+                yield other.solve(candidate, found.devices, proven=False, cutoff_s=estimate.step_time)
+
+
+def _sum_call_seconds(evaluator: CandidateEvaluator, candidate: MeshCandidate) -> tuple[float, float]:
+    """Return the seconds of one microbatch in all calls of ``candidate``, with the sharding of ``evaluator``: those of
+    forward and backward, and those of full recomputation. ``candidate``: mesh sizes, microbatch size, schedule and ZeRO
+    stage."""
+    local, cache, _ = evaluator.own(candidate)
+    costs = [evaluator.list_stage_costs(candidate, cache)[0][call.block] for call in local.model.calls]
+    return sum(c.forward_total_s + c.backward_total_s for c in costs), sum(c.recompute_s for c in costs)
 
 
 def _space_to_limits(space: SearchSpace) -> Limits:

@@ -573,6 +573,12 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
         found["cp"] = _describe_tried_context(space)
     if pinned.tp is None and space.widest < space.world_size and not is_fixed:
         found["tp"] = f"Tensor parallelism over more than {space.widest} ranks was not tried."
+    may_shard = pinned.tp is not None or not is_fixed
+    if space.train and pinned.sequence_parallel is None and pinned.recompute != "none" and pinned.tp != 1 and may_shard:
+        found["sequence_parallel"] = (
+            "Each layer has the sharding over tp that takes the least time if nothing is recomputed. Where activations "
+            "are recomputed, another one may be faster; sequence_parallel was only tried for the layout of the plan."
+        )
     if several and has_replicas and space.train and pinned.zero != 0 and pinned.dp_shard is None:
         found["dp_shard"] = _describe_tried_parts(space)
     if len(topology.paces[0]) > 1 and pinned.data_shares is None:

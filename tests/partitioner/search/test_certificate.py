@@ -187,3 +187,23 @@ def test_what_is_beyond_the_bound_is_named():
     assert {"schedule", "virtual_stages", "cp"} <= free.keys()
     fixed = planned(job, schedule="1f1b", cp=1, dp_shard=None).certificate.beyond
     assert not {"schedule", "virtual_stages", "cp"} & fixed.keys()
+
+
+def test_other_shardings_are_tried_where_activations_are_recomputed():
+    """With 4 GiB a rank recomputes. Activations that are sharded along the sequence between layers take less time
+    without recomputation, but whole ones save less memory and repeat less communication."""
+    job = dict(layers=6, heads=16, kv=1, width=2048, grows=4, length=256, batch=32, vocab=32000, memory=4)
+    job |= dict(precision="bf16", cap=50.0, tied=True)
+    levels = [{"like": "nvlink4", "nodes": 1}, {"like": "ib-ndr"}]
+    kinds = [{"type": "a100-80gb", "devices": 2, "count": 2, "host": "dgx-h100"}]
+    job |= dict(cluster={"nodes": kinds, "levels": levels})
+    sharded, whole = (planned(job, tp=4, sequence_parallel=how).estimate for how in (True, False))
+    assert min(sharded.breakdown["recompute"], whole.breakdown["recompute"]) > 0
+    assert whole.step_time < sharded.step_time
+    free = planned(job)
+    assert free.mesh["tp"] == 4
+    assert free.estimate.step_time == pytest.approx(whole.step_time, rel=1e-9)
+    assert free.certificate.bound <= free.certificate.objective == free.estimate.step_time
+    assert "sequence_parallel" in free.certificate.beyond
+    assert "sequence_parallel" not in planned(job, tp=4, sequence_parallel=False).certificate.beyond
+    assert "sequence_parallel" not in planned(job, tp=4, recompute="none", microbatch_size=1).certificate.beyond

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.schedules.actions import Timetable
-from partitioner.schedules.makespan import Phases, compute_makespan, follow_all, longest_path
+from partitioner.schedules.makespan import Phases, follow_all, longest_path
 from partitioner.solve.stages.tables import TINY, StageTables
 
 Table = NDArray[np.float64]
@@ -84,10 +84,12 @@ def better_cuts(
         return RankedCuts(((seconds, cuts),), 0.0)
     if math.comb(calls - 1, stages - 1) * actions <= _ALL:
         return _simulate_all_cuts(costs, timetable, how, calls, stages)
-    bands = costs.bands(compute_makespan(timetable, costs.phases(cuts), **how) / count_microbatches(timetable))
+    seconds, path = longest_path(timetable, costs.phases(cuts), **how)
+    bands = costs.bands(seconds / count_microbatches(timetable))
     turns = max(4, min(_MOST_TURNS, _ACTIONS // actions) // (4 if quick else 1))
     for turn in range(1, turns + 1):
-        seconds, path = longest_path(timetable, costs.phases(cuts), **how)
+        if turn > 1:
+            seconds, path = longest_path(timetable, costs.phases(cuts), **how)
         seen[cuts] = seconds
         paths.append(path[:, : mean.shape[1]])
         mean += (paths[-1] - mean) / turn

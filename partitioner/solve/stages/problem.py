@@ -185,8 +185,14 @@ class StageProblem:
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None
-        calls = tuple(replace(call, cost=call.cost.selective()) for call in self.calls)
-        paces = {SameObject(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
+        costs = {SameObject(call.cost): call.cost for call in self.calls}  # equal layers share one
+        costs |= {SameObject(cost): cost for pace in self.paces for cost in pace.costs}
+        selective = {same: cost.selective() for same, cost in costs.items()}
+        calls = tuple(replace(call, cost=selective[SameObject(call.cost)]) for call in self.calls)
+        paces = {
+            SameObject(pace): replace(pace, costs=tuple(selective[SameObject(cost)] for cost in pace.costs))
+            for pace in self.paces
+        }
         # unless recomputation is fixed, whole calls may be recomputed, too
         whole: Recompute | None = "none" if self.recompute == "selective" else None
         return replace(self, calls=calls, paces=tuple(paces[SameObject(pace)] for pace in self.paces), recompute=whole)

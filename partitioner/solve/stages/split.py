@@ -263,21 +263,24 @@ class _Splitter:
         stage may take more than ``limit`` seconds per microbatch; ``None`` if no cuts satisfy that. Cuts are the index
         of the first call of each stage, followed by the number of calls.
         """
-        n, p = len(self.problem.calls), self.problem.num_stages
-        reached = np.full(n + 1, np.inf)
+        p, least = self.problem.num_stages, 0 if self.problem.may_be_empty else 1
+        width = len(self.problem.calls) + 1 - p * least  # the other stages have at least one call each
+        reached = np.full(width, np.inf)  # by the number of calls more than the least before the cut
         reached[0] = 0.0
         came: list[NDArray[np.int64]] = []
-        ends = np.arange(n + 1)
-        for stage, time in enumerate(self.tables.times):
+        ends = np.arange(width)
+        for stage, every in enumerate(self.tables.times):
+            first = stage * least
+            time = every[first : first + width, first + least : first + least + width]
             total = reached[:, None] + (time if limit == np.inf else np.where(time <= limit, time, np.inf))
             came.append(total.argmin(axis=0))
             reached = total[came[stage], ends]
-        if not np.isfinite(reached[n]):
+        if not np.isfinite(reached[-1]):
             return None
-        cuts = [n]
+        places = [width - 1]
         for stage in range(p - 1, -1, -1):
-            cuts.append(int(came[stage][cuts[-1]]))
-        return cuts[::-1]
+            places.append(int(came[stage][places[-1]]))
+        return [place + least * stage for stage, place in enumerate(reversed(places))]
 
     def lowest_limit(self) -> float:
         """Return the least seconds per microbatch that the slowest stage can have, over all cuts of the block calls

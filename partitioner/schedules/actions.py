@@ -7,6 +7,7 @@ actions of each rank. The virtual stages of one rank, in increasing order, are i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,11 @@ from numpy.typing import NDArray
 from partitioner.passes.errors import PartitionError
 
 ActionKind = Literal["F", "B", "I", "W"]
+KINDS: tuple[ActionKind, ...] = ("F", "I", "W", "B")  # in this order they are numbered in arrays
+_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+_FORWARD, _INPUTS, _WEIGHTS, _WHOLE = range(len(KINDS))
+
+Places = NDArray[np.int64]
 
 
 class ScheduleError(PartitionError):
@@ -67,6 +73,101 @@ class Timetable:
         """
         return group_stages_by_rank(self.ranks, len(self.orders))
 
+    @cached_property
+    def columns(self) -> ActionColumns:
+        """Return all actions as arrays."""
+        kinds, stages, microbatches = list[int](), list[int](), list[int]()
+        for order, own in zip(self.orders, self.held, strict=True):
+            kinds += [_NUMBERS[action.kind] for action in order]
+            stages += [own[action.chunk] for action in order]
+            microbatches += [action.microbatch for action in order]
+        lengths = np.array([len(order) for order in self.orders], dtype=np.int64)
+        return ActionColumns(
+            np.array(kinds, dtype=np.int64),
+            np.array(stages, dtype=np.int64),
+            np.array(microbatches, dtype=np.int64),
+            np.repeat(np.arange(len(lengths)), lengths),
+            np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)]),
+            len(self.ranks),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ActionColumns:
+    """The actions of all pipeline ranks as parallel arrays, in the order of execution, those of rank 0 first.
+
+    ``kind``: index into ``KINDS``. ``stage``: index of the virtual stage. ``microbatch``: index of the microbatch.
+    ``rank``: the pipeline rank. ``starts``: for each rank the index of its first action, followed by the number of all
+    actions. ``num_stages``: number of virtual stages.
+    """
+
+    kind: Places
+    stage: Places
+    microbatch: Places
+    rank: Places
+    starts: Places
+    num_stages: int
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Return the number of microbatches, the largest index plus 1."""
+        return 1 + int(self.microbatch.max(initial=-1))
+
+    @cached_property
+    def forwards(self) -> Places:
+        """Return the index of the forward of each microbatch in each virtual stage, shape ``[stages, microbatches]``;
+        the number of all actions if there is none."""
+        return self._index_actions(self.kind == _FORWARD)
+
+    @cached_property
+    def backwards(self) -> Places:
+        """Return the index of the action that computes the input gradients of each microbatch in each virtual stage,
+        shape ``[stages, microbatches]``; the number of all actions if there is none."""
+        return self._index_actions((self.kind == _INPUTS) | (self.kind == _WHOLE))
+
+    def _index_actions(self, chosen: NDArray[np.bool_]) -> Places:
+        found = np.full((self.num_stages, self.num_microbatches), len(self.kind), dtype=np.int64)
+        found[self.stage[chosen], self.microbatch[chosen]] = np.flatnonzero(chosen)
+        return found
+
+    def find_needed(self, train: bool = True) -> Places:
+        """Return, for each action, the index of the action on another virtual stage that computes its input: the
+        forward on the stage before, or the backward for inputs on the stage behind. It is -1 if there is none. It is
+        the index of the action itself, which then never starts, if the timetable lacks that action. Without ``train``
+        backwards wait for no other stage.
+        """
+        places = np.arange(len(self.kind))
+        needed = np.full(len(self.kind), -1, dtype=np.int64)
+        later = (self.kind == _FORWARD) & (self.stage > 0)
+        needed[later] = self.forwards[self.stage[later] - 1, self.microbatch[later]]
+        if train:
+            back = ((self.kind == _INPUTS) | (self.kind == _WHOLE)) & (self.stage < self.num_stages - 1)
+            needed[back] = self.backwards[self.stage[back] + 1, self.microbatch[back]]
+        return np.where(needed == len(self.kind), places, needed)
+
+    def order_by_readiness(self, needed: Places) -> tuple[Places, list[int]]:
+        """Return two values: the indices of all actions that can start, each after the action before it on its rank and
+        after the one that it needs; and for each rank the index of its first action that never starts, or the index
+        behind its last action. The ranks take turns, and each executes as many actions as it can.
+
+        ``needed``: for each action, the index of the action on another virtual stage that it waits for; -1 if none.
+        """
+        waits, stops = needed.tolist(), self.starts[1:].tolist()
+        at, done = self.starts[:-1].tolist(), [False] * len(waits)
+        order = list[int]()
+        moved = True
+        while moved:
+            moved = False
+            for rank, stop in enumerate(stops):
+                first = place = at[rank]
+                while place < stop and (waits[place] < 0 or done[waits[place]]):
+                    done[place] = True
+                    place += 1
+                if place > first:
+                    order += range(first, place)
+                    at[rank], moved = place, True
+        return np.array(order, dtype=np.int64), at
+
 
 def group_stages_by_rank(ranks: Sequence[int], num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return, for each pipeline rank, the indices of its virtual stages in increasing order. ``ranks[k]``: the rank of
@@ -99,16 +200,19 @@ def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
     Deadlocks are found by simulation. A forward waits for the forward of the preceding virtual stage. A backward waits
     for its own forward and for the backward of the following virtual stage.
     """
-    for stage, order in enumerate(timetable.orders):
-        wanted = {(i, c) for i in range(num_microbatches) for c in range(len(timetable.held[stage]))}
-        for kind, kinds in _ONCE:
-            count = Counter((a.microbatch, a.chunk) for a in order if a.kind in kinds)
-            if set(count) != wanted or set(count.values()) != {1}:
+    columns = timetable.columns
+    shape = len(KINDS), columns.num_stages, max(num_microbatches, columns.num_microbatches)
+    places = np.ravel_multi_index((columns.kind, columns.stage, columns.microbatch), shape)
+    count = np.bincount(places, minlength=math.prod(shape)).reshape(shape)
+    wanted = np.arange(shape[2]) < num_microbatches
+    for stage, own in enumerate(timetable.held):
+        of_kind = count[:, list(own)]
+        for name, kinds in _ONCE:
+            if (of_kind[list(kinds)].sum(axis=0) != wanted).any():
                 raise ScheduleError(
-                    f"stage {stage} does not run the {kind} of each of {num_microbatches} microbatches exactly once"
+                    f"stage {stage} does not run the {name} of each of {num_microbatches} microbatches exactly once"
                 )
-        halves = {k: Counter((a.microbatch, a.chunk) for a in order if a.kind == k) for k in ("I", "W")}
-        if halves["I"] != halves["W"]:
+        if (of_kind[_INPUTS] != of_kind[_WEIGHTS]).any():
             raise ScheduleError(
                 f"stage {stage} does not run exactly one weight backward (W) after each input backward (I)"
             )
@@ -126,41 +230,18 @@ def stuck_at(timetable: Timetable) -> list[tuple[int, int]]:
     the ranks that deadlock, as pairs (pipeline rank, index in its order of the action that never starts). An empty list
     means that all ranks finish.
     """
-    orders, last = timetable.orders, len(timetable.ranks) - 1
-    done: set[tuple[str, int, int]] = set()  # kind, microbatch, virtual stage
-    position = [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            while position[stage] < len(order):
-                action = order[position[stage]]
-                virtual = timetable.held[stage][action.chunk]
-                if not _is_action_ready(action, virtual, last, done):
-                    break
-                done.add(("B" if action.kind == "I" else action.kind, action.microbatch, virtual))
-                position[stage] += 1
-                moved = True
-    return [(s, position[s]) for s, order in enumerate(orders) if position[s] < len(order)]
+    columns = timetable.columns
+    places, needed = np.arange(len(columns.kind)), columns.find_needed()
+    here = columns.stage, columns.microbatch
+    # on its own rank, a backward comes after the forward, and its half for weights after the one for inputs
+    before = np.where(columns.kind == _WEIGHTS, columns.backwards[here], columns.forwards[here])
+    needed = np.where((columns.kind != _FORWARD) & (before >= places), places, needed)
+    _, reached = columns.order_by_readiness(needed)
+    every = zip(reached, columns.starts.tolist(), columns.starts[1:].tolist(), strict=False)
+    return [(rank, place - start) for rank, (place, start, stop) in enumerate(every) if place < stop]
 
 
-_ONCE: tuple[tuple[str, frozenset[ActionKind]], ...] = (
-    ("forward", frozenset({"F"})),
-    ("backward", frozenset({"B", "I"})),
-)
-
-
-def _is_action_ready(action: Action, virtual: int, last: int, done: set[tuple[str, int, int]]) -> bool:
-    """Return whether the inputs of ``action``, a forward or backward of one microbatch, are available. ``virtual``:
-    index of the virtual stage that it runs, counted over all ranks. ``last``: index of the model's last virtual stage.
-    ``done``: completed passes as (``F`` or ``B``, microbatch, virtual stage), where ``B`` means that the input
-    gradients exist."""
-    if action.kind == "F":
-        return virtual == 0 or ("F", action.microbatch, virtual - 1) in done
-    if action.kind == "W":
-        return ("B", action.microbatch, virtual) in done
-    after = virtual == last or ("B", action.microbatch, virtual + 1) in done
-    return after and ("F", action.microbatch, virtual) in done
+_ONCE = (("forward", (_FORWARD,)), ("backward", (_INPUTS, _WHOLE)))  # each runs once for every microbatch
 
 
 def peak_in_flight(order: Order) -> int:

@@ -169,11 +169,23 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
     together = []
     for order, stages in zip(table.orders, table.held, strict=True):
-        found = np.unique(count_halves_in_flight(order, len(stages)), axis=0)
+        found = np.unique(_select_local_peaks(count_halves_in_flight(order, len(stages))), axis=0)
         for c, k in enumerate(stages):
             pairs[k] = _compute_upper_hull({(whole, half) for whole, half in found[:, c].tolist()})
         together.append(_not_less(found))
     return InFlightMicrobatches(tuple(pairs), tuple(together))
+
+
+def _select_local_peaks(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the elements of ``counts`` that neither the element before nor the element behind equals or exceeds in
+    every number. ``counts``: the microbatches in flight on a rank after each of its actions, as consecutive elements
+    that differ, shape ``[actions, virtual stages, 2]``.
+    """
+    change = np.diff(counts.reshape(len(counts), -1), axis=0)
+    is_peak = np.ones(len(counts), dtype=bool)
+    is_peak[:-1] = (change < 0).any(axis=1)
+    is_peak[1:] &= (change > 0).any(axis=1)
+    return counts[is_peak]
 
 
 def _not_less(counts: NDArray[np.int64]) -> tuple[tuple[Counts, ...], ...]:
@@ -183,7 +195,9 @@ def _not_less(counts: NDArray[np.int64]) -> tuple[tuple[Counts, ...], ...]:
     """
     rows = counts.reshape(len(counts), -1)
     if len(rows) * rows.size <= _MOST_COMPARED:
-        exceeds = (rows[:, None] <= rows[None, :]).all(axis=2)  # [i, j]: j equals or exceeds i, as each does itself
+        exceeds = np.ones((len(rows), len(rows)), dtype=bool)  # [i, j]: j equals or exceeds i, as each does itself
+        for column in rows.T:
+            exceeds &= column[:, None] <= column[None, :]
         left = counts[exceeds.sum(axis=1) == 1].tolist()
         return tuple(tuple((whole, half) for whole, half in one) for one in left)
     is_left, greatest = np.ones(len(rows), dtype=bool), list[int]()

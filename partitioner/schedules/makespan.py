@@ -23,11 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.passes.ir.hashing import SameObject
-from partitioner.schedules.actions import Timetable
+from partitioner.schedules.actions import KINDS, Timetable
 
-PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # indices into a phase's seconds
-
-KINDS = tuple(PARTS)
+PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # indices into a phase's seconds, in the order of ``KINDS``
 _NUM_PHASES = 7  # numbers of a :class:`Phases`
 _SENT, _ENDS = slice(3, 5), slice(5, 7)  # of these, messages, and collectives at the ends of a step
 ENTRIES = len(KINDS) + 2  # durations of a virtual stage in a flat list: of actions by kind, and of collectives
@@ -75,8 +73,18 @@ def compute_makespan(
     finished its part of this one; collectives at the ends of a step (gathers of parameters, reductions of gradients)
     are then not counted. ``train``: whether backwards take time.
     """
+    return _compute_cached_makespan(SameObject(table), tuple(phases), train, overlap_steps)
+
+
+@lru_cache(maxsize=32)
+def _compute_cached_makespan(
+    same: SameObject[Timetable], phases: tuple[Phases, ...], train: bool, overlap_steps: bool
+) -> float:
+    """Return the seconds of a step as :func:`compute_makespan` does. Callers simulate some cuts into stages several
+    times. ``same``: a wrapper of the timetable that compares by identity. The other arguments are those of
+    :func:`compute_makespan`."""
     ends = not overlap_steps and _has_ends(phases)
-    waits, seconds, sent = waits_of(table, train, ends=ends), seconds_of(phases, train), sent_of(phases)
+    waits, seconds, sent = waits_of(same.value, train, ends=ends), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         return max(_compute_step_times(waits, seconds, sent))
     done = _compute_action_ends(waits, seconds, sent)
@@ -207,38 +215,35 @@ def _compute_waits(same: SameObject[Timetable], train: bool, ends: bool) -> Wait
 
     ``same``: a wrapper of the timetable that compares by identity, so that the result can be cached. ``ends``: include
     the collectives at the ends of the step (gathers of parameters at its start, reductions of gradients at its end)."""
-    table, last = same.value, len(same.value.ranks) - 1
+    table, columns = same.value, same.value.columns
     starts = range((1 + ends) * len(table.orders))
     nothing = 2 * len(table.ranks)
     found = Waits([*starts], [*starts], [0 for _ in starts], [nothing for _ in starts], [*starts], [*starts])
     gathered = _add_gathers(table, found) if ends else {}
-    # (kind, microbatch, virtual stage) -> index of the action that completes it
-    place: dict[tuple[str, int, int], int] = {}
-    at = [0] * len(table.orders)
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(table.orders):
-            for action in order[at[rank] :]:
-                kind, k, i = action.kind, table.held[rank][action.chunk], action.microbatch
-                needed = ("F", i, k - 1) if kind == "F" and k else None
-                if train and kind in "BI" and k < last:
-                    needed = "B", i, k + 1
-                if needed is not None and needed not in place:
-                    break
-                found.before.append(found.last[rank])
-                found.needed.append(place[needed] if needed is not None else rank)
-                found.rank.append(rank)
-                found.what.append(k * ENTRIES + KINDS.index(kind))
-                found.message.append(2 * k + (kind != "F") if needed is not None else nothing)
-                found.last[rank] = len(found.before) - 1
-                if kind == "F" and k in gathered:  # the first forward ends no earlier than the gathers
-                    _add_pause(table, found, rank, found.last[rank], gathered.pop(k))
-                    found.last[rank] = len(found.before) - 1
-                if kind != "W":
-                    place["F" if kind == "F" else "B", i, k] = found.last[rank]
-                at[rank] += 1
-                moved = True
+    needed = columns.find_needed(train)
+    order, reached = columns.order_by_readiness(needed)
+    kind, stage, rank, needed = columns.kind[order], columns.stage[order], columns.rank[order], needed[order]
+    # the first forward of a virtual stage ends no earlier than the gathers: an entry behind it waits for both
+    is_first = np.zeros(len(order), dtype=np.int64)
+    if ends:
+        forwards = np.flatnonzero(kind == 0)
+        is_first[forwards[np.unique(stage[forwards], return_index=True)[1]]] = 1
+    place = np.empty(len(columns.kind), dtype=np.int64)  # the entry that completes each action
+    place[order] = len(found.before) + np.arange(len(order)) + np.cumsum(is_first)
+    has_input, entry = needed >= 0, np.repeat(np.arange(len(order)), 1 + is_first)
+    is_pause = np.diff(entry, prepend=-1) == 0
+    of_gather = np.array([gathered.get(k, 0) for k in range(len(table.ranks))])
+    before = np.where(order > columns.starts[rank], place[order - 1], rank)
+    input_place = np.where(has_input, place[needed], rank)
+    message = np.where(has_input, 2 * stage + (kind != 0), nothing)
+    previous = len(found.before) - 1 + np.arange(len(entry))
+    found.before.extend(np.where(is_pause, previous, before[entry]).tolist())
+    found.needed.extend(np.where(is_pause, of_gather[stage[entry]], input_place[entry]).tolist())
+    found.what.extend(np.where(is_pause, len(table.ranks) * ENTRIES, (stage * ENTRIES + kind)[entry]).tolist())
+    found.message.extend(np.where(is_pause, nothing, message[entry]).tolist())
+    found.rank.extend(rank[entry].tolist())
+    for of_rank, (start, stop) in enumerate(zip(columns.starts.tolist(), reached, strict=False)):
+        found.last[of_rank] = int(place[stop - 1]) if stop > start else of_rank
     if ends:
         _add_reductions(table, found)
     return found
@@ -261,11 +266,11 @@ def _add_reductions(table: Timetable, found: Waits) -> None:
     """Append the reductions of gradients to ``found``, the lists of what each action of a step waits for. The
     reductions of a rank run one after the other on its links, and those of a virtual stage begin no earlier than its
     last backward. ``table``: the actions (forwards and backwards of one microbatch) of each rank."""
-    final: dict[int, int] = {}  # virtual stage -> its last backward
-    for place in range(2 * len(table.orders), len(found.before)):
-        stage, kind = divmod(found.what[place], ENTRIES)
-        if 0 < kind < len(KINDS):
-            final[stage] = place
+    what = np.array(found.what)
+    places = np.flatnonzero((what % ENTRIES > 0) & (what % ENTRIES < len(KINDS)))
+    last = np.zeros(len(table.ranks), dtype=np.int64)  # the last backward of each virtual stage
+    np.maximum.at(last, what[places] // ENTRIES, places)
+    final = {stage: place for stage, place in enumerate(last.tolist()) if place}
     for stage, place in sorted(final.items(), key=lambda pair: pair[1]):
         _add_pause(table, found, found.rank[place], found.before[place], found.needed[place], found.message[place])
         _add_collective(table, found, found.rank[place], stage * ENTRIES + _REDUCE, len(found.before) - 1)

@@ -351,7 +351,7 @@ class _ReductionTails:
         equal costs share one, and so do stages with equal groups and devices.
         """
         alike, delays = self._number_equal_calls(stage), []
-        for plan in stage_plans(self.tables, stage, starts, stops):
+        for plan in stage_plans(self.tables, np.full_like(starts, stage), starts, stops):
             key = self._describe_stage(stage), alike[plan.start : plan.stop], plan.recompute, plan.selective
             if key not in self._delays:
                 self._delays[key] = self._compute_reduction_delay(stage, plan)

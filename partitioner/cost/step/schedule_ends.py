@@ -15,10 +15,10 @@ from itertools import islice
 from partitioner.cost.step.step_ends import AFTER_SUM, GradientBucket, Reductions
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.runtime.program.simulate import OverlappedCollective, RankClock
-from partitioner.schedules.actions import Timetable
+from partitioner.schedules.actions import KINDS, Timetable
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.formulas import shorten_timetable
-from partitioner.schedules.makespan import ENTRIES, KINDS, Phases, compute_makespan, seconds_of, sent_of, waits_of
+from partitioner.schedules.makespan import ENTRIES, Phases, compute_makespan, seconds_of, sent_of, waits_of
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan
 

@@ -19,13 +19,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, islice, pairwise
+from itertools import combinations, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.schedules.actions import Timetable
-from partitioner.schedules.makespan import Phases, compute_makespan, follow_all, longest_path
+from partitioner.schedules.makespan import Phases, follow_all, longest_path
 from partitioner.solve.stages.tables import TINY, StageTables
 
 Table = NDArray[np.float64]
@@ -84,11 +84,13 @@ def better_cuts(
         return RankedCuts(((seconds, cuts),), 0.0)
     if math.comb(calls - 1, stages - 1) * actions <= _ALL:
         return _simulate_all_cuts(costs, timetable, how, calls, stages)
-    bands = costs.bands(compute_makespan(timetable, costs.phases(cuts), **how) / count_microbatches(timetable))
+    simulated = {cuts: longest_path(timetable, costs.phases(cuts), **how)}
+    bands = costs.bands(simulated[cuts][0] / count_microbatches(timetable))
     turns = max(4, min(_MOST_TURNS, _ACTIONS // actions) // (4 if quick else 1))
     for turn in range(1, turns + 1):
-        seconds, path = longest_path(timetable, costs.phases(cuts), **how)
-        seen[cuts] = seconds
+        if cuts not in simulated:
+            simulated[cuts] = longest_path(timetable, costs.phases(cuts), **how)
+        seen[cuts], path = simulated[cuts]
         paths.append(path[:, : mean.shape[1]])
         mean += (paths[-1] - mean) / turn
         least, cuts = bands.shortest(mean)
@@ -135,10 +137,10 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     inner = len(cuts) - 2
     for count in range(1, inner + 1):
         for first in range(1, inner + 2 - count):
+            behind = first + count
             for step in _STEPS:
-                moved = (*cuts[:first], *(c + step for c in cuts[first : first + count]), *cuts[first + count :])
-                if all(a < b for a, b in pairwise(moved)):
-                    yield moved
+                if cuts[first - 1] < cuts[first] + step and cuts[behind - 1] + step < cuts[behind]:
+                    yield (*cuts[:first], *(c + step for c in cuts[first:behind]), *cuts[behind:])
 
 
 def _simulate_all_cuts(
@@ -173,22 +175,24 @@ def _list_cuts_within(
     stages, calls = len(costs.of_stage), len(costs.of_stage[0][0]) - 1
     if len(paths) * stages * (calls + 1) ** 2 > _TABLED:
         return None
-    fits = np.stack([np.isfinite(of_stage[1]) for of_stage in costs.of_stage])
+    windows = [np.stack(costs.in_window(stage)) for stage in range(stages)]
+    fits = np.stack([np.isfinite(window[1]) for window in windows])
     along = np.stack(
         [
-            np.einsum("pc,cij->pij", weights, np.where(allowed, np.stack(of_stage), 0.0))
-            for weights, allowed, of_stage in zip(np.stack(paths, axis=1), fits, costs.of_stage, strict=True)
+            np.einsum("pc,cij->pij", weights, np.where(allowed, window, 0.0))
+            for weights, allowed, window in zip(np.stack(paths, axis=1), fits, windows, strict=True)
         ]
     )
     tightest = np.argsort(-_complete_paths(along, fits)[0][:, 0], kind="stable")[:_FEW_PATHS]
     every, along = along, along[:, tightest]  # the others are compared once, with the cuts that are left
     rest = _complete_paths(along, fits)
     m = count_microbatches(timetable)
+    # positions count from the first window of a stage: cut ``k`` lies ``k`` calls behind its position
     cuts, loads = np.zeros((1, 1), dtype=np.int64), np.zeros((1, len(timetable.orders)))
     sums = np.zeros((1, len(tightest)))
     for stage, rank in enumerate(timetable.ranks):
         begun = cuts[:, -1]
-        work = np.sum(costs.of_stage[stage][:3], axis=0)  # forward, and both halves of the backward
+        work = windows[stage][:3].sum(axis=0)  # forward, and both halves of the backward
         seconds = loads[:, rank, None] + m * work[begun]  # [cuts, end of the stage]
         allowed = fits[stage][begun] & np.isfinite(rest[stage + 1]).all(axis=0) & (seconds < limit_s)
         row, stop = np.nonzero(allowed)
@@ -205,22 +209,23 @@ def _list_cuts_within(
     lengths = np.zeros((len(paths), len(cuts)))
     for of_stage, start, stop in zip(every, cuts.T, cuts.T[1:], strict=False):
         lengths += of_stage[:, start, stop]
-    left: Places = cuts[(lengths < limit_s).all(axis=0)]
+    left: Places = cuts[(lengths < limit_s).all(axis=0)] + np.arange(stages + 1)
     return left if len(left) <= most else None
 
 
 def _complete_paths(along: Table, fits: NDArray[np.bool_]) -> list[Table]:
     """Return the least seconds of each path through a schedule on the last stages: for each number of first stages that
-    are left out, from none to all, an array of shape ``[paths, calls + 1]``. Its second index is the first block call
-    (such as a layer) of the remaining stages. Infinite if these stages cannot hold the remaining calls.
+    are left out, from none to all, an array of shape ``[paths, width]``. Its second index is the first block call (such
+    as a layer) of the remaining stages, less the number of stages that are left out. Infinite if these stages cannot
+    hold the remaining calls.
 
-    ``along``: the seconds of the paths on every sequence of calls, shape ``[stages, paths, calls + 1, calls + 1]``,
-    indexed by the first call and the call after the last. ``fits``: whether a stage may consist of the sequence, shape
-    ``[stages, calls + 1, calls + 1]``.
+    ``along``: the seconds of the paths on the sequences of calls that each stage can have, shape ``[stages, paths,
+    width, width]``, as in :meth:`PhaseCosts.in_window`. ``fits``: whether a stage may consist of the sequence, shape
+    ``[stages, width, width]``.
     """
-    size = along.shape[-1]
-    any_call = np.arange(size)[None, :] > np.arange(size)[:, None]
-    rest = [np.where(np.arange(size) == size - 1, 0.0, np.full((along.shape[1], size), np.inf))]
+    width = along.shape[-1]
+    any_call = np.arange(width)[None, :] >= np.arange(width)[:, None]
+    rest = [np.where(np.arange(width) == width - 1, 0.0, np.full((along.shape[1], width), np.inf))]
     for allowed, of_paths in zip(fits[::-1], along[::-1], strict=True):
         rest.append((np.where(allowed & any_call, of_paths, np.inf) + rest[-1][:, None, :]).min(axis=2))
     return rest[::-1]
@@ -275,6 +280,14 @@ class PhaseCosts:
                     *(tables.segments.sums(seconds.tolist()) for seconds in ends),
                 )
             )
+
+    def in_window(self, stage: int) -> list[Table]:
+        """Return the seconds of each phase of the stage with index ``stage`` for the sequences of block calls (such as
+        layers) that it can have if every stage has at least one, shape ``[width, width]``. The entry ``[i, j]`` is for
+        the calls ``stage + i : stage + 1 + j``.
+        """
+        starts, stops = slice(stage, stage + self.longest), slice(stage + 1, stage + 1 + self.longest)
+        return [table[starts, stops] for table in self.of_stage[stage]]
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
         """Return, for each stage under ``cuts``, its seconds per microbatch: forward, backward for inputs, backward for

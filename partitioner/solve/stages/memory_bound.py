@@ -120,8 +120,9 @@ def drop_smaller_counts(moments: Sequence[Sequence[Counts]]) -> list[Sequence[Co
     """
     distinct = list(dict.fromkeys(tuple(counts) for counts in moments))
     flat = np.array(distinct).reshape(len(distinct), -1)
-    smaller: NDArray[np.bool_] = np.all(flat[:, None, :] <= flat[None, :, :], axis=2)  # [a, b]: a nowhere above b
-    smaller &= ~np.eye(len(distinct), dtype=np.bool_)
+    smaller = ~np.eye(len(distinct), dtype=np.bool_)  # [a, b]: a nowhere above b
+    for column in flat.T:
+        smaller &= column[:, None] <= column[None, :]
     return [counts for counts, of_others in zip(distinct, smaller, strict=True) if not of_others.any()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -65,6 +65,20 @@ class Pace:
 
     costs: tuple[CallCost, ...]
     overhead: CallCost = field(default_factory=CallCost)
+
+
+@lru_cache(maxsize=8)
+def _recompute_calls_selectively(same: SameObject[tuple[StageCall, ...]]) -> tuple[StageCall, ...]:
+    """Return the block calls (such as layers) with their costs under selective recomputation. Problems that differ in
+    the memory or the recomputation share them. ``same``: a wrapper of the calls that compares by identity."""
+    return tuple(replace(call, cost=call.cost.selective()) for call in same.value)
+
+
+@lru_cache(maxsize=256)
+def _recompute_pace_selectively(same: SameObject[Pace]) -> Pace:
+    """Return the costs of all block calls (such as layers) on the devices of a stage under selective recomputation.
+    ``same``: a wrapper of the costs without it that compares by identity."""
+    return replace(same.value, costs=tuple(cost.selective() for cost in same.value.costs))
 
 
 @dataclass(frozen=True)
@@ -185,11 +199,11 @@ class StageProblem:
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None
-        calls = tuple(replace(call, cost=call.cost.selective()) for call in self.calls)
-        paces = {SameObject(pace): replace(pace, costs=tuple(c.selective() for c in pace.costs)) for pace in self.paces}
+        calls = _recompute_calls_selectively(SameObject(self.calls))
+        paces = tuple(_recompute_pace_selectively(SameObject(pace)) for pace in self.paces)
         # unless recomputation is fixed, whole calls may be recomputed, too
         whole: Recompute | None = "none" if self.recompute == "selective" else None
-        return replace(self, calls=calls, paces=tuple(paces[SameObject(pace)] for pace in self.paces), recompute=whole)
+        return replace(self, calls=calls, paces=paces, recompute=whole)
 
     @property
     def last_repeated(self) -> int:

@@ -263,21 +263,24 @@ class _Splitter:
         stage may take more than ``limit`` seconds per microbatch; ``None`` if no cuts satisfy that. Cuts are the index
         of the first call of each stage, followed by the number of calls.
         """
-        n, p = len(self.problem.calls), self.problem.num_stages
-        reached = np.full(n + 1, np.inf)
+        p, least = self.problem.num_stages, 0 if self.problem.may_be_empty else 1
+        width = len(self.problem.calls) + 1 - p * least  # the other stages have at least one call each
+        reached = np.full(width, np.inf)  # by the number of calls more than the least before the cut
         reached[0] = 0.0
         came: list[NDArray[np.int64]] = []
-        ends = np.arange(n + 1)
-        for stage, time in enumerate(self.tables.times):
+        ends = np.arange(width)
+        for stage, every in enumerate(self.tables.times):
+            first = stage * least
+            time = every[first : first + width, first + least : first + least + width]
             total = reached[:, None] + (time if limit == np.inf else np.where(time <= limit, time, np.inf))
             came.append(total.argmin(axis=0))
             reached = total[came[stage], ends]
-        if not np.isfinite(reached[n]):
+        if not np.isfinite(reached[-1]):
             return None
-        cuts = [n]
+        places = [width - 1]
         for stage in range(p - 1, -1, -1):
-            cuts.append(int(came[stage][cuts[-1]]))
-        return cuts[::-1]
+            places.append(int(came[stage][places[-1]]))
+        return [place + least * stage for stage, place in enumerate(reversed(places))]
 
     def lowest_limit(self) -> float:
         """Return the least seconds per microbatch that the slowest stage can have, over all cuts of the block calls
@@ -299,7 +302,8 @@ class _Splitter:
         return (self.problem.num_rounds - bubble) * self.largest(cuts) + bubble * self.total(cuts)
 
     def split(self, cuts: list[int], lower_bound_s: float) -> StageSplit:
-        stages = tuple(stage_plan(self.tables, s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
+        bounds = np.array(cuts)
+        stages = tuple(stage_plans(self.tables, np.arange(self.problem.num_stages), bounds[:-1], bounds[1:]))
         costs = [call.cost for call in self.problem.calls]
         microbatch = sum(c.forward_total_s + (c.backward_total_s if self.problem.train else 0.0) for c in costs)
         return StageSplit(stages, self.cost(cuts), lower_bound_s, microbatch)
@@ -316,54 +320,68 @@ def stage_plan(
     memory. ``in_part``: recompute the other calls selectively (only operators that are cheap to recompute); it applies
     only if ``recompute`` is given.
     """
+    where = np.array([stage]), np.array([start]), np.array([stop])
     if recompute is None:
-        return stage_plans(tables, stage, np.array([start]), np.array([stop]))[0]
-    way = (tables.slim if in_part else None) or tables
-    return _build_stage_plans(tables, way, stage, np.array([start]), np.array([stop]), np.array([recompute]))[0]
+        return stage_plans(tables, *where)[0]
+    return recomputed_stage_plans(tables, *where, np.array([recompute]), in_part=in_part)[0]
 
 
-def stage_plans(tables: StageTables, stage: int, starts: Counts, stops: Counts) -> list[StagePlan]:
-    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as
-    layers), with the least recomputation that fits in memory. The result has one plan for each sequence, in the same
-    order.
+def recomputed_stage_plans(
+    tables: StageTables, stages: Counts, starts: Counts, stops: Counts, recomputed: Counts, *, in_part: bool = False
+) -> list[StagePlan]:
+    """Return the plans of several stages with fixed recomputation, one for each entry of the arrays.
 
-    ``starts``, ``stops``: for each sequence, the index of the first call and the index after the last. ``tables``:
-    seconds and bytes of all possible stages.
+    ``stages``: indices of the stages. ``starts``, ``stops``: the index of the first block call (such as a layer) of
+    each, and the index after the last. ``recomputed``: how many of these calls, counted from the first, are recomputed
+    in full. ``in_part``: recompute the other calls selectively (only operators that are cheap to recompute), if the
+    problem allows it. ``tables``: seconds and bytes of all possible stages.
     """
-    slimmed = tables.slimmed(stage, starts, stops)
+    way = (tables.slim if in_part else None) or tables
+    return _build_stage_plans(tables, way, stages, starts, stops, recomputed)
+
+
+def stage_plans(tables: StageTables, stages: Counts, starts: Counts, stops: Counts) -> list[StagePlan]:
+    """Return the plans of several stages, with the least recomputation that fits in memory, one for each entry of the
+    arrays and in the same order.
+
+    ``stages``: indices of the stages; they may repeat. ``starts``, ``stops``: the index of the first block call (such
+    as a layer) of each, and the index after the last. ``tables``: seconds and bytes of all possible stages.
+    """
+    slimmed = tables.slimmed(stages, starts, stops)
     plans: list[StagePlan | None] = [None] * len(starts)
     for way, chosen in ((tables, ~slimmed), (tables.slim, slimmed)):
         if way is None or not chosen.any():
             continue
-        start, stop = starts[chosen], stops[chosen]
-        built = _build_stage_plans(tables, way, stage, start, stop, way.recomputed(stage, start, stop))
+        where = stages[chosen], starts[chosen], stops[chosen]
+        built = _build_stage_plans(tables, way, *where, way.recomputed(*where))
         for place, plan in zip(np.flatnonzero(chosen).tolist(), built, strict=True):
             plans[place] = plan
     return [plan for plan in plans if plan is not None]
 
 
 def _build_stage_plans(
-    tables: StageTables, way: StageTables, stage: int, start: Counts, stop: Counts, recomputed: Counts
+    tables: StageTables, way: StageTables, stages: Counts, start: Counts, stop: Counts, recomputed: Counts
 ) -> list[StagePlan]:
-    """Return the plans of the stage with index ``stage`` for several possible sequences of block calls (such as
-    layers). ``way``: the tables from which their seconds and bytes are taken: ``tables``, or the tables for selective
-    recomputation. ``start``, ``stop``: for each sequence, the index of the first call and the index after the last.
-    ``recomputed``: for each sequence, the number of first calls to recompute in full.
+    """Return the plans of several stages, one for each entry of the arrays. ``way``: the tables from which their
+    seconds and bytes are taken: ``tables``, or the tables for selective recomputation. ``stages``: indices of the
+    stages. ``start``, ``stop``: the index of the first block call (such as a layer) of each, and the index after the
+    last. ``recomputed``: the number of first calls to recompute in full.
     """
     problem = tables.problem
-    forward, backward = (table[start, stop] for table in tables.seconds(stage))
-    again = way.seconds(stage)[1][start, stop] - backward + way.again(stage, start, recomputed)
-    before, after = (side.ravel() for side in tables.transfers(stage))
+    forward, backward = tables.seconds_at(stages, start, stop)
+    again = way.seconds_at(stages, start, stop)[1] - backward + way.again(stages, start, recomputed)
+    before, after = tables.waits_at(stages, start, stop)
     columns = (
+        stages,
         start,
         stop,
         recomputed,
-        forward + problem.pace(stage).overhead.forward_total_s,
+        forward,
         backward if problem.train else np.zeros_like(backward),
         again,
-        before[start] + after[stop],
-        before[start],
-        way.memory(stage, start, stop, recomputed),
+        before + after,
+        before,
+        way.memory(stages, start, stop, recomputed),
     )
     return [
         StagePlan(
@@ -380,7 +398,7 @@ def _build_stage_plans(
             selective=way is not tables,
             in_flight=problem.in_flight(stage),
         )
-        for first, end, count, forward_s, backward_s, recompute_s, transfer_s, wait_s, memory in zip(
+        for stage, first, end, count, forward_s, backward_s, recompute_s, transfer_s, wait_s, memory in zip(
             *(column.tolist() for column in columns), strict=True
         )
     ]
@@ -390,6 +408,7 @@ __all__ = [
     "NoneLeft",
     "StagePlan",
     "StageSplit",
+    "recomputed_stage_plans",
     "solve_stages",
     "stage_plan",
     "stage_plans",

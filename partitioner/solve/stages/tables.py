@@ -125,12 +125,15 @@ class StageTables:
         bytes than all stages have together."""
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
-    def slimmed(self, stage: int, start: Counts, stop: Counts) -> NDArray[np.bool_]:
-        """Return, for each pair of entries of ``start`` and ``stop``, whether the stage with the index ``stage``
+    def slimmed(self, stages: Counts, start: Counts, stop: Counts) -> NDArray[np.bool_]:
+        """Return, for each triple of entries of the index arrays ``stages``, ``start`` and ``stop``, whether the stage
         recomputes selectively (cheap operators only) if it consists of the block calls ``start:stop`` (such as layers).
         The stage does so if this is required, or takes less time than keeping or fully recomputing activations. Its
         seconds and bytes are then found in the tables for selective recomputation."""
-        return np.zeros(len(start), bool) if self.slim is None else self._ways[1][stage][start, stop]
+        if self.slim is None:
+            return np.zeros(len(start), bool)
+        slimmed, every = self._ways[1], zip(stages.tolist(), start.tolist(), stop.tolist(), strict=True)
+        return np.array([slimmed[stage][first, end] for stage, first, end in every], dtype=bool)
 
     @cached_property
     def least_memory(self) -> list[Table]:
@@ -293,6 +296,22 @@ class StageTables:
         runs in addition are not included.
         """
         return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
+
+    def seconds_at(self, stages: Counts, start: Counts, stop: Counts) -> tuple[Vector, Vector]:
+        """Return two arrays with an entry for each triple of entries of the index arrays ``stages``, ``start`` and
+        ``stop``: the forward and the backward seconds of the block calls ``start:stop`` (such as layers) on the devices
+        of the stage. The forward includes the calls that every stage runs in addition.
+        """
+        pace = self._pace_of[stages]
+        return self._forward[pace, start, stop] + self._overhead[stages], self._backward[pace, start, stop]
+
+    def waits_at(self, stages: Counts, start: Counts, stop: Counts) -> tuple[Vector, Vector]:
+        """Return two arrays with an entry for each triple of entries of the index arrays ``stages``, ``start`` and
+        ``stop``: the seconds that the stage with the block calls ``start:stop`` (such as layers) waits for values from
+        the stage before, and for gradients from the stage behind.
+        """
+        before, after = self._end_wait_seconds
+        return before[stages, start], after[stages, stop]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
         """Return the seconds that the stage with index ``stage`` waits for other stages, as two arrays: for values from

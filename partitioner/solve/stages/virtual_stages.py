@@ -19,10 +19,11 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import CapacityError
@@ -42,11 +43,18 @@ from partitioner.solve.stages.improve_cuts import better_cuts
 from partitioner.solve.stages.lower_bound import least_time
 from partitioner.solve.stages.memory_bound import RankMemory, bound_fitting_cuts, drop_smaller_counts
 from partitioner.solve.stages.problem import StageProblem
-from partitioner.solve.stages.split import StagePlan, StageSplit, solve_stages, stage_plan
+from partitioner.solve.stages.split import (
+    StagePlan,
+    StageSplit,
+    recomputed_stage_plans,
+    solve_stages,
+    stage_plans,
+)
 from partitioner.solve.stages.tables import StageTables
 from partitioner.units import bytes_text
 
 Taken = Callable[[Sequence[StagePlan]], float]
+Places = NDArray[np.int64]
 
 
 def fit_virtual_stages(
@@ -103,17 +111,30 @@ def _yield_variants_by_calls(
         seconds = of_stage.recompute_s
         return -problem.not_begun(stage) * cost.saved_bytes / max(seconds, 1e-15), chunk, place
 
-    now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0, in_part=in_part) for plan in plans]
-    yield list(now)
+    steps = [(chunk, 0) for chunk in range(len(plans))]  # virtual stage, and how many of its calls are recomputed
     heap = [worth(chunk, plan.start) for chunk, plan in enumerate(plans) if most[chunk]]
     heapq.heapify(heap)
     while heap:
         _, chunk, place = heapq.heappop(heap)
-        plan, count = plans[chunk], place + 1 - plans[chunk].start
-        now[chunk] = stage_plan(tables, plan.number, plan.start, plan.stop, count, in_part=in_part)
-        yield list(now)
+        count = place + 1 - plans[chunk].start
+        steps.append((chunk, count))
         if count < most[chunk]:
             heapq.heappush(heap, worth(chunk, place + 1))
+    where = _index_plans([plans[chunk] for chunk, _ in steps])
+    counts = np.array([count for _, count in steps])
+    built = recomputed_stage_plans(tables, *where, counts, in_part=in_part)
+    now = built[: len(plans)]
+    yield list(now)
+    for (chunk, _), plan in list(zip(steps, built, strict=True))[len(plans) :]:
+        now[chunk] = plan
+        yield list(now)
+
+
+def _index_plans(plans: Sequence[StagePlan]) -> tuple[Places, Places, Places]:
+    """Return three arrays with an entry for each of ``plans``: the index of its stage, the index of its first block
+    call (such as a layer), and the index after its last."""
+    numbers, starts, stops = np.array([(plan.number, plan.start, plan.stop) for plan in plans], dtype=np.int64).T
+    return numbers, starts, stops
 
 
 def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
@@ -126,12 +147,13 @@ def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[S
     """
     if tables.slim is None or tables.problem.recompute == "selective":
         return
-    now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0) for plan in plans]
+    where, none = _index_plans(plans), np.zeros(len(plans), dtype=np.int64)
+    now = recomputed_stage_plans(tables, *where, none)
+    selective = recomputed_stage_plans(tables, *where, none, in_part=True)
     yield list(now)
     order = sorted(range(len(plans)), key=lambda chunk: -tables.problem.not_begun(plans[chunk].number))
     for chunk in order:
-        plan = plans[chunk]
-        now[chunk] = stage_plan(tables, plan.number, plan.start, plan.stop, 0, in_part=True)
+        now[chunk] = selective[chunk]
         yield list(now)
 
 
@@ -317,6 +339,12 @@ class _VirtualStageRanks:
         """
         return [self.taken(tables, rank, [every[k] for k in own]) for rank, own in enumerate(self.own)]
 
+    @cached_property
+    def _counts_together(self) -> list[NDArray[np.float64]]:
+        """Return, for each rank, the microbatches in flight at each time at which its memory may peak, shape ``[virtual
+        stages, 2, moments]``: those whose backward has not begun, and those between the two halves of it."""
+        return [np.moveaxis(np.array(moments, dtype=np.float64), 0, 2) for moments in self.flying.together]
+
     def hold(self, tables: StageTables, every: Sequence[StagePlan]) -> bool:
         """Return whether the virtual stages of every rank fit in its memory together. ``every``: the plans of all
         virtual stages in order. ``tables``: seconds and bytes of all possible stages."""
@@ -344,21 +372,26 @@ class _VirtualStageRanks:
         total += sum(problem.state_bytes.get(name, 0.0) for name in names) - sum(states)
         if not problem.train:
             return total
-        apart, each = 0.0, []
-        for k, plan in zip(stages, plans, strict=True):
-            each.append(_in_flight_sizes(tables, plan))
-            apart += max(_sum_in_flight_bytes(pair, each[-1]) for pair in problem.held(k))
-        at_once = max(sum(map(_sum_in_flight_bytes, counts, each)) for counts in self.flying.together[rank])
-        return total - apart + at_once
+        apart, at_once = 0.0, np.zeros(())
+        for k, counts, each in zip(stages, self._counts_together[rank], _in_flight_sizes(tables, plans), strict=True):
+            apart += max(_sum_in_flight_bytes(pair, each) for pair in problem.held(k))
+            at_once = at_once + (counts[0] * each[0] + counts[1] * each[1])
+        return total - apart + float(at_once.max())
 
 
-def _in_flight_sizes(tables: StageTables, plan: StagePlan) -> tuple[float, float]:
-    """Return the activation bytes of a microbatch on the virtual stage ``plan``: of one whose backward has not begun,
-    and of one between the two halves of its backward. ``tables``: seconds and bytes of all possible stages.
+def _in_flight_sizes(tables: StageTables, plans: Sequence[StagePlan]) -> list[tuple[float, float]]:
+    """Return the activation bytes of a microbatch on each of the virtual stages ``plans``, as pairs: of one whose
+    backward has not begun, and of one between the two halves of its backward. ``tables``: seconds and bytes of all
+    possible stages.
     """
-    way = tables.slim if plan.selective and tables.slim is not None else tables
-    begun, half = way.each(np.array([plan.start]), np.array([plan.stop]), np.array([plan.recompute]))
-    return float(begun[0]), float(half[0])
+    sizes = np.empty((2, len(plans)))
+    selective = np.array([plan.selective and tables.slim is not None for plan in plans])
+    for way, chosen in ((tables, ~selective), (tables.slim, selective)):
+        if way is not None and chosen.any():
+            some = [plan for plan, is_chosen in zip(plans, chosen.tolist(), strict=True) if is_chosen]
+            _, starts, stops = _index_plans(some)
+            sizes[:, chosen] = way.each(starts, stops, np.array([plan.recompute for plan in some]))
+    return [(begun, half) for begun, half in sizes.T.tolist()]
 
 
 def _solve_virtual_stages(
@@ -499,11 +532,14 @@ def _improve_virtual_cuts(
     bound = found.bound + rest
     # other cuts that fit may need no recomputation
     known = ranks.seconds(split) if _cut_by_memory(problem, split) else np.inf
-    plan_of = cache(partial(stage_plan, tables))  # cuts have most runs of calls in common
+    plans: dict[tuple[int, int, int], StagePlan] = {}  # cuts have most runs of calls in common
     for seconds, cuts in found.cuts:
         if seconds + rest >= known:
             break
-        stages = tuple(plan_of(k, *pair) for k, pair in enumerate(pairwise(cuts)))
+        runs = [(k, *pair) for k, pair in enumerate(pairwise(cuts))]
+        if new := [run for run in runs if run not in plans]:
+            plans |= zip(new, stage_plans(tables, *np.array(new).T), strict=True)
+        stages = tuple(plans[run] for run in runs)
         if not ranks.hold(tables, stages):
             continue
         faster = replace(split, stages=stages)

@@ -110,6 +110,7 @@ class ProgramFacts:
         self.program = program
         self.passes_over = passes_over  # the rank has fewer microbatches than others, whose collectives it joins
         self._sizes: dict[str, StateSizes] = {}
+        self._extended: dict[int, ProgramFacts] = {}  # by the number of steps
         self._forms: dict[int, Forms] = {}  # of the instructions of each stage, by its index
 
     def forms(self, stage: int, instructions: Iterable[Instruction] | None = None) -> Forms:
@@ -129,8 +130,14 @@ class ProgramFacts:
         which stores the instructions that repeat with the microbatches once.
 
         ``steps``: how often the shortest form of each list is extended. Each extension adds ``Listing.unit``
-        microbatches. The result's ``program.num_microbatches`` is the new number.
+        microbatches. The result's ``program.num_microbatches`` is the new number. It is computed once for each number
+        of steps.
         """
+        if steps not in self._extended:
+            self._extended[steps] = self._extend(steps)
+        return self._extended[steps]
+
+    def _extend(self, steps: int) -> ProgramFacts:
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
             instructions = stage.instructions
@@ -159,7 +166,8 @@ class ProgramFacts:
 
     def _copy_with_changes(self, passes_over: bool = False, **changed: Any) -> ProgramFacts:
         facts = ProgramFacts(self.program.model_copy(update=changed), passes_over)
-        known = {name: getattr(self, name) for name in ("blocks", "order", "trainable", "flow", "stages", "_sizes")}
+        names = "blocks", "order", "trainable", "flow", "stages", "with_gradient", "states_by_stage", "value_sizes"
+        known = {name: getattr(self, name) for name in (*names, "_sizes")}
         facts.__dict__.update(known)  # calls do the same in every microbatch
         return facts
 
@@ -214,6 +222,35 @@ class ProgramFacts:
     def stages(self) -> tuple[tuple[CallFacts, ...], ...]:
         facts = {place: self._derive_call_facts(place, i) for i, place in enumerate(self.order)}
         return tuple(tuple(facts[s, p] for p in range(len(stage.calls))) for s, stage in enumerate(self.program.stages))
+
+    @cached_property
+    def states_by_stage(self) -> tuple[tuple[str, ...], ...]:
+        """Return, for each pipeline stage, the names of the parameters, buffers and constants that are on it."""
+        found: tuple[list[str], ...] = tuple([] for _ in self.program.stages)
+        for name, state in self.program.states.items():
+            for stage in set(state.stages).intersection(range(len(found))):
+                found[stage].append(name)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def reading_stages(self) -> dict[str, set[int]]:
+        """Return, for each parameter, buffer and constant that a call (an execution of a block, such as a layer) reads,
+        the indices of the pipeline stages of these calls."""
+        found: dict[str, set[int]] = {}
+        for s, stage in enumerate(self.program.stages):
+            for name in {name for call in stage.calls for name in call.states}:
+                found.setdefault(name, set()).add(s)
+        return found
+
+    @cached_property
+    def grows(self) -> bool:
+        """Return whether :meth:`extend` applies: the instruction list of each pipeline stage is a :class:`Listing`."""
+        return all(isinstance(stage.instructions, Listing) for stage in self.program.stages)
+
+    @cached_property
+    def value_sizes(self) -> dict[str, int]:
+        """Return the bytes of each tensor that passes between block calls (such as layers), by name."""
+        return {name: value_bytes(value) for name, value in self.program.values.items()}
 
     @cached_property
     def _staying_values(self) -> tuple[frozenset[str], ...]:

@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from partitioner.passes.experts.sorted_rows import keep_rows_sorted
 from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, compute_gradient_flow, find_gradient_paths
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block, TensorSpec
 from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
 from partitioner.passes.ir.verify import GraphError, check_block
@@ -111,6 +112,8 @@ class ProgramFacts:
         self.passes_over = passes_over  # the rank has fewer microbatches than others, whose collectives it joins
         self._sizes: dict[str, StateSizes] = {}
         self._extended: dict[int, ProgramFacts] = {}  # by the number of steps
+        self._derivatives: dict[object, BlockDerivatives] = {}  # of equal calls
+        self._collectives: dict[SameObject[Graph], tuple[CollectiveUse, ...]] = {}
         self._forms: dict[int, Forms] = {}  # of the instructions of each stage, by its index
 
     def forms(self, stage: int, instructions: Iterable[Instruction] | None = None) -> Forms:
@@ -335,10 +338,20 @@ class ProgramFacts:
     def differentiated(self, call: CallData, selective: bool = False) -> BlockDerivatives:
         """Return the forward and backward graphs of ``call``, an execution of a block (a piece of the model), for
         analysis. ``selective``: whether backward recomputes the nodes that the block lists as cheap."""
-        fused = self.program.fused_attention
-        return differentiate_for_cpu(
-            self.program, call.block, *self.needs(call), selective=selective, fused=fused, for_analysis=True
-        )
+        needs, fused = self.needs(call), self.program.fused_attention
+        key = call.block, needs, selective
+        if key not in self._derivatives:
+            self._derivatives[key] = differentiate_for_cpu(
+                self.program, call.block, *needs, selective=selective, fused=fused, for_analysis=True
+            )
+        return self._derivatives[key]
+
+    def _list_collectives(self, graph: Graph) -> tuple[CollectiveUse, ...]:
+        """Return the collectives of ``graph`` in execution order; equal calls share a graph, and the result."""
+        key = SameObject(graph)
+        if key not in self._collectives:
+            self._collectives[key] = tuple(list_collectives(graph))
+        return self._collectives[key]
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
         """Return gradients, collectives and memory of one call of a block (a piece of the model, such as a layer).
@@ -369,10 +382,10 @@ class ProgramFacts:
             takes=tuple(v for v in call.outputs if v in self.flow.values),
             gives=gives,
             adds=adds,
-            forward=tuple(list_collectives(pieces.forward.graph)),
-            backward=tuple(list_collectives(pieces.backward.graph)),
-            input_backward=tuple(list_collectives(pieces.backward_input.graph)),
-            weight_backward=tuple(list_collectives(pieces.backward_weight.graph)),
+            forward=self._list_collectives(pieces.forward.graph),
+            backward=self._list_collectives(pieces.backward.graph),
+            input_backward=self._list_collectives(pieces.backward_input.graph),
+            weight_backward=self._list_collectives(pieces.backward_weight.graph),
             keeps=keeps,
             moves=tuple(v for v in keeps if v not in staying),
             kept_bytes=0 if recomputed else kept_bytes,

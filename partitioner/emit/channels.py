@@ -8,8 +8,7 @@ It never waits for a transfer that has not been sent by then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from partitioner.emit.routes import Routes
 from partitioner.schedules.actions import Action, Order, group_stages_by_rank
@@ -19,8 +18,7 @@ Direction = Literal["F", "B"]
 Channel = tuple[int, int, Direction]  # source, target
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(NamedTuple):
     """One transfer between two consecutive virtual stages (parts of the model on different pipeline ranks), as its
     receiver sees it.
 

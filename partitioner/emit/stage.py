@@ -154,36 +154,34 @@ class _ActionForms:
     def __init__(self, job: StageJob) -> None:
         self.job = job
         self.fetched: dict[tuple[str, int, int], Instruction] = {}
-        self.actions: dict[tuple[str, int], tuple[list[Instruction], list[Instruction]]] = {}
+        self.actions: dict[object, tuple[list[Instruction], list[Instruction]]] = {}
+        # the actions in which reductions start, and the virtual stages in each of whose backwards some do
+        self.ready = {bucket.ready[0] for bucket in job.buckets if bucket.ready is not None}
+        self.scattered = {chunk for bucket in job.buckets for chunk in bucket.each}
 
     def list_instructions(self, action: Action, index: int) -> list[Instruction]:
         """Return the instructions of ``action``: loads of inputs, receives, block calls (such as layers), the send, and
         the reductions of gradients that start in it. ``index``: index of the action in the rank's order."""
         reduced = self.find_reductions(action, index)
-        key = action.kind, action.chunk
-        parts = self.actions.get(key) if not reduced else None
+        key = action.kind, action.chunk, *((position, *numbers) for position, numbers in reduced.items())
+        parts = self.actions.get(key)
         if parts is None:
             if action.kind == "F":
                 parts = list(_emit_loads(self.job, action)), list(_emit_forward(self.job, action))
             else:
                 parts = [], list(_emit_backward(self.job, action, reduced))
-            if not reduced:
-                self.actions[key] = parts
+            self.actions[key] = parts
         number, (before, after) = action.microbatch, parts
-        received = [with_microbatch(self.find_receive(fetch), fetch.microbatch) for fetch in self.job.fetches[index]]
-        if reduced:
-            return [*before, *received, *after]
-        return [
-            *(with_microbatch(i, number) for i in before),
-            *received,
-            *(with_microbatch(i, number) for i in after),
-        ]
+        found = [with_microbatch(i, number) for i in before]
+        found += [with_microbatch(self.find_receive(fetch), fetch.microbatch) for fetch in self.job.fetches[index]]
+        found += [i if i.microbatch is None else with_microbatch(i, number) for i in after]
+        return found
 
     def find_reductions(self, action: Action, index: int) -> dict[int, list[int]]:
         """Return the buckets whose reduction starts in ``action``, as position of a call -> indices of the buckets that
         are complete after the backward of this call. ``index``: index of the action in the rank's order."""
         reduced: dict[int, list[int]] = {}
-        if action.kind not in ("F", "I"):
+        if action.kind not in ("F", "I") and (index in self.ready or action.chunk in self.scattered):
             for number, bucket in enumerate(self.job.buckets):
                 position = bucket.done_by(index, action.chunk)
                 if position is not None:
@@ -308,67 +306,115 @@ def insert_frees(
     forms = Forms.of(instructions)
     kinds: dict[tuple[str, bool], int] = {}  # (value, whether its gradient) -> its number
 
-    def number_kinds(keys: Sequence[Key]) -> tuple[tuple[int, bool], ...]:
+    def number_kinds(keys: Sequence[Key]) -> Kinds:
         """Return the numbers of the values and gradients ``keys``, and whether each has a microbatch."""
         return tuple(
             (kinds.setdefault((value, gradients), len(kinds)), microbatch is not None)
             for value, microbatch, gradients in keys
         )
 
-    accessed = [
-        tuple(map(number_kinds, _list_accessed_values(first, calls, flow, totals, new_values)))
+    of_forms = [
+        _Access(first.op == "LOAD", *map(number_kinds, _list_accessed_values(first, calls, flow, totals, new_values)))
         for first in forms.firsts
     ]
-    # a value or gradient of a microbatch is an integer: its number + the microbatch, from 1, times how many there are
-    step = len(kinds)
+    find = _find_frees_of_all if totals else _find_frees_by_microbatch  # all microbatches read totals
+    frees = find(instructions, [of_forms[form] for form in forms.numbers], [*kinds])
+    stage = instructions[0].stage if instructions else 0
+    known: dict[tuple[tuple[str, ...], bool, bool], Instruction] = {}
+    result: list[Instruction] = []
+    for instruction, following in zip(instructions, frees, strict=True):
+        result.append(instruction)
+        for microbatch, gradients, values in following:
+            first = known.get((values, gradients, microbatch is None))
+            if first is None:
+                first = Instruction(op="FREE", stage=stage, microbatch=microbatch, values=values, gradients=gradients)
+                known[values, gradients, microbatch is None] = first
+            result.append(first if microbatch is None else with_microbatch(first, microbatch))
+    return tuple(result)
+
+
+Kinds = tuple[tuple[int, bool], ...]  # (number of a value or gradient, whether it has a microbatch)
+Frees = Sequence[tuple[int | None, bool, tuple[str, ...]]]  # (microbatch, whether gradients, values)
+Names = Sequence[tuple[str, bool]]  # of the values and gradients, by number: (value, whether its gradient)
+
+
+@dataclass(frozen=True, eq=False)
+class _Access:
+    """The values and gradients that an instruction computes or adds to (``makes``), and those that it reads
+    (``reads``). ``loads``: it is a LOAD, which may make a value again."""
+
+    loads: bool
+    makes: Kinds
+    reads: Kinds
+
+
+def _find_frees_by_microbatch(
+    instructions: Sequence[Instruction], accesses: Sequence[_Access], names: Names
+) -> Iterator[Frees]:
+    """Yield, for each of ``instructions``, the values and gradients that are freed after it. Each must belong to the
+    microbatch of the instructions that access it. They are found once for all microbatches with the same instructions.
+    ``accesses``: what each instruction accesses. ``names``: the values and gradients by number."""
+    sequences: dict[int | None, list[_Access]] = {}
+    for instruction, access in zip(instructions, accesses, strict=True):
+        sequences.setdefault(instruction.microbatch, []).append(access)
+    known: dict[tuple[_Access, ...], list[Frees]] = {}
+    following: dict[int | None, Iterator[Frees]] = {}
+    for microbatch, sequence in sequences.items():
+        key = tuple(sequence)
+        if key not in known:
+            keys = [(a.loads, [k for k, _ in a.makes], [k for k, _ in a.reads]) for a in sequence]
+            known[key] = [_group_frees(ended, names) for ended in _find_last_accesses(keys)]
+        following[microbatch] = iter(known[key])
+    for instruction in instructions:
+        microbatch = instruction.microbatch
+        yield [(microbatch, gradients, values) for _, gradients, values in next(following[microbatch])]
+
+
+def _find_frees_of_all(
+    instructions: Sequence[Instruction], accesses: Sequence[_Access], names: Names
+) -> Iterator[Frees]:
+    """Yield, for each of ``instructions``, the values and gradients that are freed after it. ``accesses``: what each
+    instruction accesses. ``names``: the values and gradients by number."""
+    step, every = len(names), list[tuple[bool, list[int], list[int]]]()
+    for instruction, access in zip(instructions, accesses, strict=True):
+        # one of a microbatch is its number + the microbatch, from 1, times how many there are
+        base = 0 if instruction.microbatch is None else step * (instruction.microbatch + 1)
+        makes, reads = ([k + base if own else k for k, own in keys] for keys in (access.makes, access.reads))
+        every.append((access.loads, makes, reads))
+    for ended in _find_last_accesses(every):
+        yield _group_frees(ended, names)
+
+
+def _group_frees(keys: Sequence[int], names: Names) -> Frees:
+    """Return the values and gradients ``keys``, in groups of which one instruction frees each. A key is the number of a
+    value or gradient plus the number of its microbatch, from 1, times the length of ``names``. ``names``: the values
+    and gradients by number."""
+    together: dict[tuple[int, bool], list[str]] = {}
+    for key in keys:
+        number, kind = divmod(key, len(names))
+        value, gradients = names[kind]
+        together.setdefault((number, gradients), []).append(value)
+    return [(number - 1 if number else None, gradients, (*values,)) for (number, gradients), values in together.items()]
+
+
+def _find_last_accesses(accesses: Sequence[tuple[bool, Sequence[int], Sequence[int]]]) -> list[list[int]]:
+    """Return, for each instruction, the keys of the values and gradients that no later instruction accesses before they
+    are made again. Those that no instruction makes are left out. ``accesses``: for each instruction, whether it is a
+    LOAD, and the keys of what it makes and of what it reads."""
     last: dict[int, int] = {}
     made: set[int] = set()
-    ending: dict[int, list[int]] = {}
-    for index, (instruction, form) in enumerate(zip(instructions, forms.numbers, strict=True)):
-        made_kinds, read_kinds = accessed[form]
-        if not (made_kinds or read_kinds):
-            continue
-        base = 0 if instruction.microbatch is None else step * (instruction.microbatch + 1)
-        makes = [kind + base if at_microbatch else kind for kind, at_microbatch in made_kinds]
-        if instruction.op == "LOAD":
+    ending: list[list[int]] = [[] for _ in accesses]
+    for index, (loads, makes, reads) in enumerate(accesses):
+        if loads:
             for key in makes:
                 if key in made:
-                    ending.setdefault(last.pop(key), []).append(key)
-        for kind, at_microbatch in read_kinds:
-            last[kind + base if at_microbatch else kind] = index
-        for key in makes:
-            last[key] = index
+                    ending[last.pop(key)].append(key)
+        last.update(dict.fromkeys((*reads, *makes), index))
         made.update(makes)
     for key, index in last.items():
         if key in made:
-            ending.setdefault(index, []).append(key)
-    names, stage = [*kinds], instructions[0].stage if instructions else 0
-    known: dict[tuple[tuple[str, ...], bool, bool], Instruction] = {}
-
-    def build_free(values: tuple[str, ...], number: int, gradients: bool) -> Instruction:
-        """Return the FREE of ``values``. ``number``: that of their microbatch, from 1; 0: they have none.
-        ``gradients``: whether their gradients are freed instead."""
-        microbatch = number - 1 if number else None
-        first = known.get((values, gradients, microbatch is None))
-        if first is None:
-            first = Instruction(op="FREE", stage=stage, microbatch=microbatch, values=values, gradients=gradients)
-            known[values, gradients, microbatch is None] = first
-        return first if microbatch is None else with_microbatch(first, microbatch)
-
-    result: list[Instruction] = []
-    for index, instruction in enumerate(instructions):
-        result.append(instruction)
-        keys = ending.get(index)
-        if keys is None:
-            continue
-        together: dict[tuple[int, bool], list[str]] = {}
-        for key in keys:
-            number, kind = divmod(key, step)
-            value, gradients = names[kind]
-            together.setdefault((number, gradients), []).append(value)
-        for (number, gradients), values in together.items():
-            result.append(build_free(tuple(values), number, gradients))
-    return tuple(result)
+            ending[index].append(key)
+    return ending
 
 
 def _list_accessed_values(

@@ -220,12 +220,21 @@ def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
     times = np.array([_NONE if m is None else m for _, m in items], np.int64)
     size = len(items)
     best_end, best = np.zeros(size, np.int64), np.zeros((size, 2), np.int64)  # -> (period, shift)
-    for shift in sorted({1, unit}):
-        for period in range(1, size // 2 + 1):
-            alike = kinds[period:] == kinds[:-period]
-            here, there = times[:-period], times[period:]
-            alike &= (there - here == shift) | ((here == _NONE) & (there == _NONE))
-            if np.count_nonzero(alike) < period:  # nothing repeats, which needs ``period`` equal items in a row
+    endless, shifts = times == _NONE, sorted({1, unit})
+    some = bool(endless.any())
+    # for each period, whether an item is equal to the one a period later, except for the microbatch
+    every: list[tuple[int, NDArray[np.bool_]]] = []
+    for period in range(1, size // 2 + 1):
+        same = kinds[period:] == kinds[:-period]
+        if np.count_nonzero(same) >= period:  # otherwise nothing repeats, which needs ``period`` of them in a row
+            every.append((period, same))
+    for shift in shifts:
+        for period, same in every:
+            alike = times[period:] - times[:-period] == shift
+            if some:
+                alike |= endless[period:] & endless[:-period]
+            alike &= same
+            if np.count_nonzero(alike) < period:
                 continue
             length = _count_consecutive_true(alike)
             repeats = 1 + length // period

@@ -12,7 +12,7 @@ from partitioner.optimizers import optimizer_bytes
 from partitioner.passes.ir.serialize import dtype_of
 from partitioner.plan import Estimate
 from partitioner.runtime.program.analysis import ProgramFacts, value_bytes
-from partitioner.runtime.program.instructions import Instructions, Listing
+from partitioner.runtime.program.instructions import Listing
 from partitioner.runtime.program.memory import (
     MemoryMoment,
     find_fullest_moment,
@@ -36,12 +36,10 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
     """
     program, hosted = facts.program, list_host_states(facts.program, stage)
     sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
-    for name, state in program.states.items():
-        if stage not in state.stages:
-            continue
+    for name in facts.states_by_stage[stage]:
         sizes["parameters"] += parameter_bytes(facts, name)
         if name in facts.with_gradient:
-            itemsize = dtype_of(state.dtype).itemsize
+            itemsize = dtype_of(program.states[name].dtype).itemsize
             sizes["gradients"] += gradient_bytes(facts, name)
             if name not in hosted:
                 sizes["optimizer"] += optimizer_bytes(facts.piece_bytes(name) // itemsize, itemsize, optimizer)
@@ -68,25 +66,22 @@ def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working:
     """
     here = facts.program.stages[stage]
     needs = [working.get(call.block, 0) for call in here.calls]
-    most = _find_fullest_moment(facts, stage, here.instructions, needs)
+    most = _find_fullest_moment(facts, stage, needs)
     return {k: size for k, size in {**fixed_sizes(facts, stage, optimizer), **moving_sizes(*most)}.items() if size}
 
 
-def _find_fullest_moment(
-    facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]
-) -> tuple[MemoryMoment, int]:
+def _find_fullest_moment(facts: ProgramFacts, stage: int, needs: Sequence[int]) -> tuple[MemoryMoment, int]:
     """Return the moment of peak memory on a rank of one pipeline stage (its temporary bytes by kind), and the bytes of
     working memory of the block (such as a layer) that runs then. ``facts``: figures derived from the program, such as
-    the bytes of its values. ``stage``: index of the stage. ``instructions``: the instructions that a rank of the stage
-    executes. ``needs``: bytes of working memory of each block call of the stage.
+    the bytes of its values. ``stage``: index of the stage. ``needs``: bytes of working memory of each block call of the
+    stage.
 
     If the instructions contain repeated sections, the peak is first computed with each section run once, and run twice.
     The whole list is simulated only if the peak is higher with two.
     """
-    if isinstance(instructions, Listing) and instructions.steps > 2:
-        first, second = (
-            _find_fullest_moment(facts, stage, instructions.extend(steps).all_instructions, needs) for steps in (1, 2)
-        )
+    instructions = facts.program.stages[stage].instructions
+    if isinstance(instructions, Listing) and instructions.steps > 2 and facts.grows:
+        first, second = (_find_fullest_moment(facts.extend(steps), stage, needs) for steps in (1, 2))
         if _sum_moment_bytes(first) == _sum_moment_bytes(second):
             return second
     return find_fullest_moment(facts, stage, instructions, needs)

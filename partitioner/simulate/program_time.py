@@ -258,10 +258,10 @@ class PlanDurations:
         the host for states that are kept in host memory. ``stage``: index of the stage."""
         program, optimizer = self.plan.program, self.plan.optimizer
         hosted, costs = list_host_states(program, stage), []
-        for name in self.facts.with_gradient:
-            state = program.states[name]
-            if stage not in state.stages:
+        for name in self.facts.states_by_stage[stage]:
+            if name not in self.facts.with_gradient:
                 continue
+            state = program.states[name]
             piece, itemsize = self.facts.piece_bytes(name), dtype_of(state.dtype).itemsize
             held = optimizer_bytes(piece // itemsize, itemsize, optimizer)
             costs.append(

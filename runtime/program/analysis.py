@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from partitioner.passes.experts.sorted_rows import keep_rows_sorted
 from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, compute_gradient_flow, find_gradient_paths
+from partitioner.passes.ir.hashing import SameObject
 from partitioner.passes.ir.model import Block, TensorSpec
 from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
 from partitioner.passes.ir.verify import GraphError, check_block
@@ -110,6 +111,9 @@ class ProgramFacts:
         self.program = program
         self.passes_over = passes_over  # the rank has fewer microbatches than others, whose collectives it joins
         self._sizes: dict[str, StateSizes] = {}
+        self._extended: dict[int, ProgramFacts] = {}  # by the number of steps
+        self._derivatives: dict[object, BlockDerivatives] = {}  # of equal calls
+        self._collectives: dict[SameObject[Graph], tuple[CollectiveUse, ...]] = {}
         self._forms: dict[int, Forms] = {}  # of the instructions of each stage, by its index
 
     def forms(self, stage: int, instructions: Iterable[Instruction] | None = None) -> Forms:
@@ -129,8 +133,14 @@ class ProgramFacts:
         which stores the instructions that repeat with the microbatches once.
 
         ``steps``: how often the shortest form of each list is extended. Each extension adds ``Listing.unit``
-        microbatches. The result's ``program.num_microbatches`` is the new number.
+        microbatches. The result's ``program.num_microbatches`` is the new number. It is computed once for each number
+        of steps.
         """
+        if steps not in self._extended:
+            self._extended[steps] = self._extend(steps)
+        return self._extended[steps]
+
+    def _extend(self, steps: int) -> ProgramFacts:
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
             instructions = stage.instructions
@@ -159,7 +169,8 @@ class ProgramFacts:
 
     def _copy_with_changes(self, passes_over: bool = False, **changed: Any) -> ProgramFacts:
         facts = ProgramFacts(self.program.model_copy(update=changed), passes_over)
-        known = {name: getattr(self, name) for name in ("blocks", "order", "trainable", "flow", "stages", "_sizes")}
+        names = "blocks", "order", "trainable", "flow", "stages", "with_gradient", "states_by_stage", "value_sizes"
+        known = {name: getattr(self, name) for name in (*names, "_sizes")}
         facts.__dict__.update(known)  # calls do the same in every microbatch
         return facts
 
@@ -214,6 +225,35 @@ class ProgramFacts:
     def stages(self) -> tuple[tuple[CallFacts, ...], ...]:
         facts = {place: self._derive_call_facts(place, i) for i, place in enumerate(self.order)}
         return tuple(tuple(facts[s, p] for p in range(len(stage.calls))) for s, stage in enumerate(self.program.stages))
+
+    @cached_property
+    def states_by_stage(self) -> tuple[tuple[str, ...], ...]:
+        """Return, for each pipeline stage, the names of the parameters, buffers and constants that are on it."""
+        found: tuple[list[str], ...] = tuple([] for _ in self.program.stages)
+        for name, state in self.program.states.items():
+            for stage in set(state.stages).intersection(range(len(found))):
+                found[stage].append(name)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def reading_stages(self) -> dict[str, set[int]]:
+        """Return, for each parameter, buffer and constant that a call (an execution of a block, such as a layer) reads,
+        the indices of the pipeline stages of these calls."""
+        found: dict[str, set[int]] = {}
+        for s, stage in enumerate(self.program.stages):
+            for name in {name for call in stage.calls for name in call.states}:
+                found.setdefault(name, set()).add(s)
+        return found
+
+    @cached_property
+    def grows(self) -> bool:
+        """Return whether :meth:`extend` applies: the instruction list of each pipeline stage is a :class:`Listing`."""
+        return all(isinstance(stage.instructions, Listing) for stage in self.program.stages)
+
+    @cached_property
+    def value_sizes(self) -> dict[str, int]:
+        """Return the bytes of each tensor that passes between block calls (such as layers), by name."""
+        return {name: value_bytes(value) for name, value in self.program.values.items()}
 
     @cached_property
     def _staying_values(self) -> tuple[frozenset[str], ...]:
@@ -298,10 +338,20 @@ class ProgramFacts:
     def differentiated(self, call: CallData, selective: bool = False) -> BlockDerivatives:
         """Return the forward and backward graphs of ``call``, an execution of a block (a piece of the model), for
         analysis. ``selective``: whether backward recomputes the nodes that the block lists as cheap."""
-        fused = self.program.fused_attention
-        return differentiate_for_cpu(
-            self.program, call.block, *self.needs(call), selective=selective, fused=fused, for_analysis=True
-        )
+        needs, fused = self.needs(call), self.program.fused_attention
+        key = call.block, needs, selective
+        if key not in self._derivatives:
+            self._derivatives[key] = differentiate_for_cpu(
+                self.program, call.block, *needs, selective=selective, fused=fused, for_analysis=True
+            )
+        return self._derivatives[key]
+
+    def _list_collectives(self, graph: Graph) -> tuple[CollectiveUse, ...]:
+        """Return the collectives of ``graph`` in execution order; equal calls share a graph, and the result."""
+        key = SameObject(graph)
+        if key not in self._collectives:
+            self._collectives[key] = tuple(list_collectives(graph))
+        return self._collectives[key]
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
         """Return gradients, collectives and memory of one call of a block (a piece of the model, such as a layer).
@@ -332,10 +382,10 @@ class ProgramFacts:
             takes=tuple(v for v in call.outputs if v in self.flow.values),
             gives=gives,
             adds=adds,
-            forward=tuple(list_collectives(pieces.forward.graph)),
-            backward=tuple(list_collectives(pieces.backward.graph)),
-            input_backward=tuple(list_collectives(pieces.backward_input.graph)),
-            weight_backward=tuple(list_collectives(pieces.backward_weight.graph)),
+            forward=self._list_collectives(pieces.forward.graph),
+            backward=self._list_collectives(pieces.backward.graph),
+            input_backward=self._list_collectives(pieces.backward_input.graph),
+            weight_backward=self._list_collectives(pieces.backward_weight.graph),
             keeps=keeps,
             moves=tuple(v for v in keeps if v not in staying),
             kept_bytes=0 if recomputed else kept_bytes,

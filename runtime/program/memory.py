@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from partitioner.runtime.program.analysis import CallFacts, ProgramFacts, value_bytes
+from partitioner.runtime.program.analysis import CallFacts, ProgramFacts
 from partitioner.runtime.program.buckets import Bucket
 from partitioner.runtime.program.codecs import CODECS
 from partitioner.runtime.program.instructions import Instruction
@@ -116,7 +116,7 @@ def state_bytes(facts: ProgramFacts, stage: int) -> int:
     parameters, buffers, gradients, and the rounding errors stored for gradient compression. ``facts``: the program of
     all ranks, with the gradients, collectives and memory of its block calls (such as layers).
     """
-    held = [name for name, state in facts.program.states.items() if stage in state.stages]
+    held = facts.states_by_stage[stage]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
     return sum(parameter_bytes(facts, name) + gradient_bytes(facts, name) for name in held) + residuals
 
@@ -262,7 +262,7 @@ class _MemoryCounter:
         """
         self.facts, self.stage = facts, stage
         self.calls = facts.stages[stage]
-        self.sizes = {name: value_bytes(value) for name, value in facts.program.values.items()}
+        self.sizes = facts.value_sizes
         self.states = state_bytes(facts, stage)
         self.saved = self.flowing = 0  # bytes of values and saved tensors; bytes of gradients of values
         self.moments: list[MemoryMoment] | None = None

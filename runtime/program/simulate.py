@@ -66,16 +66,19 @@ class RankClock:
 
     def compute(self, work: float) -> None:
         """Advance the clock by ``work`` seconds of computation, which takes longer while a collective overlaps."""
-        while work > 0 and self.in_progress:
-            first = self.in_progress[0]
-            if first.ready > self.clock:
-                alone = min(work, first.ready - self.clock)
-                self.clock, work = self.clock + alone, work - alone
+        in_progress = self.in_progress
+        while work > 0 and in_progress:
+            first, now = in_progress[0], self.clock
+            if first.ready > now:
+                alone = min(work, first.ready - now)
+                self.clock, work = now + alone, work - alone
                 continue
-            first.started = self.clock if first.started is None else first.started
-            both = min(work, first.remaining)
-            self.clock, work, first.remaining = self.clock + both * self.slowdown, work - both, first.remaining - both
-            if first.remaining <= 0:
+            if first.started is None:
+                first.started = now
+            left = first.remaining
+            both = work if work < left else left
+            self.clock, work, first.remaining = now + both * self.slowdown, work - both, left - both
+            if both >= left:
                 self._end_first_collective()
         self.clock += work
 

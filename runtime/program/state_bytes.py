@@ -17,6 +17,8 @@ def list_host_states(program: Program, stage: int) -> frozenset[str]:
 
     ``program``: the program of all ranks.
     """
+    if not {"parameters", "optimizer"}.intersection(program.offload):
+        return frozenset()
     held = {n: s for n, s in program.states.items() if stage in s.stages}
     train = program.objective == "train"
     return frozenset(n for n, state in held.items() if is_in_host_memory(state, program.offload, train))

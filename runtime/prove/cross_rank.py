@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -79,14 +80,19 @@ def _match_ranks_by_events(program: Program, traces: Mapping[int, Trace]) -> lis
 
     ``traces``: the events of each rank, as pairs (instruction index, event). ``program``: the program of all ranks.
     """
-    events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _deduplicate_traces(traces).items()}
+    distinct = _deduplicate_traces(traces)
+
+    @cache
+    def events(number: int) -> tuple[Event, ...]:
+        return tuple(event for _, event in distinct[number])
+
     alike: dict[int, int] = {}  # id of a trace -> id of the first that has the same events
     known: dict[int, list[int]] = {}
     stride = program.strides["pp"]
     for rank, trace in sorted(traces.items()):
         if id(trace) not in alike:
             others = known.setdefault(rank // stride, [])
-            first = next((o for o in others if events[o] == events[id(trace)]), None)
+            first = next((o for o in others if events(o) == events(id(trace))), None)
             alike[id(trace)] = id(trace) if first is None else first
             if first is None:
                 others.append(id(trace))
@@ -192,6 +198,8 @@ class TraceRunner:
         self.started: dict[int, list[tuple[_GroupProgress, int]]] = {rank: [] for rank in traces}
         self.groups: dict[Hashable, _GroupProgress] = {}
         self.memberships: dict[tuple[int, Hashable], _GroupProgress] = {}
+        # axes along which all members of a rank's group are represented by the rank itself: they agree with each other
+        self.alone = {rank: self.find_lone_axes(rank, trace) for rank, trace in traces.items()}
         self.channels: dict[tuple[int, int, str], _Channel] = {}
         self.runnable = deque(traces)
         self.stages = {rank: program.coordinates(rank)["pp"] for rank in traces}
@@ -215,10 +223,14 @@ class TraceRunner:
         """Run the communication events (collectives, sends, receives) of ``rank`` until it ends or has to wait for
         another rank.
         """
-        trace, position = self.traces[rank], self.position[rank]
-        while position < len(trace):
+        trace, position, alone = self.traces[rank], self.position[rank], self.alone[rank]
+        stop = len(trace)
+        while position < stop:
             index, event = trace[position]
             if isinstance(event, CollectiveEvent):
+                if not event.stages and event.axes in alone:
+                    position += 1
+                    continue
                 group, number = self.enter_collective(rank, index, event)
                 position += 1
                 if event.waits and not group.is_complete(number):
@@ -239,6 +251,13 @@ class TraceRunner:
         self.position[rank] = position
 
     # --- groups -----------------------------------------------------------------------------------------------------
+
+    def find_lone_axes(self, rank: int, trace: Trace) -> frozenset[tuple[str, ...]]:
+        """Return the mesh axes of those collectives of ``rank`` in which all members are equivalent to the rank. They
+        start the same collectives in the same order, so none of them can disagree, or wait for another one for ever.
+        ``trace``: the communication events of the rank, as pairs (instruction index, event)."""
+        every = {event.axes for _, event in trace if isinstance(event, CollectiveEvent) and not event.stages}
+        return frozenset(axes for axes in every if all(self.classes[r] == rank for r in self.program.group(rank, axes)))
 
     def get_group_progress(self, rank: int, event: CollectiveEvent) -> _GroupProgress:
         """Return the record of the collectives of the process group in which ``rank`` runs the collective ``event``.

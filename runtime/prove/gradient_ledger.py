@@ -6,6 +6,7 @@ or on a later stage contributes to its gradient."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import Instruction
@@ -27,18 +28,25 @@ def find_gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruct
     for s, instructions in enumerate(lists):
         forms = facts.forms(s, instructions)
         sends = [i.op == "SEND_F" and i.peer is not None and i.microbatch is not None for i in forms.firsts]
-        for i, form in zip(instructions, forms.numbers, strict=True):
-            if sends[form] and i.peer is not None and i.microbatch is not None:
-                for value in i.values:
-                    if value in facts.flow.values:
-                        sent.setdefault((value, i.microbatch), {}).setdefault(s, []).append(i.peer)
+        for i in compress(instructions, map(sends.__getitem__, forms.numbers)):
+            assert i.peer is not None
+            assert i.microbatch is not None
+            for value in i.values:
+                if value in facts.flow.values:
+                    sent.setdefault((value, i.microbatch), {}).setdefault(s, []).append(i.peer)
     adds = [{v for call in calls for v in call.gives} for calls in facts.stages]
     result: tuple[Returns, ...] = tuple({} for _ in lists)
+    known: dict[tuple[object, ...], list[tuple[int, frozenset[int]]]] = {}  # most microbatches are sent alike
     for key, edges in sent.items():
-        for s, peers in edges.items():
-            back = frozenset(p for p in peers if _has_reachable_addition(key[0], p, edges, adds))
-            if back:
-                result[s][key] = back
+        alike = key[0], *((s, *peers) for s, peers in edges.items())
+        if alike not in known:
+            back = (
+                (s, frozenset(p for p in peers if _has_reachable_addition(key[0], p, edges, adds)))
+                for s, peers in edges.items()
+            )
+            known[alike] = [(s, peers) for s, peers in back if peers]
+        for s, peers in known[alike]:
+            result[s][key] = peers
     return result
 
 
@@ -203,7 +211,7 @@ class StateGradients:
             for state in call.adds:
                 runs = ((position, m) for m in range(facts.program.num_microbatches))
                 self.missing.setdefault(state, set()).update(runs)
-        held = (n for n, s in facts.program.states.items() if stage in s.stages and n in facts.with_gradient)
+        held = (n for n in facts.states_by_stage[stage] if n in facts.with_gradient)
         self.tied = {n for n in held if len(facts.program.states[n].stages) > 1}
         self.shared = {n: b for n, b in enumerate(self.here.buckets) if zero_axes(self.program, b.states)}
         self.home = {state: number for number, bucket in self.shared.items() for state in bucket.states}

@@ -61,22 +61,13 @@ def check_fields(program: Program, stage: int, instructions: Sequence[Instructio
     ``program``: the program of all ranks.
     """
     problems = [_find_field_problem(program, stage, first) for first in forms.firsts]
+    stop = program.num_microbatches
     for index, (instruction, form) in enumerate(zip(instructions, forms.numbers, strict=True)):
-        problem = problems[form] or _find_microbatch_problem(program, instruction)
-        if problem:
-            raise Refusal("fields", problem, FaultLocation(index=index))
-
-
-def _find_microbatch_problem(program: Program, instruction: Instruction) -> str:
-    """Return why the microbatch of ``instruction`` is not valid, as text for an error message; an empty string if it
-    is, or if there is none.
-
-    ``program``: the program of all ranks.
-    """
-    microbatch = instruction.microbatch
-    if microbatch is None or 0 <= microbatch < program.num_microbatches:
-        return ""
-    return f"microbatch {microbatch} of {program.num_microbatches}"
+        microbatch = instruction.microbatch
+        if problems[form]:
+            raise Refusal("fields", problems[form], FaultLocation(index=index))
+        if microbatch is not None and not 0 <= microbatch < stop:
+            raise Refusal("fields", f"microbatch {microbatch} of {stop}", FaultLocation(index=index))
 
 
 def _find_field_problem(program: Program, stage: int, instruction: Instruction) -> str:

@@ -347,5 +347,10 @@ def _check_memory(
 
 
 def _count_events(trace: Trace) -> tuple[int, int]:
-    events = [event for _, event in trace]
-    return sum(e.count for e in events if isinstance(e, CollectiveEvent)), sum(isinstance(e, SendEvent) for e in events)
+    collectives = transfers = 0
+    for _, event in trace:
+        if isinstance(event, CollectiveEvent):
+            collectives += event.count
+        elif isinstance(event, SendEvent):
+            transfers += 1
+    return collectives, transfers

@@ -63,10 +63,9 @@ def _find_state_problem(facts: ProgramFacts, name: str) -> str:
         return f"is cut on dim {layout.dim} both over tp and over ep"
     if tuple(sorted(set(state.stages))) != state.stages or not set(range(len(program.stages))) >= set(state.stages):
         return f"is on the stages {state.stages}; expected some of 0 to {len(program.stages) - 1}, in order"
-    readers = {s for s, stage in enumerate(program.stages) for c in stage.calls if name in c.states}
-    readers |= {
-        s for s, stage in enumerate(program.stages) for c in stage.calls if state.update and state.update in c.outputs
-    }
+    readers = set(facts.reading_stages.get(name, ()))
+    if state.update:
+        readers |= {s for s, stage in enumerate(program.stages) for c in stage.calls if state.update in c.outputs}
     held = set(state.stages)  # without training, it may also be on stages where only other programs read it
     if not held or readers - held or (readers and readers != held and program.objective == "train"):
         return f"is on the stages {state.stages} and read on {tuple(sorted(readers))}"
@@ -151,9 +150,10 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
-    for name, state in program.states.items():
+    for name in facts.states_by_stage[stage]:
+        state = program.states[name]
         axes = split_axes(program, state.grad_axes) if name in facts.with_gradient else ()
-        if stage in state.stages and (axes or state.zero_axes):
+        if axes or state.zero_axes:
             wanted[name] = axes
     found: set[str] = set()
     for number, bucket in enumerate(here.buckets):

@@ -322,17 +322,17 @@ def estimate_step(
     states: Mapping[str, StateCost],
     machine: PlacedMesh,
     model_flops: float,
-    constraints: Constraints | None = None,
+    reduced_s: float,
     schedule: str | ScheduleTable = "1f1b",
     chunks: int | None = None,
 ) -> Estimate:
     """Return the estimate of one training step for the stages in ``split``.
 
     ``problem``: the block calls (such as layers) of the model with their costs. ``machine``: the devices and links that
-    the mesh is laid over. ``constraints``: the choices that the user fixed; ``None``: none. ``states``: the cost of
-    each parameter and buffer by name. ``model_flops``: FLOPs of the whole unsharded model for the global batch.
-    ``schedule``: name or table of the pipeline schedule. ``chunks``: number of virtual stages of each rank; ``None``:
-    the number that the schedule fixes.
+    the mesh is laid over. ``states``: the cost of each parameter and buffer by name. ``model_flops``: FLOPs of the
+    whole unsharded model for the global batch. ``reduced_s``: the seconds that gradient reductions add to the pipeline
+    (:func:`how_reduced`). ``schedule``: name or table of the pipeline schedule. ``chunks``: number of virtual stages of
+    each rank; ``None``: the number that the schedule fixes.
 
     ``Estimate.breakdown`` has the seconds of the step by kind, which add up to the step time:
 
@@ -352,7 +352,7 @@ def estimate_step(
     stage = split.stages[slowest]
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
-    reduced = how_reduced(problem, split, states, machine, constraints or Constraints(), schedule, chunks)[0]
+    reduced = reduced_s
     if not is_priced_by_rank_ends(problem, machine):
         reduced += sum(_sum_tied_seconds(problem, names, states, machine).values())
     updates = [

@@ -84,7 +84,7 @@ def _compute_added_seconds(
     """
     waits, seconds, sent = waits_of(table), seconds_of(phases, True), sent_of(phases)
     first, last = _find_ends(SameObject(table))
-    lanes = [_Lane(rank) for rank in ranks]
+    lanes = [_Lane(rank, table) for rank in ranks]
     clocks = [lane.clock for lane in lanes]
     scatters = [lane.ends.every_backward for lane in lanes]
     done = [0.0] * len(lanes)
@@ -93,11 +93,10 @@ def _compute_added_seconds(
         clock, ready = clocks[rank], done[needed] + sent[message]
         if place in first:
             clock.wait(ready)
-            lanes[rank].first_forward(lanes[rank].chunk(table, what // ENTRIES), seconds[what])
+            lanes[rank].first_forward(what, seconds[what])
         elif place in last or (scatters[rank] and what % ENTRIES in (_WHOLE, _WEIGHTS)):
             clock.wait(ready)
-            run, weights = lanes[rank].chunk(table, what // ENTRIES), what % ENTRIES == _WEIGHTS
-            lanes[rank].backward(run, seconds[what], weights, place in last)
+            lanes[rank].backward(what, seconds[what], place in last)
         elif clock.in_progress:
             clock.wait(ready)
             clock.compute(seconds[what])
@@ -131,10 +130,13 @@ def _find_ends(same: SameObject[Timetable]) -> tuple[frozenset[int], frozenset[i
 class _Lane:
     """The simulation of one pipeline rank in a step: its clock, and the collectives (gathers of parameters, reductions
     of gradients) that overlap with its computation. ``ends``: the block calls (such as layers) of the rank, and its
-    gradient buckets with the seconds of their collectives."""
+    gradient buckets with the seconds of their collectives. ``table``: the schedule. Methods get the kind of an action,
+    a number as in :class:`partitioner.schedules.makespan.Waits`."""
 
-    def __init__(self, ends: RankEnds) -> None:
-        self.ends = ends
+    def __init__(self, ends: RankEnds, table: Timetable) -> None:
+        self.ends, self.table = ends, table
+        # kind of a backward -> its calls, each with the buckets whose gradients it completes
+        self._backwards: dict[int, list[tuple[float, Sequence[GradientBucket]]]] = {}
         self.clock = RankClock(ends.slowdown)
         self.reductions = Reductions(self.clock)
         self.gathers: dict[int, list[OverlappedCollective]] = {}  # by the first call that reads the parameters
@@ -145,8 +147,9 @@ class _Lane:
                 self.gathers.setdefault(bucket.place, []).append(gather)
         self.clock.compute(ends.first_s)
 
-    def chunk(self, table: Timetable, stage: int) -> StagePlan:
-        return self.ends.plan.runs[table.held[table.ranks[stage]].index(stage)]
+    def _find_run(self, what: int) -> StagePlan:
+        stage = what // ENTRIES
+        return self.ends.plan.runs[self.table.held[self.table.ranks[stage]].index(stage)]
 
     @cached_property
     def _buckets_by_place(self) -> dict[int, list[GradientBucket]]:
@@ -155,10 +158,11 @@ class _Lane:
             found.setdefault(bucket.place, []).append(bucket)
         return found
 
-    def first_forward(self, run: StagePlan, seconds: float) -> None:
-        """Simulate the first forward of the virtual stage ``run``, which takes ``seconds``. Each of its block calls
-        (such as layers) waits for the gather of the parameters that it reads.
+    def first_forward(self, what: int, seconds: float) -> None:
+        """Simulate the first forward of a virtual stage, which takes ``seconds``. Each of its block calls (such as
+        layers) waits for the gather of the parameters that it reads. ``what``: the kind of the action.
         """
+        run = self._find_run(what)
         costs = self.ends.problem.pace(run.number).costs
         work = {place: costs[place].forward_total_s for place in range(run.start, run.stop)}
         self.clock.compute(max(0.0, seconds - sum(work.values())))
@@ -167,26 +171,38 @@ class _Lane:
                 self.clock.wait_for(gather)
             self.clock.compute(of_call)
 
-    def backward(self, run: StagePlan, seconds: float, weights: bool, is_last: bool) -> None:
-        """Simulate a backward of the virtual stage ``run``, from its last block call (such as a layer) to its first,
-        and begin the reduction of each bucket (gradients that one collective reduces) once its gradients are complete.
+    def backward(self, what: int, seconds: float, is_last: bool) -> None:
+        """Simulate a backward of a virtual stage, from its last block call (such as a layer) to its first, and begin
+        the reduction of each bucket (gradients that one collective reduces) once its gradients are complete.
 
-        ``seconds``: time of the backward without collectives. ``weights``: it is only the half that computes gradients
-        of weights. ``is_last``: no backward of this virtual stage follows; otherwise gradients are only scattered.
+        ``what``: the kind of the action. ``seconds``: time of the backward without collectives. ``is_last``: no
+        backward of this virtual stage follows; otherwise gradients are only scattered.
         """
+        calls = self._backwards.get(what)
+        if calls is None:
+            calls = self._backwards[what] = self._list_backward_calls(what, seconds)
+        compute, begin = self.clock.compute, self.reductions.begin
+        for work_s, buckets in calls:
+            compute(work_s)
+            if buckets:
+                begin(buckets, whole=is_last)
+
+    def _list_backward_calls(self, what: int, seconds: float) -> list[tuple[float, Sequence[GradientBucket]]]:
+        """Return the block calls (such as layers) of a backward in the order in which it runs them, as pairs (seconds,
+        buckets whose gradients are complete after the call). ``what``: the kind of the action: a whole backward, or
+        only the half that computes gradients of weights. ``seconds``: time of the backward without collectives."""
+        run, weights = self._find_run(what), what % ENTRIES == _WEIGHTS
         costs, work = self.ends.problem.pace(run.number).costs, {}
         for place in range(run.start, run.stop):
             cost = costs[place]
             again = cost.recompute_s if place < run.start + run.recompute else cost.selective_s * run.selective
             work[place] = cost.later_s if weights else cost.backward_total_s + again
         total = sum(work.values())
-        for place in reversed(range(run.start, run.stop)):
-            self.clock.compute(work[place] * seconds / total if total else 0.0)
-            buckets = self._buckets_by_place.get(place, ())
-            if buckets:
-                self.reductions.begin(buckets, whole=is_last)
-        if not total:
-            self.clock.compute(seconds)
+        calls: list[tuple[float, Sequence[GradientBucket]]] = [
+            (work[place] * seconds / total if total else 0.0, self._buckets_by_place.get(place, ()))
+            for place in reversed(range(run.start, run.stop))
+        ]
+        return calls if total else [*calls, (seconds, ())]
 
     def await_tied(self, among: tuple[int, ...]) -> None:
         """Wait until this rank has reduced the shards of gradients that the pipeline ranks ``among`` will sum."""

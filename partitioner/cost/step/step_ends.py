@@ -106,23 +106,25 @@ def _group_bucket_members(
     ``problem``: the block calls of the model with their costs, to be cut into pipeline stages.
     """
     together: dict[tuple[tuple[int, ...], object], list[tuple[int, StateCost]]] = {}
-    known: set[str] = set()
     first: dict[str, int] = {}
     for place in plan.places:
         for name in problem.calls[place].states:
             first.setdefault(name, place)
     for place in reversed(plan.places):
+        begin = next(run.start for run in plan.runs if run.start <= place < run.stop)
         for name in problem.calls[place].states:
-            if name in known or first[name] != place or name not in states:
+            if first.get(name) != place:
                 continue
-            known.add(name)
-            cost = states[name]
-            if not cost.gradient or not (cost.scatter_axes or cost.rest_axes):
+            del first[name]  # a call may name a parameter twice
+            cost = states.get(name)
+            if cost is None or not cost.gradient:
                 continue
-            by_call = place if cost.stage == 3 and cost.scatter_axes else -1
-            if cost.stage == 2 and cost.scatter_axes:  # scattered behind each backward of one virtual stage
-                by_call = next(run.start for run in plan.runs if run.start <= place < run.stop)
-            alike = cost.scatter_axes, cost.rest_axes, cost.stage, cost.expert, by_call
+            scattered = cost.scatter_axes
+            if not (scattered or cost.rest_axes):
+                continue
+            # under ZeRO-2 gradients are scattered behind each backward of one virtual stage
+            by_call = place if cost.stage == 3 and scattered else begin if cost.stage == 2 and scattered else -1
+            alike = scattered, cost.rest_axes, cost.stage, cost.expert, by_call
             together.setdefault((tied.get(name, ()), alike), []).append((place, cost))
     for (among, _), members in together.items():
         cost = members[0][1]
@@ -203,8 +205,9 @@ class Reductions:
         """In the simulation, begin to reduce the gradients in ``buckets`` (gradients that are reduced together); their
         backward has run. Without ``whole`` the gradients are only scattered to shards, because more backwards follow.
         """
-        self.settle()
-        if any(bucket.scatter is not _NOTHING for bucket in buckets):
+        if self._left:
+            self.settle()
+        if self._sent and any(bucket.scatter is not _NOTHING for bucket in buckets):
             for scatter in self._sent:
                 self.clock.wait_for(scatter)
             self._sent.clear()
@@ -227,9 +230,11 @@ class Reductions:
 
     def _begin_collective(self, part: CommunicationTime, tied_ranks: tuple[int, ...]) -> OverlappedCollective:
         collective = OverlappedCollective(0.0, part.seconds)
-        self.clock.compute(part.coding_s)
+        if part.coding_s:
+            self.clock.compute(part.coding_s)
         self.clock.begin(collective)
-        self.of_tied.setdefault(tied_ranks, []).append(collective)
+        if tied_ranks:
+            self.of_tied.setdefault(tied_ranks, []).append(collective)
         return collective
 
 

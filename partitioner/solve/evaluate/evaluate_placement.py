@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.states import StateCost, with_lost
-from partitioner.cost.step.estimate import estimate_step, stage_problem
+from partitioner.cost.step.estimate import estimate_step, how_reduced, stage_problem
 from partitioner.cost.step.gradient_reduction import lost_by
 from partitioner.cost.step.pipeline_tail import (
     bound_reduction_delays,
@@ -23,6 +23,7 @@ from partitioner.cost.step.pipeline_tail import (
 )
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.cost.step.rank_costs import CallCostCache
+from partitioner.emit.buckets import ReductionScheme
 from partitioner.errors import CapacityError, PlanError
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.plan import Estimate
@@ -48,13 +49,14 @@ class PlacementResult(NamedTuple):
     """The best plan on one placement (an assignment of ranks to devices). ``problem``: the problem of cutting block
     calls (such as layers) into pipeline stages, with the costs of the calls. ``split``: its solution, the calls of each
     stage. ``estimate``: the estimated time and memory of a step. ``data_shares``: the number of microbatches of each
-    rank of ``dp``; empty if all ranks have equally many.
+    rank of ``dp``; empty if all ranks have equally many. ``reducing``: the fastest scheme of gradient reductions.
     """
 
     problem: StageProblem
     split: StageSplit
     estimate: Estimate
     data_shares: Shares
+    reducing: ReductionScheme
 
     @property
     def calls(self) -> list[list[int]]:
@@ -230,11 +232,12 @@ class PlacementEvaluator:
         ranks = virtual_ranks(candidate, job.train)
         order = candidate.schedule, candidate.virtual_stages if ranks else None
 
-        def price(split: StageSplit) -> tuple[float, Estimate]:
-            expected = estimate_step(problem, split, held, machine, job.flops, job.constraints, *order)
+        def price(split: StageSplit) -> tuple[float, tuple[Estimate, ReductionScheme]]:
+            reduced_s, reducing = how_reduced(problem, split, held, machine, job.constraints, *order)
+            expected = estimate_step(problem, split, held, machine, job.flops, reduced_s, *order)
             if job.constraints.offload:
                 self.check(expected, machine)
-            return expected.step_time, expected
+            return expected.step_time, (expected, reducing)
 
         behind = least_update(problem, held, machine)
         cut = cut_for_step(
@@ -261,7 +264,8 @@ class PlacementEvaluator:
             found = least_time(flying, limit_s - behind, delays=delays)
             pipeline_s = found.pipeline_s(candidate.schedule, candidate.pp, problem.num_microbatches)
             least_s = max(least_s, min(limit_s, pipeline_s + behind))
-        return cut.step_s, PlacementResult(problem, cut.split, cut.priced, shares), least_s
+        expected, reducing = cut.priced
+        return cut.step_s, PlacementResult(problem, cut.split, expected, shares, reducing), least_s
 
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares

@@ -11,7 +11,7 @@ from typing import Any
 
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.states import StateCost
-from partitioner.cost.step.estimate import how_reduced, with_step_time
+from partitioner.cost.step.estimate import with_step_time
 from partitioner.cost.step.offload import check_disks, check_hosts
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.cost.step.rank_costs import CallCostCache, Costs
@@ -155,7 +155,7 @@ class CandidateEvaluator:
         job = self.job
         _check_refused(job, candidate)
         placement_evaluator = replace(self.build_placement_evaluator(candidate, proven, cutoff_s), improved=improved)
-        local, states = placement_evaluator.local, placement_evaluator.states
+        local = placement_evaluator.local
         if devices is None:
             exchanges = EXCHANGES if is_formula(candidate.schedule, candidate.pp, job.train) else _EXCHANGES_FOLLOWED
             likely = (
@@ -170,10 +170,9 @@ class CandidateEvaluator:
         else:
             machine = self.placements.at(candidate.grid, devices)
             found = BestPlacement(machine, *placement_evaluator(machine))
-        problem, split, expected, shares = found.result
+        problem, split, expected, shares, reducing = found.result
         if candidate in job.simulated:
             expected = with_step_time(expected, max(expected.step_time, job.simulated[candidate]))
-        order = candidate.schedule, candidate.virtual_stages if split.virtual else None
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
         selective: list[int] = []
@@ -195,7 +194,7 @@ class CandidateEvaluator:
             tuple(selective),
             job.constraints.offload or (),
             self._find_context_model(candidate),
-            how_reduced(problem, split, states, placement_evaluator.dressed(found.machine), job.constraints, *order)[1],
+            reducing,
             shares,
             min(expected.step_time, *placement_evaluator.lower_bounds),
         )

@@ -221,10 +221,26 @@ class PlacementEvaluator:
         simulated = not is_formula(candidate.schedule, candidate.pp, self.job.train)
         return simulated and is_plain(candidate.schedule, candidate.virtual_stages)
 
-    def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
+    def bound_plans(self, machine: PlacedMesh) -> float:
+        """Return a lower bound in seconds on all plans on ``machine`` (a placement of the mesh). No plan is priced if
+        the bound of the cuts into stages shows that none takes less than the cutoff. Raises :class:`PlanError` if there
+        is no plan."""
+        dressed = self.dressed(machine)
+        divisions = self._batch_sharing.first(dressed)
+        if len(divisions) > 1 or self._batch_sharing.is_free(dressed):
+            self(machine)
+            return self.lower_bounds[-1]
+        step, _, least = self._evaluate_with_shares(dressed, divisions[0], bound_only=True)
+        self.cutoff_s = min(self.cutoff_s, step)
+        return least
+
+    def _evaluate_with_shares(
+        self, machine: PlacedMesh, shares: Shares, *, bound_only: bool = False
+    ) -> tuple[float, PlacementResult | None, float]:
         """Find the best plan on the placement ``machine`` (a topology with the mesh laid over it) in which the ranks of
         ``dp`` have the numbers of microbatches ``shares``. Return its step time in seconds, the plan, and a lower bound
-        in seconds on all such plans.
+        in seconds on all such plans. ``bound_only``: if that bound is found to reach the cutoff before a plan is
+        priced, return infinity, ``None`` and the bound.
         """
         job, candidate = self.job, self.candidate
         costs = self._batch_sharing.by_stage(machine, shares)
@@ -240,21 +256,21 @@ class PlacementEvaluator:
             return expected.step_time, expected
 
         behind = least_update(problem, held, machine)
+        cutoff_s = self.cutoff_s - behind
+        solve = partial(split_of, candidate=candidate, proven=self.proven, improved=self.improved, cutoff_s=cutoff_s)
+        first = solve(problem)
+        if bound_only and first.lower_bound_s + behind >= self.cutoff_s:
+            return math.inf, None, first.lower_bound_s + behind
         cut = cut_for_step(
             problem,
-            partial(
-                split_of,
-                candidate=candidate,
-                proven=self.proven,
-                improved=self.improved,
-                cutoff_s=self.cutoff_s - behind,
-            ),
+            solve,
             price,
             behind,
             lambda within_s: run_tails(
                 self._set_microbatches_in_flight(problem), held, machine, job.constraints, ranks, within_s
             ),
             self.cutoff_s if self.proven else 0.0,
+            first,
         )
         least_s, limit_s = cut.lower_bound_s, min(cut.step_s, self.cutoff_s)
         plain = self._has_floor and is_priced_by_rank_ends(problem, machine)

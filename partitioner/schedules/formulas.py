@@ -163,9 +163,9 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
     if isinstance(schedule, str) and is_plain(schedule, v or 1):
         alone = tuple(stage_in_flight(schedule, stage, p, m) for stage in range(p))
         return InFlightMicrobatches(alone, tuple(tuple((pair,) for pair in pairs) for pairs in alone))
-    # all other orders reach their steady state within two rounds of p microbatches
-    is_long = table_of(schedule) is None and schedule != "gpipe" and m % p == 0 and m > _FEW_ROUNDS * p
-    table = build_timetable(schedule, p, _FEW_ROUNDS * p, v) if is_long else shorten_timetable(schedule, p, m, v)[0]
+    if (fewer := shorten_to_steady_state(schedule, p, m)) < m:
+        return held_microbatches(schedule, p, fewer, v)
+    table = shorten_timetable(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
     together = []
     for order, stages in zip(table.orders, table.held, strict=True):
@@ -186,6 +186,15 @@ def _select_local_peaks(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     is_peak[:-1] = (change < 0).any(axis=1)
     is_peak[1:] &= (change > 0).any(axis=1)
     return counts[is_peak]
+
+
+def shorten_to_steady_state(schedule: str | ScheduleTable, p: int, m: int) -> int:
+    """Return the number of microbatches of a step, at most ``m``, in which each of ``p`` pipeline ranks has the same
+    numbers of microbatches in flight as in a step of ``m`` microbatches. ``schedule``: name or table; a table is never
+    shortened, and neither is GPipe, where all microbatches are in flight. All other orders reach their steady state
+    within two rounds of ``p`` microbatches."""
+    is_long = table_of(schedule) is None and schedule != "gpipe" and m % p == 0 and m > _FEW_ROUNDS * p
+    return _FEW_ROUNDS * p if is_long else m
 
 
 def _not_less(counts: NDArray[np.int64]) -> tuple[tuple[Counts, ...], ...]:

@@ -368,15 +368,22 @@ class PlacedMesh:
         """Return the distinct pipelines among the ranks of ``dp``, in the order of the first rank that has them. A
         pipeline is a tuple with the distinct rank profiles (device type, speed factor, groups) of each stage.
         """
+        if self.has_equal_replicas:
+            return (self.seats,)
         key = "distinct pipelines", self.ep, self.expert_tp
         return self.compute_once(key, lambda: tuple(dict.fromkeys(self.pipelines)))
+
+    @property
+    def has_equal_replicas(self) -> bool:
+        """Return whether all replicas of ``dp`` are known to have equal devices and groups on each stage."""
+        return bool(self.nested) or self.mesh.get("dp", 1) == 1
 
     def _build_pipeline_profiles(self) -> tuple[tuple[Seats, ...], ...]:
         """Return, for each rank of ``dp``, a tuple with one entry per pipeline stage: the distinct profiles (device
         type, speed factor, groups) of the ranks of this replica on this stage.
         """
         dp, expert_mesh = self.mesh.get("dp", 1), self.expert_mesh
-        if dp == 1 or self.nested:
+        if self.has_equal_replicas:
             return (self.seats,) * dp
         inside: dict[str, tuple[Mapping[str, int], str]] = {
             axis: (self.mesh, axis) for axis in ("cp", "tp") if self.mesh.get(axis, 1) > 1

@@ -115,8 +115,9 @@ class CallCostCache:
         replica of ``machine`` (a topology with the mesh laid over it). The dicts are in one flat tuple: replica after
         replica, and in each the stages in order. Ranks of different replicas do not wait for each other.
         """
-        spread = machine.spread
-        return tuple(self.of_stage(seats, spread) for replica in machine.distinct_pipelines for seats in replica)
+        spread, stages = machine.spread, [seats for replica in machine.distinct_pipelines for seats in replica]
+        found = {key: self.of_stage(seats, spread) for key, seats in {id(seats): seats for seats in stages}.items()}
+        return tuple(found[id(seats)] for seats in stages)
 
 
 def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:

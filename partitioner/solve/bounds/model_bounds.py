@@ -173,6 +173,7 @@ class ModelBounds:
         self._reduced = LeastReduced(job.topology, job.constraints, self.placements, self.device)
         self._shares: dict[tuple[Any, ...], StateCosts] = {}
         self._state_bytes: dict[tuple[Any, ...], float] = {}
+        self._ends: dict[Hashable, tuple[float, float]] = {}  # of a step: update and gradient reduction
         self._machines: dict[tuple[int, ...], BestCaseMesh] = {}  # by grid
         self._capacities: dict[tuple[int, int], tuple[int, ...]] = {}  # by stages and number of communication groups
 
@@ -348,15 +349,22 @@ class ModelBounds:
         """
         if not self.train:
             return np.zeros(len(candidates))
-        update = map_by_candidate_key(
-            candidates,
-            BY_STATES,
-            lambda p: self._update_lower_bound_s / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1)),
-        )
-        reduced = map_by_candidate_key(
-            candidates, BY_STATES, lambda p: self._bound_reduction_seconds(p) if p.pp == 1 else 0.0
-        )
-        return update + np.maximum(0.0, reduced - backward)
+        ends = np.array([self._bound_end_seconds(p) for p in candidates], dtype=np.float64)
+        exposed = np.maximum(0.0, ends[:, 1] - backward)
+        return ends[:, 0] + np.where([p.pp == 1 for p in candidates], exposed, 0.0)
+
+    def _bound_end_seconds(self, candidate: MeshCandidate) -> tuple[float, float]:
+        """Return lower bounds in seconds on the optimizer's update and on the gradient reduction of ``candidate``. The
+        reduction is that of all stages, one after the other; it counts as 0 with several stages if all placements
+        (assignments of ranks to devices) are known, because other bounds are tighter there. Results are cached.
+        ``candidate``: mesh sizes, microbatch size, schedule and ZeRO stage."""
+        key = BY_STATES(candidate)
+        if key not in self._ends:
+            sharers = candidate.sharers if candidate.zero else 1
+            update_s = self._update_lower_bound_s / (candidate.pp * candidate.tp * candidate.ep * sharers)
+            is_known = candidate.pp > 1 and self.placements.complete(candidate.grid)
+            self._ends[key] = update_s, 0.0 if is_known else self._bound_reduction_seconds(candidate)
+        return self._ends[key]
 
     def _bound_drain_seconds(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
         """Return a lower bound in seconds on the step of each candidate, shape ``[candidates]``: the mean over the
@@ -368,13 +376,11 @@ class ModelBounds:
         ``candidates``: combinations of mesh sizes, microbatch size, schedule and ZeRO stage. ``ahead``, ``back``:
         forward and backward seconds of one microbatch through all block calls (such as layers), by candidate.
         """
-
-        def reduced(candidate: MeshCandidate) -> float:
-            asked = self.train and candidate.pp > 1 and not self.placements.complete(candidate.grid)
-            return self._bound_reduction_seconds(candidate) if asked else 0.0
-
-        alone = np.array([p.virtual_stages == 1 for p in candidates])
-        exposed = np.maximum(0.0, np.where(alone, map_by_candidate_key(candidates, BY_STATES, reduced), 0.0) - back)
+        is_reduced = [self.train and p.pp > 1 and p.virtual_stages == 1 for p in candidates]
+        reduced = np.array(
+            [self._bound_end_seconds(p)[1] if asked else 0.0 for p, asked in zip(candidates, is_reduced, strict=True)]
+        )
+        exposed = np.maximum(0.0, reduced - back)
         busy: Vector = map_by_candidate_key(candidates, self._by_rounds, self.rounds) * (ahead + back) + exposed
         return busy / np.array([p.pp for p in candidates], dtype=np.float64)
 

@@ -16,7 +16,7 @@ from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import CapacityError
 from partitioner.passes.ir.model import Call
 from partitioner.schedules.csv_table import ScheduleTable, table_of
-from partitioner.schedules.formulas import held_microbatches
+from partitioner.schedules.formulas import held_microbatches, shorten_to_steady_state
 from partitioner.schedules.registry import ranks_of
 from partitioner.units import bytes_text
 
@@ -244,6 +244,8 @@ def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> N
     time when it has ``c_k`` microbatches of stage ``k`` in flight. This fits at all times, so it also fits for every
     mean of the counts. Therefore ``sum x_k min_k (mean c)_k`` is at most the rank's memory.
     """
+    if (fewer := shorten_to_steady_state(schedule, p, m)) < m:
+        return most_held(schedule, p, fewer, v)
     together = held_microbatches(schedule, p, m, v).together
     return np.array([1 / _least_mean([tuple(map(sum, counts)) for counts in of_rank]) for of_rank in together])
 

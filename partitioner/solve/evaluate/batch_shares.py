@@ -55,6 +55,7 @@ def share_out(parts: int, seconds: Sequence[float], fill: float = 0.0) -> tuple[
 _TOTALS = ("forward_total_s", "backward_total_s")
 
 _TINY_S = 1e-30
+ScaledCosts = tuple[SameObject[Costs], float]  # costs of calls, and a factor on their seconds
 Shares = tuple[int, ...]  # the number of microbatches of each rank of dp; empty: all ranks have equally many
 
 
@@ -79,6 +80,7 @@ class BatchSharing:
     independent: bool
     _first: dict[SameObject[PlacedMesh], Sequence[Shares]] = field(default_factory=dict)
     _least: dict[SameObject[PlacedMesh], float] = field(default_factory=dict)
+    _longest: dict[tuple[ScaledCosts, ...], Costs] = field(default_factory=dict)
 
     def is_free(self, machine: PlacedMesh) -> bool:
         """Return whether ranks of ``dp`` may have different numbers of microbatches on the placement ``machine`` (a
@@ -125,7 +127,7 @@ class BatchSharing:
 
         All pipelines get the same cut. If they differ in speed, costs are compared per microbatch of the pipeline that
         has the most. The costs of a pipeline with fewer microbatches are therefore scaled down in proportion. Each
-        stage gets the greatest scaled costs of all pipelines.
+        stage gets the greatest scaled costs of all pipelines. Stages with equal costs share one dict.
         """
         candidate, pipelines = self.candidate, machine.pipelines
         if len(machine.distinct_pipelines) == 1 or not self.independent:
@@ -134,13 +136,24 @@ class BatchSharing:
         kinds = machine.distinct_pipelines
         each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in kinds}
         pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}
-        paced = [
-            [_scale_costs_by_pace(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds]
+        by_stage = [
+            [(SameObject(self.costs.of_stage(seats[s], machine.spread)), pace[seats]) for seats in kinds]
             for s in range(candidate.pp)
         ]
         if candidate.pp == 1:  # all calls belong to one stage
-            return [max(paced[0], key=lambda costs: sum(self._sum_call_seconds(costs)))]
-        return [combine_longest_costs(of_stage) for of_stage in paced]
+            paced = [_scale_costs_by_pace(costs.value, factor) for costs, factor in by_stage[0]]
+            return [max(paced, key=lambda costs: sum(self._sum_call_seconds(costs)))]
+        return [self._combine_longest(tuple(dict.fromkeys(of_stage))) for of_stage in by_stage]
+
+    def _combine_longest(self, scaled: tuple[ScaledCosts, ...]) -> Costs:
+        """Return the greatest costs of a stage over all pipelines: block name -> cost of a call of the block (such as a
+        layer). Equal arguments give one dict, so that results can be cached by its identity. ``scaled``: for each kind
+        of pipeline, the costs of the stage and the factor on their seconds."""
+        if scaled not in self._longest:
+            self._longest[scaled] = combine_longest_costs(
+                [_scale_costs_by_pace(costs.value, factor) for costs, factor in scaled]
+            )
+        return self._longest[scaled]
 
     def least(self, machine: PlacedMesh) -> float:
         """Return a lower bound in seconds on the step of every plan on the placement ``machine`` (a topology with the

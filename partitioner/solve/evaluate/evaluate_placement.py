@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from partitioner.cost.step.pipeline_tail import (
     run_tails,
 )
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
-from partitioner.cost.step.rank_costs import CallCostCache
+from partitioner.cost.step.rank_costs import CallCostCache, Costs
 from partitioner.emit.buckets import ReductionScheme
 from partitioner.errors import CapacityError, PlanError
 from partitioner.passes.ir.hashing import SameObject
@@ -157,6 +157,7 @@ class PlacementEvaluator:
     lower_bounds: list[float] = field(default_factory=list)
     asked: set[SameObject[PlacedMesh]] = field(default_factory=set)
     _dressed: dict[SameObject[PlacedMesh], PlacedMesh] = field(default_factory=dict)
+    _known_bounds: dict[Hashable, float] = field(default_factory=dict)
 
     @cached_property
     def _batch_sharing(self) -> BatchSharing:
@@ -222,14 +223,32 @@ class PlacementEvaluator:
         simulated = not is_formula(candidate.schedule, candidate.pp, self.job.train)
         return simulated and is_plain(candidate.schedule, candidate.virtual_stages)
 
-    def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
+    def bound_plans(self, machine: PlacedMesh) -> float:
+        """Return a lower bound in seconds on all plans on ``machine`` (a placement of the mesh). No plan is priced if
+        the bound of the cuts into stages shows that none takes less than the cutoff. Raises :class:`PlanError` if there
+        is no plan."""
+        dressed = self.dressed(machine)
+        divisions = self._batch_sharing.first(dressed)
+        if len(divisions) > 1 or self._batch_sharing.is_free(dressed):
+            self(machine)
+            return self.lower_bounds[-1]
+        step, _, least = self._evaluate_with_shares(dressed, divisions[0], bound_only=True)
+        self.cutoff_s = min(self.cutoff_s, step)
+        return least
+
+    def _evaluate_with_shares(
+        self, machine: PlacedMesh, shares: Shares, *, bound_only: bool = False
+    ) -> tuple[float, PlacementResult | None, float]:
         """Find the best plan on the placement ``machine`` (a topology with the mesh laid over it) in which the ranks of
         ``dp`` have the numbers of microbatches ``shares``. Return its step time in seconds, the plan, and a lower bound
-        in seconds on all such plans.
+        in seconds on all such plans. ``bound_only``: if that bound is found to reach the cutoff before a plan is
+        priced, return infinity, ``None`` and the bound.
         """
         job, candidate = self.job, self.candidate
-        problem, held, shares = self._build_stage_problem(machine, shares)
+        costs = self._batch_sharing.by_stage(machine, shares)
+        problem, held, shares = self._build_stage_problem(machine, shares, costs)
         ranks = virtual_ranks(candidate, job.train)
+        problem = replace(problem, ends=bound_stage_ends(problem, held, machine, job.constraints, ranks))
         order = candidate.schedule, candidate.virtual_stages if ranks else None
 
         def price(split: StageSplit) -> tuple[float, tuple[Estimate, ReductionScheme]]:
@@ -240,21 +259,21 @@ class PlacementEvaluator:
             return expected.step_time, (expected, reducing)
 
         behind = least_update(problem, held, machine)
+        cutoff_s = self.cutoff_s - behind
+        solve = partial(split_of, candidate=candidate, proven=self.proven, improved=self.improved, cutoff_s=cutoff_s)
+        first = solve(problem)
+        if bound_only and first.lower_bound_s + behind >= self.cutoff_s:
+            return math.inf, None, first.lower_bound_s + behind
         cut = cut_for_step(
             problem,
-            partial(
-                split_of,
-                candidate=candidate,
-                proven=self.proven,
-                improved=self.improved,
-                cutoff_s=self.cutoff_s - behind,
-            ),
+            solve,
             price,
             behind,
             lambda within_s: run_tails(
                 self._set_microbatches_in_flight(problem), held, machine, job.constraints, ranks, within_s
             ),
             self.cutoff_s if self.proven else 0.0,
+            first,
         )
         least_s, limit_s = cut.lower_bound_s, min(cut.step_s, self.cutoff_s)
         plain = self._has_floor and is_priced_by_rank_ends(problem, machine)
@@ -268,15 +287,15 @@ class PlacementEvaluator:
         return cut.step_s, PlacementResult(problem, cut.split, expected, shares, reducing), least_s
 
     def _build_stage_problem(
-        self, machine: PlacedMesh, shares: Shares
+        self, machine: PlacedMesh, shares: Shares, costs_by_stage: Sequence[Costs]
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
         """Return the problem of cutting block calls (such as layers) into pipeline stages on the placement ``machine``
-        (a topology with the mesh laid over it). Return also name of a parameter or buffer -> its cost, and the number
-        of microbatches of each rank of ``dp`` (empty if all have equally many). ``shares``: the requested number of
-        microbatches of each rank of ``dp``."""
+        (a topology with the mesh laid over it), without the collectives at the ends of a step. Return also name of a
+        parameter or buffer -> its cost, and the number of microbatches of each rank of ``dp`` (empty if all have
+        equally many). ``shares``: the requested number of microbatches of each rank of ``dp``. ``costs_by_stage``: for
+        each stage, block name -> cost of a call with this division of the batch."""
         job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
-        costs_by_stage = self._batch_sharing.by_stage(machine, shares)
         shares = () if len(set(shares)) == 1 else shares
         problem = stage_problem(
             self.local.model,
@@ -295,8 +314,6 @@ class PlacementEvaluator:
             costs_by_stage=costs_by_stage,
             scattering=machine.scattering(candidate.num_microbatches(job.global_batch)),
         )
-        ends = bound_stage_ends(problem, held, machine, job.constraints, virtual_ranks(candidate, job.train))
-        problem = replace(problem, ends=ends)
         if job.layout is not None:
             pinned = job.layout.pinned_calls(problem.calls)
             empty = bool(pinned) and len({*pinned.values()}) < problem.num_stages
@@ -319,21 +336,43 @@ class PlacementEvaluator:
         """Return a probable lower bound in seconds on the step of the plans on the placement ``machine`` (a topology
         with the mesh laid over it). It is not proven, because it assumes that no division of the batch among the ranks
         of ``dp`` is much faster than the divisions that are tried first. It is at least as high as the proven bound of
-        this placement. ``cutoff_s``: a bound of this many seconds is tight enough."""
+        this placement. ``cutoff_s``: a bound of this many seconds is tight enough. If the bound is below ``cutoff_s``,
+        it may be looser than the bound of one of several divisions, because the others are then not examined."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
         if quick >= cutoff_s or not self._has_floor:
             return quick
         left = 1 - _GAINED if self._batch_sharing.is_free(machine) else 1.0
-        first = min(self._least_of(machine, shares, cutoff_s / left) for shares in self._batch_sharing.first(machine))
+        first, divisions = math.inf, self._batch_sharing.first(machine)
+        for number, shares in enumerate(divisions, 1):
+            first = min(first, self._least_of(machine, shares, cutoff_s / left))
+            if first * left < cutoff_s and number < len(divisions):
+                return quick
         return max(quick, first * left)
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
         """Return a lower bound in seconds on a step if the ranks of ``dp`` have the numbers of microbatches ``shares``;
         infinite if no cut into stages fits in memory. It is used for schedules without a formula for their step time.
         ``machine``: the placement, a topology with the mesh laid over it. ``cutoff_s``: a bound of this many seconds is
-        tight enough."""
-        problem, held, _ = self._build_stage_problem(machine, shares)
+        tight enough. Placements whose stages have equal costs, memory and links share one bound."""
+        costs, fixed = self._batch_sharing.by_stage(machine, shares), self.job.constraints
+        if fixed.offload or fixed.grad_compression is not None or self.job.profile.sends == "parts":
+            # also depends on the hosts of stages, or on groups of ranks
+            return self._compute_least_of(machine, shares, costs, cutoff_s)
+        paces = frozenset((seat.kind, seat.speed) for seats in machine.seats for seat in seats)
+        links = tuple(machine.link(stage, stage + 1) for stage in range(self.candidate.pp - 1))
+        num_microbatches = max(shares, default=0), len(set(shares)) == 1
+        key = *map(SameObject, costs), *num_microbatches, paces, links, machine.capacity, machine.spread, cutoff_s
+        if key not in self._known_bounds:
+            self._known_bounds[key] = self._compute_least_of(machine, shares, costs, cutoff_s)
+        return self._known_bounds[key]
+
+    def _compute_least_of(
+        self, machine: PlacedMesh, shares: Shares, costs_by_stage: Sequence[Costs], cutoff_s: float
+    ) -> float:
+        """Compute the lower bound of :meth:`_least_of`, which describes the other arguments, without the cache.
+        ``costs_by_stage``: for each stage, block name -> cost of a call of the block (such as a layer)."""
+        problem, held, _ = self._build_stage_problem(machine, shares, costs_by_stage)
         try:
             found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)
         except CapacityError:

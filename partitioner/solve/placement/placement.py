@@ -12,6 +12,7 @@ their errors.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -77,6 +78,7 @@ _NEAR_LEAST = 1.05  # placements of equal devices are evaluated up to the least 
 _AS_LIKELY = 1.01  # placements are evaluated up to the least estimated cost times this
 _KEPT, _AS_GOOD = 4, 1.05  # placements kept for other microbatch sizes; their greatest cost relative to the best
 _SENT = 1e6  # bytes of the all-reduce by which groups are compared
+_KEY_BYTES = 16  # of the key of a placement
 _MOST_GROUPS = 64  # with more groups (or devices), they are not exchanged
 
 
@@ -111,6 +113,7 @@ class Placements:
     _narrowed: set[Key] = field(default_factory=set, init=False)
     _exchanged: set[Key] = field(default_factory=set, init=False)
     _best_groups: dict[tuple[int, bool], Group] = field(default_factory=dict, init=False)
+    _marks: dict[Hashable, Hashable] = field(default_factory=dict, init=False)  # of placements with equal costs
 
     def __post_init__(self) -> None:
         self._levels = equal_levels(self.topology)
@@ -142,9 +145,8 @@ class Placements:
             else:
                 every = list_arrangements(self.topology, mesh)
                 machines = [PlacedMesh(self.topology, mesh, self.precision, devices) for devices in every]
-                machines = list({identify_equal_cost(machine): machine for machine in reversed(machines)}.values())[
-                    ::-1
-                ]
+                marks = map(self._identify_equal_cost, reversed(machines))
+                machines = list(dict(zip(marks, reversed(machines), strict=True)).values())[::-1]
             self._candidates[key] = machines
         return self._candidates[key]
 
@@ -344,7 +346,18 @@ class Placements:
         equal keys only one is tried, because they have equal costs and, if single pairs of devices have links, equally
         fast groups.
         """
-        return identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
+        return self._identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
+
+    def _identify_equal_cost(self, machine: PlacedMesh) -> Hashable:
+        """Return the key of :func:`identify_equal_cost` for the placement ``machine`` (a topology with the mesh laid
+        over it). It is computed once for placements that differ only in which of several equal parts of the cluster
+        their ranks are on."""
+        symmetric = _identify_symmetric(machine)
+        if symmetric is None:
+            return identify_equal_cost(machine)
+        if symmetric not in self._marks:
+            self._marks[symmetric] = identify_equal_cost(machine)
+        return self._marks[symmetric]
 
 
 def identify_equal_cost(machine: PlacedMesh) -> Hashable:
@@ -357,6 +370,27 @@ def identify_equal_cost(machine: PlacedMesh) -> Hashable:
     across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None
     links = tuple((link.bandwidth, link.latency) for link in machine.links)
     return machine.seats, machine.pipelines, machine.capacity, links, tuple(together), across
+
+
+def _identify_symmetric(machine: PlacedMesh) -> Hashable | None:
+    """Return a key of the placement ``machine`` (a topology with the mesh laid over it). Placements with equal keys
+    differ only in which of several equal devices, nodes or other parts of the cluster their ranks are on. The key is
+    quicker to compute than that of :func:`identify_equal_cost`, and distinguishes more placements. ``None`` if pairs of
+    devices have links of their own, which parts alone do not describe."""
+    topology, devices = machine.topology, np.asarray(machine.devices)
+    if topology.own_links or topology.pattern_kinds:
+        return None
+    cards, (_, of_pace) = topology.cards, topology.paces
+    traits = [of_pace, topology.usable, topology.network_share, cards.alone, cards.share, cards.left]
+    traits += [storey.shares for storey in topology.storeys if storey.shares is not None]
+    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+    for trait in traits:
+        digest.update(trait[devices].tobytes())
+    for part in (topology.node_of, cards.port, *topology.groups, *(storey.joined for storey in topology.storeys)):
+        # parts are numbered in the order of the first rank on them
+        _, first, of_rank = np.unique(part[devices], return_index=True, return_inverse=True)
+        digest.update(np.argsort(np.argsort(first))[of_rank.reshape(-1)].tobytes())
+    return _mesh_to_key(machine.mesh), digest.digest()
 
 
 def _in_groups(machine: PlacedMesh) -> float:

@@ -164,8 +164,8 @@ class UniformClusterBound:
                 break
             if least < stop_s:  # the next floor bounds all remaining placements
                 return min(least, floor)
-            if (told := placement_evaluator.least(machine, least)) < least:
-                least = min(least, max(told, _evaluate_for_bound(placement_evaluator, machine)))
+            if (told := _bound_plans(placement_evaluator, machine)) < least:
+                least = min(least, max(told, placement_evaluator.least(machine, least)))
         return least
 
     @cached_property
@@ -243,13 +243,12 @@ class UniformClusterBound:
                 yield PlacedMesh(topology, candidate.grid, precision, devices)
 
 
-def _evaluate_for_bound(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
-    """Find the best plan on the placement ``machine`` (a topology with the mesh laid over it), and return a lower bound
-    in seconds on all plans there; 0 if no plan was found. ``placement_evaluator``: finds the best plan on single
+def _bound_plans(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
+    """Return a lower bound in seconds on all plans on the placement ``machine`` (a topology with the mesh laid over
+    it), from a search for the best one; 0 if no plan was found. ``placement_evaluator``: finds the best plan on single
     placements.
     """
     try:
-        placement_evaluator(machine)
+        return placement_evaluator.bound_plans(machine)
     except PartitionError:  # under a simulated schedule some cut may fit although none was found
         return 0.0
-    return placement_evaluator.lower_bounds[-1]

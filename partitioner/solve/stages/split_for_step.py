@@ -53,12 +53,13 @@ def cut_for_step(
     least_tail_s: float,
     run_tails: Callable[[float], Sequence[Table]],
     cutoff_s: float = np.inf,
+    first: StageSplit | None = None,
 ) -> PricedSplit[Priced]:
     """Return the cut into stages with the shortest step, with a lower bound on the step over all cuts.
 
     - ``problem``: the calls and stages. ``solve``: returns the cut with the shortest pipeline; raises
-      :class:`PlanError` if there is none. ``price``: returns the seconds of a step with a cut, and any further result,
-      which is returned as ``priced``.
+      :class:`PlanError` if there is none. ``first``: the result of ``solve(problem)``, if it is known. ``price``:
+      returns the seconds of a step with a cut, and any further result, which is returned as ``priced``.
     - ``least_tail_s``: lower bound for any cut on the seconds after the pipeline, in which gradients are reduced and
       parameters updated. ``run_tails``: function of a step time in seconds. It returns for each stage a table of the
       seconds after the pipeline, whose entry ``[start, stop]`` is for the calls ``start:stop``; an entry is infinite if
@@ -68,11 +69,11 @@ def cut_for_step(
     If there are few cuts, each is priced. Raises the errors of ``solve`` and ``price`` for the cut with the shortest
     pipeline.
     """
-    split = solve(problem)
+    split = solve(problem) if first is None else first
     step, priced = price(split)
     if _has_few_cuts(problem) and split.lower_bound_s + least_tail_s < min(cutoff_s, step) * (1 - _ROUNDING):
-        first, tails = PricedSplit(split, step, priced, 0.0), run_tails(min(cutoff_s, step))
-        return _price_all_cuts(problem, solve, price, tails, first, cutoff_s)
+        shortest, tails = PricedSplit(split, step, priced, 0.0), run_tails(min(cutoff_s, step))
+        return _price_all_cuts(problem, solve, price, tails, shortest, cutoff_s)
     best = split, step, priced
     pipeline, least = split.lower_bound_s, np.inf
     if problem.num_stages == 1:

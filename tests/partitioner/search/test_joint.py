@@ -137,8 +137,8 @@ def test_what_runs_leave_behind_is_what_the_estimate_counts(uneven: Any, monkeyp
     seen: list[tuple[float, float]] = []
     plain = judge_module.cut_for_step
 
-    def watched(problem: Any, solve: Any, price: Any, least: float, tails: Any, enough: float) -> Any:
-        cut = plain(problem, solve, price, least, tails, enough)
+    def watched(problem: Any, solve: Any, price: Any, least: float, tails: Any, enough: float, first: Any) -> Any:
+        cut = plain(problem, solve, price, least, tails, enough, first)
         table = tails(math.inf)
         left = [float(table[s][stage.start, stage.stop]) for s, stage in enumerate(cut.split.stages)]
         parts = cut.priced.breakdown
@@ -161,8 +161,8 @@ def test_no_run_is_left_within_a_step_that_is_too_short(uneven: Any, zero: int, 
     seen: list[bool] = []
     plain = judge_module.cut_for_step
 
-    def watched(problem: Any, solve: Any, price: Any, least: float, tails: Any, enough: float) -> Any:
-        cut = plain(problem, solve, price, least, tails, enough)
+    def watched(problem: Any, solve: Any, price: Any, least: float, tails: Any, enough: float, first: Any) -> Any:
+        cut = plain(problem, solve, price, least, tails, enough, first)
         seen.extend(bool(np.isinf(table).all()) for part in (1e-6, 1e-3) for table in tails(part * cut.step_s))
         return cut
 

@@ -141,7 +141,8 @@ def test_what_runs_leave_behind_is_what_the_estimate_counts(uneven: Any, monkeyp
         cut = plain(problem, solve, price, least, tails, enough, first)
         table = tails(math.inf)
         left = [float(table[s][stage.start, stage.stop]) for s, stage in enumerate(cut.split.stages)]
-        parts = cut.priced.breakdown
+        estimate, _ = cut.priced
+        parts = estimate.breakdown
         counted = sum(parts[kind] for kind in ("reduction", "optimizer"))
         assert least <= counted * (1 + 1e-9)
         assert max(left) <= counted * (1 + 1e-9)

@@ -42,10 +42,10 @@ from partitioner.runtime.program.instructions import (
 )
 from partitioner.runtime.program.memory import peak_bytes
 from partitioner.runtime.program.program import Program, RankProgram, keep_first_microbatches
-from partitioner.runtime.prove.abstract_rank import trace_instructions
 from partitioner.runtime.prove.cross_rank import Mismatch, TraceRunner
 from partitioner.runtime.prove.errors import FaultLocation, ProofError, Refusal
 from partitioner.runtime.prove.gradient_ledger import find_gradient_returns
+from partitioner.runtime.prove.rank_trace import trace_instructions
 from partitioner.runtime.prove.replication import check_wholeness
 from partitioner.runtime.prove.structure import check_structure
 

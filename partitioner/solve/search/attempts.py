@@ -117,7 +117,8 @@ class CandidateAttempts:
         if len(requests) < 2:
             return
         self._announced = {request.candidate: request for request in requests}
-        worth_it = self._mean_s * len(requests) >= _WORTH_S
+        # the schedules of candidates outside the search have to be simulated, unlike those of most others
+        worth_it = outside or self._mean_s * len(requests) >= _WORTH_S
         if worth_it and not has_processors(3):  # of this process, of that for evaluations, and of that for shardings
             self.evaluator.locals.ahead.pause()
         self._tasks = SharedTasks(

@@ -13,8 +13,9 @@ import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
-from partitioner.candidate import MeshCandidate
+from partitioner.candidate import MeshCandidate, in_order
 from partitioner.errors import CapacityError
 from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
@@ -24,6 +25,7 @@ from partitioner.units import list_divisors
 
 _MOST_SPREAD = 64  # greatest ep of the first layouts of a mixture of experts
 
+_MOST_QUICK = 3  # candidates without a pipeline that are tried for a first plan
 _MOST_WIDE = 8  # greatest tp of these layouts
 _MOST_DEPTHS = 3  # how many different numbers of stages of these layouts are tried
 _MOST_STEPS = 40  # greatest number of evaluated candidates while neighbours are tried
@@ -66,7 +68,11 @@ class WarmStart:
         search itself is slow to find good plans for them.
         """
         # those without a pipeline are quick to plan, and their plans prune the others
-        for standard in sorted(self.standards, key=lambda each: any(c.pp > 1 for c in each.candidates[:1])):
+        standards = sorted(self.standards, key=lambda each: any(c.pp > 1 for c in each.candidates[:1]))
+        for standard in standards:
+            is_pipeline = any(candidate.pp > 1 for candidate in standard.candidates[:1])
+            if is_pipeline and not self.space.experts and math.isinf(self._best_s):
+                yield from self._list_quick_candidates()
             yield from self._yield_until_one_fits(standard)
         if not self.space.experts:  # without experts the search itself finds good plans quickly
             return
@@ -78,6 +84,17 @@ class WarmStart:
     @property
     def _best_s(self) -> float:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.cutoff_s)
+
+    def _list_quick_candidates(self) -> Iterator[MeshCandidate]:
+        """Yield candidates (mesh sizes, microbatch size, schedule and ZeRO stage) without a pipeline, those with the
+        least lower bounds first, until the caller reports a plan for one, or a few had none."""
+        quick = sorted((candidate for candidate in self.candidates if candidate.pp == 1), key=in_order)
+        order = self.bounds.times(quick).argsort(kind="stable").tolist() if quick else []
+        worth = (quick[number] for number in order if self._is_worth(quick[number]))
+        for candidate in islice(worth, _MOST_QUICK):
+            yield candidate
+            if isinstance(self._found.get(candidate), float):
+                return
 
     def _yield_until_one_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
         """Yield candidates (mesh sizes, microbatch size, schedule and ZeRO stage) that have the well-known layout

@@ -18,7 +18,7 @@ from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.zero_and_reduction import LeastReduced
 from partitioner.solve.search.baselines import StandardLayout, list_standard_layouts
 from partitioner.solve.search.space import SearchSpace, build_search_space, list_candidates
-from partitioner.solve.search.warm_start import WarmStart
+from partitioner.solve.search.warm_start import _MOST_QUICK, WarmStart
 from partitioner.topology import Topology
 from tests.helpers.search_jobs import job
 
@@ -49,6 +49,23 @@ def test_leaner_points_are_tried_until_one_fits():
     assert walked(early, lambda candidate: 9.0 if candidate == fits else lacks) == list(standard.candidates)
     early = WarmStart(space, frozenset(candidates), bounds, [standard], math.inf)
     assert walked(early, lambda candidate: 9.0) == [standard.candidates[0]]
+
+
+def test_a_plan_without_a_pipeline_comes_before_the_first_pipeline():
+    """A few are tried, the least bounds first; none where a plan is known."""
+    space, candidates, bounds = known("llama")
+    pipeline = StandardLayout("deep", tuple(p for p in candidates if (p.pp, p.tp, p.cp, p.zero) == (2, 4, 1, 0)))
+    lacks = CapacityError("too small", missing_bytes=1)
+    early = WarmStart(space, frozenset(candidates), bounds, [pipeline], math.inf)
+    *quick, last = walked(early, lambda candidate: 9.0 if candidate.pp > 1 else lacks)
+    times = bounds.times(quick).tolist()
+    assert last == pipeline.candidates[0] and {candidate.pp for candidate in quick} == {1} and len(quick) == _MOST_QUICK
+    assert times == sorted(times) and times[0] == bounds.times([c for c in candidates if c.pp == 1]).min()
+    early = WarmStart(space, frozenset(candidates), bounds, [pipeline], math.inf)
+    assert [candidate.pp for candidate in walked(early, lambda _: 1e9)] == [1, 2]
+    alone = StandardLayout("alone", tuple(p for p in candidates if (p.pp, p.tp, p.cp, p.zero) == (1, 4, 1, 0)))
+    early = WarmStart(space, frozenset(candidates), bounds, [pipeline, alone], math.inf)
+    assert walked(early, lambda _: 1e9) == [alone.candidates[0], pipeline.candidates[0]]
 
 
 def test_what_is_excluded_is_not_walked():

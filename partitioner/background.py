@@ -137,11 +137,6 @@ class ForkedWorker:
                 self._ended = True
         return not self._ended
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send the signal ``number`` to the forked process, if it has not ended."""
-        if self.runs:
-            os.kill(self.pid, number)
-
     def end(self, until: float) -> None:
         """Wait until the forked process has ended. ``until``: time on the clock of ``time.perf_counter()``, in seconds,
         at which the process is killed."""
@@ -189,6 +184,7 @@ class BackgroundWorker(Generic[K, R]):
         self._marks = allocate_shared_array(len(keys), np.int8)
         # the earlier a key was asked for, the farther below zero
         self._wishes = allocate_shared_array(len(keys), np.int64)
+        self._is_paused = allocate_shared_array(1, np.int8)
         self._turns = count(-len(keys))
         # start and end of each result in the file
         self._spans = allocate_shared_array(2 * len(keys), np.int64).reshape(-1, 2)
@@ -202,6 +198,9 @@ class BackgroundWorker(Generic[K, R]):
             """
             end = 0
             while os.getppid() == parent and (place := self._find_next_free()) is not None:
+                if self._is_paused[0]:
+                    time.sleep(_HELPER_PAUSE_S)
+                    continue
                 self._marks[place] = _BEGUN
                 try:
                     found = pickle.dumps(work(keys[place]))
@@ -278,9 +277,8 @@ class BackgroundWorker(Generic[K, R]):
         return next((place for place in ordered if among is None or self._keys[place] in among), None)
 
     def pause(self, is_paused: bool) -> None:
-        """Suspend the forked process, or let it go on: ``is_paused``."""
-        if self._helper is not None:
-            self._helper.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
+        """Let the forked process begin no further tasks, or let it go on: ``is_paused``."""
+        self._is_paused[0] = is_paused
 
     def _stop_helper(self) -> None:
         """Kill the forked process that computes results ahead, if it runs."""

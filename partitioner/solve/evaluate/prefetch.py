@@ -41,7 +41,6 @@ class PrefetchQueue:
         self._priorities: dict[ProblemKey, None] = {}  # in order
         self._worker: BackgroundWorker[Hashable, Any] | None = None
         self._known: dict[LocalKey, Solutions] = {}  # solutions that were computed ahead
-        self._is_paused = False
         self._process_id = os.getpid()  # of the process that may direct the second one
 
     def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
@@ -71,7 +70,6 @@ class PrefetchQueue:
             return None
         if os.getpid() != self._process_id:
             return self._worker.take_if_done(name)
-        self.resume()
         return self._worker.take(name)
 
     def remember(self, key: LocalKey, solutions: Solutions) -> None:
@@ -80,16 +78,14 @@ class PrefetchQueue:
         self._known.setdefault(key, solutions)
 
     def pause(self) -> None:
-        """Suspend the second process, so that others have its processor, until :meth:`resume` is called or one of its
-        results is requested."""
-        if self._worker is not None and not self._is_paused:
-            self._is_paused = True
+        """Let the second process begin no further work, so that others have its processor, until :meth:`resume` is
+        called."""
+        if self._worker is not None:
             self._worker.pause(True)
 
     def resume(self) -> None:
-        """Let the second process go on if it is suspended."""
-        if self._worker is not None and self._is_paused:
-            self._is_paused = False
+        """Let the second process go on after :meth:`pause`."""
+        if self._worker is not None:
             self._worker.pause(False)
 
     def end(self) -> None:
@@ -97,7 +93,6 @@ class PrefetchQueue:
         announced. Others may be announced after that."""
         self._expected, self._readings, self._priorities = {}, [], {}
         if self._worker is not None:
-            self.resume()
             self._worker.end()
             self._worker = None
 
@@ -118,7 +113,6 @@ class PrefetchQueue:
                 self._worker.wish(problem)
         if self._worker is None:
             return None
-        self.resume()
         while self._worker.works_on(key[:5]):
             other = self._worker.claim(self._expected.keys())
             if other is None:

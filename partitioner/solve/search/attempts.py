@@ -138,6 +138,7 @@ class CandidateAttempts:
         microbatch size, schedule and ZeRO stage. Raises :class:`PartitionError` if there is no plan."""
         request = self._announced.get(candidate)
         if candidate in self.early.coming and (request is None or request.cutoff_s != self.best_s):
+            self.withdraw()
             self.announce(self.early.coming[self.early.coming.index(candidate) :])
             request = self._announced.get(candidate)
         if request is None or request.bounded:

@@ -94,6 +94,31 @@ def test_what_is_wished_for_comes_first() -> None:
     assert sorted(range(8), key=lambda key: done[key]) == [3, 0, 6, 1, 2, 4, 5, 7], "3 is left to the first process"
 
 
+def test_a_paused_process_begins_nothing() -> None:
+    done = allocate_shared_array(3, np.int64)
+
+    def work(key: int) -> int:
+        while key == 0 and not done[1]:
+            time.sleep(0.001)
+        done[key] += 1
+        return key
+
+    ahead = BackgroundWorker(range(3), work)
+    while not ahead.works_on(0):
+        time.sleep(0.001)
+    ahead.pause(True)
+    assert ahead.claim({1}) == 1
+    done[1] = 1
+    assert ahead.take(0) == 0, "what it had begun is done"
+    time.sleep(0.05)
+    assert not done[2] and not ahead.works_on(2)
+    ahead.pause(False)
+    while not done[2]:
+        time.sleep(0.001)
+    assert ahead.take(2) == 2
+    ahead.end()
+
+
 def test_what_was_not_said_before_is_for_the_caller() -> None:
     ahead = BackgroundWorker([1, 2], lambda key: key)
     assert ahead.take(3) is None

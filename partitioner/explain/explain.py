@@ -103,8 +103,10 @@ _MOST_PAIRS = 8  # pairs of stages that a text lists
 _TIGHT = 0.9  # fraction of the usable memory from which memory is said to limit the plan
 
 
-# Under ZeRO-1 a rank holds gradients summed over its microbatches, and its piece of their sum over all ranks.
-_GRADIENTS_OF_ZERO_1 = "gradients of parameters, and the rank's piece of their sum (ZeRO 1)"
+_OF_ZERO_1 = {  # a rank holds gradients summed over its microbatches, and its piece of their sum over all ranks
+    "gradients": "gradients of parameters, and the rank's piece of their sum (ZeRO 1)",
+    "gathered": "parameters and gradients that ranks are exchanging (ZeRO)",
+}
 _OF_ZERO_2_AND_3 = {  # a rank holds its pieces of gradient sums from the first backward of a step on
     "gathered": "the rank's pieces of gradient sums, and unsharded parameters and gradients of layers in use (ZeRO)",
     "gradients": "gradients of parameters that ZeRO does not shard",
@@ -119,7 +121,7 @@ def memory_words(plan: Plan) -> dict[str, str]:
     words = MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
     if plan.objective == "train" and plan.chosen.zero >= 2:
         return {**words, **_OF_ZERO_2_AND_3}
-    return {**words, "gradients": _GRADIENTS_OF_ZERO_1} if plan.chosen.zero == 1 else words
+    return {**words, **_OF_ZERO_1} if plan.chosen.zero == 1 else words
 
 
 def format_summary(plan: Plan) -> str:
@@ -288,7 +290,7 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
     yield format_text_line(f"Usable are {usable_memory_text(plan)}.")
     if device_memory(plan, rank).margin:
         yield format_text_line(
-            f"The margin covers fragmentation and errors of the estimate. {_describe_memory_error()}"
+            f"The margin is for fragmentation and small errors of the estimate. {_describe_memory_error()}"
         )
     if plan.offload:
         held = " and ".join(", ".join(host_kinds(plan)).rsplit(", ", 1))
@@ -312,9 +314,9 @@ def _describe_memory_error() -> str:
     margin."""
     (known, num_known), (unseen, num_unseen) = MEMORY_ERRORS["known"], MEMORY_ERRORS["unseen"]
     return (
-        f"Estimated peaks were off by {format_percent(known)} on average in {num_known:,} published runs of other "
-        f"frameworks, and by {format_percent(unseen)} in {num_unseen:,} others, by which none of the model's constants "
-        "was set."
+        f"Larger errors occur: estimated peaks were off by {format_percent(known)} on average in {num_known:,} "
+        f"published runs of other frameworks that the model was fitted to, and by {format_percent(unseen)} in "
+        f"{num_unseen:,} that it was not fitted to."
     )
 
 
@@ -444,11 +446,21 @@ def _explain_breakdown(plan: Plan) -> list[RenderableType]:
     return [format_text_line(words), chart, *map(format_text_line, lines)]
 
 
+def _describe_work(plan: Plan) -> str:
+    """Return a line on the devices of ``plan``, and on the samples of a step if their number is known."""
+    devices = f"{format_plural(plan.world_size, 'rank')} on {plan.topology.name}"
+    if not plan.global_batch:
+        return devices
+    length = f" of {plan.tokens_per_step // plan.global_batch:,} tokens" if plan.tokens_per_step else ""
+    return f"{devices}; a step has {format_plural(plan.global_batch, 'sample')}{length}"
+
+
 def _explain_partition(plan: Plan, whole: Outline | None) -> Iterator[RenderableType]:
     """Yield lines on how ``plan`` divides the work: mesh axes, links, microbatches, schedule, data types, sharding of
     parameters, gradients and optimizer states, and the layers of each stage, with those that are recomputed. ``whole``:
     the overview of the plan's program (what each rank executes); ``None`` without a program.
     """
+    yield format_text_line(_describe_work(plan))
     for axis, size in plan.mesh.items():
         if size > 1:
             yield format_text_line(
@@ -594,7 +606,9 @@ def _explain_uncounted_layouts(plan: Plan) -> Iterator[RenderableType]:
         if not baseline.name.startswith(WITHOUT) and _get_layout(baseline.candidate) not in rows
     ]
     if names:
-        yield format_text_line(f"Tried in addition, so neither counted nor in the table: {', '.join(names)}.")
+        yield format_text_line(
+            f"Planned only for this comparison, not counted and not in the table: {', '.join(names)}."
+        )
 
 
 def _get_layout(candidate: Candidate) -> tuple[str, int, str]:

@@ -24,6 +24,7 @@ from partitioner.plans.figures import candidate_text
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.units import format_percent, seconds_text
 
+_FREED = 0.02  # fraction of a rank's memory: optimizer states that take less are not worth moving to host memory
 _NOTED = 0.01  # fraction of a step: smaller gains are not mentioned
 _LESS_PRECISE = {"fp32": "bf16", "tf32": "bf16", "bf16": "fp8", "fp16": "fp8"}  # precision -> the next faster one
 
@@ -85,14 +86,15 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
     if not total:
         return
     shares = {kind: seconds / total for kind, seconds in plan.estimate.breakdown.items()}
-    axes = [axis for axis in ("tp", "cp") if plan.mesh.get(axis, 1) > 1]
+    given = plan.constraints.given
+    axes = [axis for axis in ("tp", "cp") if plan.mesh.get(axis, 1) > 1 and axis not in given]
     spread = plan.mesh.get("ep", 1) > 1
     layers = f"fewer ranks of {' or '.join(axes)} or " if axes else "" if spread else "a lower ZeRO stage or "
     parts = {
         "tp_communication": f"Less communication inside layers, by {layers}faster links",
-        "reduction": "Less exposed gradient reduction, by a larger global batch or faster links",
+        "reduction": "Less exposed gradient reduction per sample, by a larger global batch or faster links",
         "recompute": _describe_less_recomputation(plan),
-        "bubble": "Fewer waits for other pipeline stages, by a larger global batch",
+        "bubble": "Fewer waits for other pipeline stages per sample, by a larger global batch",
         "offload": "Fewer transfers to host memory, by more devices",
         "optimizer": "A shorter optimizer update, by states that are sharded over more ranks",
     }
@@ -107,13 +109,15 @@ def _list_upper_limits(plan: Plan) -> Iterator[Improvement]:
 
 def _describe_less_recomputation(plan: Plan) -> str:
     """Return what would make ``plan`` recompute less: without the user's constraint, or with more memory. Host memory
-    is not named if a search with optimizer states there found no faster plan."""
+    is not named if a search with optimizer states there found no faster plan, or if these states are small."""
     asked = plan.constraints.given.get("recompute")
     if asked is not None:
         return f"No recomputation, without recompute={asked} and with enough memory"
     tried = [b for b in plan.certificate.baselines if b.offload and not plan.offload]
     fruitless = any(b.candidate is None for b in tried)
-    hosts = "" if fruitless else " or optimizer states in host memory"
+    held = [stage.memory.get("optimizer", 0) / max(1, sum(stage.memory.values())) for stage in plan.estimate.stages]
+    frees = not fruitless and max(held, default=0.0) >= _FREED
+    hosts = " or optimizer states in host memory" if frees else ""
     return f"No recomputation, by more memory for each rank (more devices{hosts})"
 
 

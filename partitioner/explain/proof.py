@@ -121,8 +121,8 @@ def explain_proof(plan: Plan) -> Iterator[str]:
     elif c.gap <= _PROVEN:
         yield f"It is {_describe_proven(plan)}: none takes less under the cost model."
     else:
-        least = f"a plan{constraints_clause(plan)} {covered}takes {seconds_text(c.bound)} or more"
-        yield f"It is not proven optimal: {least}, which is {format_percent(c.gap)} less than this plan takes."
+        least = f"the lower bound for plans{constraints_clause(plan)} {covered}is {seconds_text(c.bound)}"
+        yield f"It is not proven optimal: {least}, {format_percent(c.gap)} less than this plan takes."
     if c.beyond.keys() & _UNCOVERED_KINDS.keys():
         yield from _explain_uncovered_layouts(c)
 
@@ -142,12 +142,12 @@ def _explain_uncovered_layouts(certificate: Certificate) -> Iterator[str]:
     found = [row for row in certificate.candidates if row.step_time is not None and not is_covered(row, certificate)]
     if not found:
         kinds = " or ".join(words for kind, words in _UNCOVERED_KINDS.items() if kind in certificate.beyond)
-        yield f"Not proven: that no layout with {kinds} is faster. None was tried."
+        yield f"Layouts with {kinds} may be faster. None was tried."
         return
     meshes = len({tuple(sorted(row.mesh.items())) for row in found})
     other = "other " if any(row.status == "chosen" for row in found) else ""
     yield (
-        f"Not proven: that no {other}layout with {_describe_kinds(certificate, found)} is faster. "
+        f"{'Other layouts' if other else 'Layouts'} with {_describe_kinds(certificate, found)} may be faster. "
         f"{format_plural(len(found), 'such layout')} on "
         f"{format_plural(meshes, 'mesh', 'meshes')} {'was' if len(found) == 1 else 'were'} tried."
     )

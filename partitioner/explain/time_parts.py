@@ -29,6 +29,7 @@ _GROUPS = {  # what limits a step, in words -> the kinds of time that belong to 
 }
 _RESIDUE = 1e-9  # fraction of a step: less is a rounding error of sums
 _SAME = 1e-3  # fraction of a step: less is no difference
+_NOTED_REST = 0.05  # fraction of a difference of two steps: a smaller rest of it is left out
 
 
 def time_shares(plan: Plan) -> list[tuple[str, float]]:
@@ -76,12 +77,16 @@ def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int =
 def format_time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 3) -> str:
     """Return the largest changes between two steps in one clause, for example ``recomputation +145 ms, pipeline bubble
     −48 ms, the rest +4 ms``; empty if nothing changed. ``old``, ``new``: the seconds of the two steps by kind of time.
-    ``most``: largest number of kinds that are listed by name; the others are added up as the rest.
+    ``most``: number of kinds that are listed by name; more are listed if the rest would be larger than one of these.
+    The others are added up as the rest.
     """
-    changes = list_time_changes(old, new)[:most]
-    told = [f"{KINDS.get(kind, kind)} {_format_change(seconds)}" for kind, seconds in changes]
-    rest_s = sum(new.values()) - sum(old.values()) - sum(seconds for _, seconds in changes)
-    if told and abs(rest_s) > _SAME * sum(old.values()):
+    changes, total_s = list_time_changes(old, new), sum(new.values()) - sum(old.values())
+    rests = [total_s - sum(seconds for _, seconds in changes[:count]) for count in range(len(changes) + 1)]
+    while most < len(changes) and abs(rests[most]) >= abs(changes[most - 1][1]):
+        most += 1  # the rest must not be larger than what is listed
+    told = [f"{KINDS.get(kind, kind)} {_format_change(seconds)}" for kind, seconds in changes[:most]]
+    rest_s = rests[min(most, len(changes))]
+    if told and abs(rest_s) > min(_SAME * sum(old.values()), _NOTED_REST * abs(total_s)):
         told.append(f"the rest {_format_change(rest_s)}")
     return ", ".join(told)
 

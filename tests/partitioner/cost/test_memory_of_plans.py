@@ -203,7 +203,7 @@ def test_a_margin_of_each_device_stays_free() -> None:
     assert raised.value.changes[0].text == "memory_margin=0 instead of 0.05"
     wider = job.plan(cluster(peak / 2**20, 1), Constraints(**pins))
     assert max(wider.estimate.memory) <= 0.95 * wider.topology.devices[0].usable
-    assert "(memory_margin 5%). The margin covers fragmentation and errors of the estimate." in " ".join(
+    assert "(memory_margin 5%). The margin is for fragmentation and small errors of the estimate." in " ".join(
         wider.explain().split()
     )
 

@@ -78,6 +78,10 @@ def test_offload_is_not_advised_where_a_search_with_it_found_nothing(plan: Plan)
     def advice(*baselines: Baseline) -> str:
         return next(text for text in list_improvements(with_baselines(plan, *baselines)) if "recomputation" in text)
 
+    assert "(more devices)" in advice(), "optimizer states are a small part of memory"
+    of_stage = {"first": "a", "last": "b", "num_calls": 2, "recomputed": 2, "forward_s": 0.1, "backward_s": 0.2}
+    stage = StageEstimate.model_validate({**of_stage, "memory": {"optimizer": 3, "saved": 97}})
+    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"stages": (stage,)})})
     assert "(more devices or optimizer states in host memory)" in advice()
     nothing = Baseline(name="Offload of the optimizer", excluded="no plan found", offload=("optimizer",))
     assert "(more devices)" in advice(nothing)

@@ -295,8 +295,8 @@ def _end_helper(helper: ForkedWorker | None, file: IO[bytes]) -> None:
 
 
 class SharedTasks(Generic[K, R, S]):
-    """The results of ``work(key)`` for each of ``keys``. This process and a forked one compute them together; each
-    result is computed as it would be at the time when this object is created.
+    """The results of ``work(key)`` for each of ``keys``, which this process and a forked one compute together. The
+    forked process does not see what this process changes later, so ``work`` must not depend on it.
 
     ``pack``: function that turns a result into an object that can be pickled, in the forked process; ``unpack``: the
     inverse, in this process. ``worth_it``: whether the work takes long enough for a forked process. ``most_s``: the

@@ -315,8 +315,8 @@ def _describe_memory_error() -> str:
     (known, num_known), (unseen, num_unseen) = MEMORY_ERRORS["known"], MEMORY_ERRORS["unseen"]
     return (
         f"Larger errors occur: estimated peaks were off by {format_percent(known)} on average in {num_known:,} "
-        f"published runs of other frameworks that the model was fitted to, and by {format_percent(unseen)} in "
-        f"{num_unseen:,} that it was not fitted to."
+        f"published runs of other frameworks, and by {format_percent(unseen)} in {num_unseen:,} others, which were not "
+        "used to set constants of the model."
     )
 
 

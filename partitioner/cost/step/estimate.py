@@ -352,9 +352,8 @@ def estimate_step(
     stage = split.stages[slowest]
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
-    reduced = reduced_s
     if not is_priced_by_rank_ends(problem, machine):
-        reduced += sum(_sum_tied_seconds(problem, names, states, machine).values())
+        reduced_s += sum(_sum_tied_seconds(problem, names, states, machine).values())
     updates = [
         max(update_time(held[s], device) for device in machine.devices_of(s))
         + update_seconds(held[s], machine.host(s) or BOUNDLESS)
@@ -368,7 +367,7 @@ def estimate_step(
     )
     shared = _compute_contended_seconds(problem, split, updates, machine, schedule, chunks)
     contention = max(0.0, shared - split.pipeline_s - updated)
-    step = split.pipeline_s + contention + reduced + updated + exchanged
+    step = split.pipeline_s + contention + reduced_s + updated + exchanged
     communicated = m * _sum_collective_seconds(problem, stage)
     # time in which the stage waits for others; sends may overlap with computation
     waited = split.pipeline_s - m * (stage.time_s - stage.transfer_s)
@@ -381,7 +380,7 @@ def estimate_step(
         "pp_communication": sent,
         "bubble": max(0.0, waited - sent),
         "contention": contention,
-        "reduction": reduced,
+        "reduction": reduced_s,
         "optimizer": updated,
         "offload": exchanged,
     }

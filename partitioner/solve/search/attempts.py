@@ -63,7 +63,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class _Attempt:
     """The result of an attempt to plan a candidate. ``solved``: its plan, or ``None``. ``error``: the reason why it has
     no plan, or ``None``. If both are ``None``, ``least_s`` is not below the cutoff, and the candidate was not planned.
     ``least_s``: a lower bound in seconds on the step time of its plans. ``host_lacks``: whether the memory of a host
@@ -76,7 +76,7 @@ class Attempt:
     host_lacks: bool
 
 
-PackedAttempt = tuple[Attempt, PackedCandidate | None]  # the plan is apart
+_PackedAttempt = tuple[_Attempt, PackedCandidate | None]  # the plan is apart
 
 
 @dataclass
@@ -99,7 +99,7 @@ class CandidateAttempts:
     best_s: float
     devices: dict[MeshCandidate, tuple[int, ...]] = field(default_factory=dict)
     _announced: dict[MeshCandidate, _Request] = field(default_factory=dict)
-    _tasks: SharedTasks[_Request, Attempt, PackedAttempt] | None = None
+    _tasks: SharedTasks[_Request, _Attempt, _PackedAttempt] | None = None
     _mean_s: float = 0.0  # processor seconds of an evaluation, the last ones weighted most
 
     def announce(self, candidates: Sequence[MeshCandidate], *, outside: bool = False) -> None:
@@ -200,7 +200,7 @@ class CandidateAttempts:
         ``None`` if the bound is not below the cutoff. Raises :class:`PartitionError` if there is no plan."""
         candidate = request.candidate
 
-        def solve(_: MeshCandidate) -> Attempt:
+        def solve(_: MeshCandidate) -> _Attempt:
             is_announced = self._tasks is not None and self._announced.get(candidate) is request
             attempt = self._tasks.result(request) if self._tasks and is_announced else self._attempt(request)
             self.evaluator.host_lacks |= attempt.host_lacks
@@ -221,14 +221,14 @@ class CandidateAttempts:
         partly, unsure = not self._is_complete(candidate), not self.evaluator.tries_all(candidate)
         return replace(found, partly=partly, unsure=unsure), attempt.least_s
 
-    def _attempt(self, request: _Request) -> Attempt:
+    def _attempt(self, request: _Request) -> _Attempt:
         """Return the outcome of ``request``, computed in this process. It depends on nothing that the evaluation of
         another candidate changes."""
         candidate, least_s, start = request.candidate, 0.0, time.process_time()
+        within_s = request.cutoff_s * (1 - _ROUNDING)
         solved, lacks = None, None
         try:
             if request.bounded:
-                within_s = request.cutoff_s * (1 - _ROUNDING)
                 least_s = float(self.bounds.times([candidate])[0])
                 least_s = max([least_s, *(bound([candidate], within_s) for bound in self.bounds.family_bounds)])
             if not request.bounded or least_s < within_s:
@@ -238,12 +238,12 @@ class CandidateAttempts:
         except PartitionError as error:
             lacks = error.with_traceback(None)
         self._mean_s = (self._mean_s + time.process_time() - start) / 2
-        return Attempt(solved, lacks, least_s, self.evaluator.host_lacks)
+        return _Attempt(solved, lacks, least_s, self.evaluator.host_lacks)
 
-    def _pack(self, attempt: Attempt) -> PackedAttempt:
+    def _pack(self, attempt: _Attempt) -> _PackedAttempt:
         packed = None if attempt.solved is None else self.evaluator.pack(attempt.solved)
         return replace(attempt, solved=None), packed
 
-    def _unpack(self, packed: PackedAttempt) -> Attempt:
+    def _unpack(self, packed: _PackedAttempt) -> _Attempt:
         attempt, solved = packed
         return attempt if solved is None else replace(attempt, solved=self.evaluator.unpack(solved))

@@ -301,19 +301,21 @@ class BestSchedule:
         return best
 
 
-def without_limit(
+def keep_faster_plan(
     certificate: Certificate, found: SolvedCandidate, again: SolvedCandidate
 ) -> tuple[SolvedCandidate, Certificate]:
     """Return the faster of two plans of one candidate, and its certificate, the record of how near a plan is to the
-    optimum. ``found``: a plan that was solved with a cutoff, above which plans are not searched, with its
-    ``certificate``. ``again``: the plan of the same candidate that was solved without a cutoff. If ``again`` is faster,
-    the returned certificate is a copy with the step time, lower bound, gap and chosen row of ``again``."""
+    optimum. ``found``: a plan with its ``certificate``. ``again``: another plan of the same candidate, such as one that
+    was solved without a cutoff or with another sharding. If ``again`` is faster, the returned certificate is a copy
+    with the step time, lower bound, gap and chosen row of ``again``."""
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
     told = solved_to_evaluated(again)
     row = build_candidate_report(again.candidate, told).model_copy(update={"status": "chosen"})
     rows = [
-        row.model_copy(update={"bound": min(old.bound, told.step_time)}) if old.status == "chosen" else old
+        row.model_copy(update={"bound": min(old.bound, told.step_time), "beside": old.beside})
+        if old.status == "chosen"
+        else old
         for old in certificate.candidates
     ]
     bound, gap = bound_and_gap(told.step_time, [certificate.bound])
@@ -367,6 +369,6 @@ def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
 __all__ = [
     "PATIENCE",
     "BestSchedule",
+    "keep_faster_plan",
     "list_promising_candidates",
-    "without_limit",
 ]

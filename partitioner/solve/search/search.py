@@ -34,7 +34,7 @@ from partitioner.solve.search.outcomes import (
     bound_and_gap,
     list_solved_candidates,
 )
-from partitioner.solve.search.outside_search import PATIENCE, BestSchedule, list_promising_candidates, without_limit
+from partitioner.solve.search.outside_search import PATIENCE, BestSchedule, keep_faster_plan, list_promising_candidates
 from partitioner.solve.search.smaller_clusters import (
     UNFINISHED_OFFLOAD,
     UNTRIED_OFFLOAD,
@@ -265,10 +265,12 @@ def _search_candidates(
         promising = list_promising_candidates(space, schedules, known, result.rows, cascade)
         found, certificate = schedules.follow(promising, deadline)
     if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
-        found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))
+        found, certificate = keep_faster_plan(
+            certificate, found, evaluator.without_share_history.solve(found.candidate)
+        )
     if certificate.cut_off is None:
         for again in _solve_other_shardings(evaluator, found):
-            found, certificate = without_limit(certificate, found, again)
+            found, certificate = keep_faster_plan(certificate, found, again)
 
     as_long_s = max(_LEAST_S, time.monotonic() - start)
     comparison = _Comparison(
@@ -306,9 +308,9 @@ class _Comparison:
     ``job``: the model, batch, cluster and constraints. ``found``: its best plan. ``evaluator``: planned its candidates.
     ``beside``: evaluator of the job without pinned constraints. ``bounds``: computes quick lower bounds on the
     ``candidates`` of the search. ``standards``: the well-known layouts. ``rows``: the report's rows of all candidates.
-    ``request``: the search for the plan. ``as_long_s``: most seconds for each kind of
-    alternatives. ``is_outside``: whether ``found`` is a candidate that the bounds do not cover. ``hosts``: whether
-    offload was added because nothing fitted without it.
+    ``request``: the search for the plan. ``as_long_s``: most seconds for each kind of alternatives. ``is_outside``:
+    whether ``found`` is a candidate that the bounds do not cover. ``hosts``: whether offload was added because nothing
+    fitted without it.
     """
 
     job: Job

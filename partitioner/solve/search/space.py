@@ -577,7 +577,8 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     if space.train and pinned.sequence_parallel is None and pinned.recompute != "none" and pinned.tp != 1 and may_shard:
         found["sequence_parallel"] = (
             "Each layer has the sharding over tp that takes the least time if nothing is recomputed. Where activations "
-            "are recomputed, another one may be faster; sequence_parallel was only tried for the layout of the plan."
+            "are recomputed, another one may be faster. If the plan recomputes, sequence_parallel=True and False were "
+            "tried for its layout; for other layouts they were not."
         )
     if several and has_replicas and space.train and pinned.zero != 0 and pinned.dp_shard is None:
         found["dp_shard"] = _describe_tried_parts(space)

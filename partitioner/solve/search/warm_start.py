@@ -37,13 +37,11 @@ class WarmStart:
     and reports the outcome with :meth:`tell` before it requests the next. A candidate is a combination of mesh sizes,
     microbatch size, schedule and ZeRO stage.
 
-    ``coming``: the next candidates, in this order, as long as none of them is better than the one from which the search
-    looks at neighbours; empty where the next candidates are not known yet.
-
     ``space``: the search space. ``candidates``: the candidates that may be evaluated. ``bounds``: computes quick lower
     bounds. ``standards``: the standard layouts that the report shows, such as ZeRO-3. ``deadline``: time
     (:func:`time.monotonic`) after which no more neighbours are tried. ``cutoff_s``: plans that take at least this many
-    seconds per step are of no interest.
+    seconds per step are of no interest. ``coming``: the candidates that will be yielded next, in this order, until one
+    of them is better than the plan whose neighbours they are; empty where they are not known yet.
     """
 
     space: SearchSpace
@@ -68,10 +66,8 @@ class WarmStart:
         search itself is slow to find good plans for them.
         """
         # those without a pipeline are quick to plan, and their plans prune the others
-        standards = sorted(self.standards, key=lambda each: any(c.pp > 1 for c in each.candidates[:1]))
-        for standard in standards:
-            is_pipeline = any(candidate.pp > 1 for candidate in standard.candidates[:1])
-            if is_pipeline and not self.space.experts and math.isinf(self._best_s):
+        for standard in sorted(self.standards, key=_begins_with_pipeline):
+            if _begins_with_pipeline(standard) and not self.space.experts and math.isinf(self._best_s):
                 yield from self._list_quick_candidates()
             yield from self._yield_until_one_fits(standard)
         if not self.space.experts:  # without experts the search itself finds good plans quickly
@@ -208,6 +204,11 @@ class WarmStart:
             yield replace(candidate, microbatch_size=size)
         for pp in _find_adjacent_numbers(list_divisors(candidate.pp * candidate.dp), candidate.pp):
             yield replace(candidate, pp=pp, dp=candidate.pp * candidate.dp // pp)
+
+
+def _begins_with_pipeline(standard: StandardLayout) -> bool:
+    """Return whether the first candidate of ``standard``, if it has any, has several pipeline stages."""
+    return any(candidate.pp > 1 for candidate in standard.candidates[:1])
 
 
 def _find_adjacent_numbers(numbers: Sequence[int], number: int) -> list[int]:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from captures import prepared
 from published_models import Shape
+from published_plans import FUSED, is_compiled
 from published_rows import Overfull, Row, Unstated, published_job, states_a_rate, with_seconds
 from rich.console import Console
 from rich.progress import Progress
@@ -245,8 +246,15 @@ def main() -> None:
     parser.add_argument(
         "--rates", action="store_true", help="instead, the rows that state FLOP/s and not what a step takes"
     )
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="only rows of compiled models, with the prices of compiled plans",
+    )
     options = parser.parse_args()
     rows: list[Row] = [json.loads(line) for line in options.rows.read_text().splitlines() if line.strip()]
+    if options.compiled:
+        rows = [{**row, FUSED: True} for row in rows if is_compiled(row)]
     if options.rates:
         rows = [with_seconds(r) for r in rows if states_a_rate(r)]
     rows = [r for r in rows if ("step_time_s" in r or r.get("oom")) and options.family in (None, *_only(options, r))]

@@ -231,7 +231,7 @@ def run_dtensor(job: Job, machine: Machine, plan: str, compiled: bool = False) -
 
 def run_ours(job: Job, machine: Machine, plan: str, execution: str) -> Step:
     """The plan of one rank under ``execution``."""
-    compile: bool | str = machine.backend if execution == "compiled" else False
+    compile = machine.backend if execution == "compiled" else None
     model = job.build(machine.device)
     engine = Engine(Plan.load(plan), model, execution=execution, compile=compile)  # type: ignore[arg-type]
     del model

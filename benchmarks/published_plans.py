@@ -9,6 +9,7 @@ from partitioner import Constraints, ExecutionProfile
 from partitioner.constraints import Recompute
 
 Row = dict[str, Any]
+FUSED = "fused_kernels"  # key of a row whose operators the cost model fuses
 
 SCHEDULES = {
     "interleaved-1f1b": "interleaved",
@@ -126,6 +127,7 @@ def profile_of(row: Row) -> ExecutionProfile:
         or "NeMo" in row.get("framework", ""),
         current_scaling=_current_scaling(row),
         fused_casts=True,  # Transformer Engine, XLA and Inductor all do
+        fused_kernels=prices_fused_kernels(row),
     )
 
 
@@ -221,6 +223,12 @@ def is_compiled(row: Row) -> bool:
         return True
     said = f"{flags_of(row)} {row.get('notes') or ''}"
     return "compile" in said and not re.search(r"\b(no|not|without) (torch\.)?compile", said)
+
+
+def prices_fused_kernels(row: Row) -> bool:
+    """Whether the model is PyTorch's operators, and the cost model fuses them (``--compiled``). Otherwise a model with
+    fused norms and rotations stands for compiled ones."""
+    return bool(row.get(FUSED))
 
 
 def _microbatch(row: Row) -> int | None:

@@ -9,7 +9,17 @@ from typing import Any
 
 from public_models import EXPERT_BIASES, HEAD_NORMS, completed, product_weights
 from published_models import Shape
-from published_plans import PADS, Row, constraints_of, expert_kernels_of, flags_of, is_compiled, is_of, profile_of
+from published_plans import (
+    PADS,
+    Row,
+    constraints_of,
+    expert_kernels_of,
+    flags_of,
+    is_compiled,
+    is_of,
+    prices_fused_kernels,
+    profile_of,
+)
 
 from partitioner import Constraints, ExecutionProfile, Topology
 from partitioner.topology import catalogue
@@ -160,7 +170,7 @@ def _shape(row: Row) -> Shape:
         rotary=bool(row.get("gated_ffn")),
         ahead=_predicts_ahead(row),
         head_norm=str(row.get("model")).lower().startswith(HEAD_NORMS),
-        plain=not is_of(row, _FUSES) and not is_compiled(row),
+        plain=not is_of(row, _FUSES) and (prices_fused_kernels(row) or not is_compiled(row)),
         # Megatron-Core's head is no module of Transformer Engine (Megatron-LM, deepseek-v3-gb200-optimization, section
         # 1), torchtitan leaves its own out (``filter_fqns=["output"]``)
         outer_16=_precision(row) == "fp8",

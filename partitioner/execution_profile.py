@@ -197,18 +197,18 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     def executed(
         self,
-        execution: str,
+        execution: str | None,
         device: str,
         overlap_tensor: bool | None = False,
         fp8_scaling: Literal["tensor", "row", "block"] = "tensor",
     ) -> ExecutionProfile:
         """Return this profile, adapted to how the runtime of this project is used: execution mode ``execution`` on
-        devices of torch's type ``device``, such as ``cuda``. A profile of another framework is returned unchanged,
+        devices of torch's type ``device``, ``cuda`` or ``cpu``. A profile of another framework is returned unchanged,
         because its own fields say what is compiled and recorded.
 
         ``execution``: ``eager``; ``compiled``: a compiler merges operators; ``graph``: on GPUs operators are merged,
         and steps are replayed as CUDA graphs, so that the host launches only the operators of experts one by one; on
-        CPUs as ``eager``.
+        CPUs as ``eager``. ``None``: ``compiled`` on GPUs, ``eager`` on CPUs, which is also what an engine does.
 
         ``overlap_tensor``: whether collectives over ``tp`` run in pieces next to products (``tensor_pieces``).
         ``None``: on GPUs, where this is estimated to be faster; never on CPUs, whose cores also communicate.
@@ -222,6 +222,7 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
             changes["fp8_products"] = "faster"
         if overlap_tensor or (overlap_tensor is None and device == "cuda"):
             changes["tensor_pieces"] = "all" if overlap_tensor else "faster"
+        execution = execution or ("compiled" if device == "cuda" else "eager")
         if execution == "compiled" or (execution == "graph" and device == "cuda"):
             changes |= {"fused_kernels": True} | ({"graphs": "part"} if execution == "graph" else {})
         return self.model_copy(update=changes) if changes else self

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from partitioner.execution_profile import OURS
 from partitioner.explain.proof import certificate_text, is_covered, list_main_uncovered_choices
 from partitioner.optimizers import OPTIMIZERS
 from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
@@ -200,9 +201,9 @@ _COUNTED = {  # words in a list of outcomes: for one candidate, for several
 }
 _NO_PLAN = "not possible"  # for another reason than lack of memory
 UNCOVERED_MARK = " *"  # after the outcome of a layout that the proof does not cover
-_EXECUTION = {  # value of the constraint -> how ranks execute instructions
+_EXECUTION = {  # execution mode -> how ranks execute instructions
     "eager": "",
-    "compiled": "compiled between collectives; estimates are those of operators one by one",
+    "compiled": "compiled between collectives",
     "graph": "one step is recorded, and replayed afterwards",
 }
 _ENDS = {"time limit": "its time limit", "interruption": "an interruption"}
@@ -341,7 +342,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("types", types_text(plan)),
         ("sharding", sharing_text(plan)),
         ("recompute", recomputed_text(plan)),
-        ("execution", _EXECUTION[plan.constraints.execution]),
+        ("execution", execution_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
         ("of which", time),
         ("throughput", throughput_text(plan)),
@@ -362,6 +363,14 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("search", cut_off(certificate)),
     ]
     return build_pair_grid([(name, value) for name, value in rows if value])
+
+
+def execution_text(plan: Plan) -> str:
+    """Return how ranks execute instructions, such as ``compiled between collectives``, empty for one operator after
+    another: as the constraints of ``plan`` say, or else as the estimates assume.
+    """
+    assumed = "compiled" if plan.profile.name == OURS.name and plan.profile.fused_kernels else "eager"
+    return _EXECUTION[plan.constraints.execution or assumed]
 
 
 def waiting_text(plan: Plan) -> str:

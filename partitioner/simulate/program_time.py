@@ -201,7 +201,9 @@ class PlanDurations:
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
         self.topology = rate_cluster(plan.topology, precision)
-        how = OURS.executed(plan.constraints.execution, torch_device(plan.topology), plan.constraints.overlap_tensor)
+        given = plan.constraints
+        device = torch_device(plan.topology)
+        how = OURS.executed(given.execution, device, given.overlap_tensor, given.fp8_scaling)
         self.machine = PlacedMesh(
             self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp, profile=how
         )

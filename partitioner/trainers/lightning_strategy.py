@@ -135,7 +135,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             ``L.Trainer(precision=...)``, for which ``32-true``, ``64-true`` and ``bf16-mixed`` (bfloat16 parameters
             with float32 copies) are accepted.
         compile: whether to compile the operators between collectives with Inductor, or the name of another backend of
-            ``torch.compile``.
+            ``torch.compile``; ``None``: as the plan says, by default on GPUs.
         options: arguments of ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``,
             ``cluster_environment``.
 
@@ -153,7 +153,7 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
         constraints: Constraints | None = None,
         shapes: Shapes | None = None,
         precision: str | None = None,
-        compile: bool | str = False,
+        compile: bool | str | None = None,
         **options: Any,
     ) -> None:
         allowed = {"process_group_backend", "timeout", "start_method", "cluster_environment"}

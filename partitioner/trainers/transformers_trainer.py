@@ -114,7 +114,7 @@ class PartitionedTrainer(Trainer):
         """
         if self._engine is None:
             with keep_generators():
-                compiled = self.args.torch_compile and (self.args.torch_compile_backend or True)
+                compiled = (self.args.torch_compile_backend or True) if self.args.torch_compile else None
                 device = self.args.device if self.args.device.type == "cuda" else "cpu"
                 self._engine = Engine(self.plan, self.model, device, seed=self.args.seed, compile=compiled)
             self._runner = EngineModule(self._engine)

@@ -86,10 +86,12 @@ class Engine:
             disk of this node, one for all ranks or one for each; by default the environment variable
             ``PARTITION_OFFLOAD_FOLDER``.
         compile: compile the operators between collectives: with Inductor (``True``; operator by operator where it
-            cannot work), or by ``torch.compile`` with another of torch's backends by its name.
+            cannot work), or by ``torch.compile`` with another of torch's backends by its name; ``False``: compile
+            nothing; ``None``: as ``execution`` says.
         execution: how instructions are executed: ``eager``, operator by operator; ``compiled``, like ``compile=True``;
             ``graph``: one step is recorded and replayed afterwards, on a GPU as CUDA graphs of compiled parts;
-            ``None``: ``compiled`` with ``compile``, otherwise as the plan's constraints say.
+            ``None``: as ``compile`` says, otherwise as the plan's constraints say, and if they say nothing,
+            ``compiled`` on a GPU and ``eager`` on a CPU.
             :attr:`execution_report` says what could not be recorded, and why.
 
     Attributes:
@@ -126,7 +128,7 @@ class Engine:
         seed: int = 0,
         keep_outputs: bool = False,
         loss_scale: Scale = "auto",
-        compile: bool | str = False,
+        compile: bool | str | None = None,
         execution: Execution | None = None,
         offload_folder: str | Path | None = None,
         communicator: Communicator | None = None,

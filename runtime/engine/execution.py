@@ -38,22 +38,26 @@ class ExecutionSetup:
 
 
 def choose_execution(
-    execution: Execution | None, compile: bool | str, device: torch.device, planned: str | None = None
+    execution: Execution | None, compile: bool | str | None, device: torch.device, planned: str | None = None
 ) -> ExecutionSetup:
     """Return how an engine on ``device`` executes instructions.
 
-    ``execution``: the mode that the user asks for: ``"eager"``, ``"compiled"`` or ``"graph"``; ``None``: compiled if
-    ``compile`` is set, otherwise the mode ``planned``, and eager if that is ``None``, too. ``compile``: the user's
-    option: whether to compile, or the name of a backend of ``torch.compile``. ``planned``: the mode that the plan says.
-    Raise :class:`LaunchError` for an unknown mode, or if ``execution`` and ``compile`` contradict each other.
+    ``execution``: the mode that the user asks for: ``"eager"``, ``"compiled"`` or ``"graph"``; ``None``: as ``compile``
+    says. ``compile``: the user's option: whether to compile, or the name of a backend of ``torch.compile``; ``None``:
+    the mode ``planned``, or if that is ``None``, too, compiled on a GPU and eager on a CPU. ``planned``: the mode that
+    the plan says. Raise :class:`LaunchError` for an unknown mode, or if ``execution`` and ``compile`` contradict each
+    other.
     """
-    asked = execution or ("compiled" if compile else planned or "eager")
+    asked: str | None = execution
+    if asked is None and compile is not None:
+        asked = "compiled" if compile else "eager"
+    asked = asked or planned or ("compiled" if device.type == "cuda" else "eager")
     if asked not in get_args(Execution):
         raise LaunchError(f"execution must be one of {', '.join(get_args(Execution))}; got {asked!r}")
     execution = cast(Execution, asked)
-    if execution == "eager" and compile:
+    if compile is not None and execution == ("eager" if compile else "compiled"):
         raise LaunchError(
-            f"execution is 'eager' and compile is {compile!r}; leave one of them out, or pass execution='compiled'"
+            f"execution is {execution!r} and compile is {compile!r}, which contradict each other; leave one of them out"
         )
     if execution != "graph":
         return ExecutionSetup(execution, compile or execution == "compiled", None)
@@ -69,4 +73,4 @@ def choose_execution(
                 "GPUs alone; leave compile out"
             )
         return ExecutionSetup(execution, False, Tape(capture_for(device)))
-    return ExecutionSetup(execution, compile or True, Tape(capture_for(device)))
+    return ExecutionSetup(execution, True if compile is None else compile, Tape(capture_for(device)))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_ONE_STAGE, Constraints
 from partitioner.errors import ConstraintError, PlanError
+from partitioner.execution_profile import OURS
 from partitioner.schedules.csv_table import ScheduleTable, table_of
 from partitioner.schedules.registry import SCHEDULES, SEARCHED, chunks_of, schedule_name
 from partitioner.topology.hosts import can_offload
@@ -156,6 +157,7 @@ class SearchSpace:
     - ``dims``: all dim sizes of the parameters. ``tp`` must divide one of them.
     - ``experts``: ``ep`` must divide this number; 0 for a model without experts. ``any_etp``: whether a single expert
       may be sharded over other numbers of ranks than 1 and ``tp``.
+    - ``compiled``: whether steps are compiled because this is the default, and could also be replayed.
     - ``even``: whether all ranks of ``dp`` must have equally many microbatches.
     - ``further_samples``, ``further_positions``: numbers of samples in a batch, and of positions in a sample, of the
       further programs of the plan, such as an evaluation. ``dp`` must divide all of these numbers of samples, and 2
@@ -179,6 +181,7 @@ class SearchSpace:
     further_samples: tuple[int, ...] = ()
     further_positions: tuple[int, ...] = ()
     tokens: int = 0
+    compiled: bool = False
 
     @property
     def world_size(self) -> int:
@@ -272,6 +275,7 @@ def build_search_space(job: Job) -> SearchSpace:
         repeated=sum(times for times in often.values() if times > 1),
         even=bool(model.updates or job.further_samples),
         any_etp=job.profile.expert_tensor == "any",
+        compiled=job.constraints.execution is None and job.profile.name == OURS.name and job.profile.fused_kernels,
         further_samples=job.further_samples,
         further_positions=job.further_positions,
         tokens=length or max(ids, default=0),
@@ -559,6 +563,8 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     has_replicas = any(dp > 1 for _, dp, *_ in list_mesh_shapes(space)) or space.experts > 0
     if pinned.offload is None and can_offload(topology):
         found["offload"] = "Offload to host memory was not tried, because plans without it fit."
+    if space.compiled:
+        found["execution"] = 'Replayed steps (execution="graph") were not tried; they spare the host\'s launch times.'
     if space.world_size == 1:
         return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:

@@ -73,7 +73,15 @@ def test_experts_are_found_where_their_weights_count_before_the_last_product(top
 def planned(topology: Topology | None = None, facts: dict[str, Any] | None = None, **pins: Any) -> Plan:
     with torch.device("meta"):
         model, x = Experts(width=4096).bfloat16(), torch.zeros(16, 8192, 4096, dtype=torch.bfloat16)
-    pins = {"pp": 1, "microbatch_size": 1, "zero": 0, "recompute": "none", "placement": "in_order", **pins}
+    pins = {
+        "pp": 1,
+        "microbatch_size": 1,
+        "zero": 0,
+        "recompute": "none",
+        "placement": "in_order",
+        "execution": "eager",
+        **pins,
+    }
     return partition(
         model, topology or Topology.preset("dgx-h100", nodes=2), (x,), constraints=Constraints(**pins),
         profile=ExecutionProfile(**facts or {}), estimate_only=True,

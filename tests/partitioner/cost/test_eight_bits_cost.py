@@ -71,7 +71,7 @@ def planned(
 ) -> Plan:
     with torch.device("meta"):
         model, x = Layers(bias, width=width), torch.empty(128, 2048, 8192)
-    pins = {"dp": 8, "microbatch_size": 8, "zero": 0} | pins
+    pins = {"dp": 8, "microbatch_size": 8, "zero": 0, "execution": "eager"} | pins
     asked = {"precision": precision, "constraints": Constraints(**pins), "profile": profile}
     return partition(model, topology, {"x": x}, **asked)
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from partitioner import ConstraintError, Constraints, Engine, Plan, Topology, partition, prepare
+from partitioner.runtime.engine.execution import ExecutionSetup, choose_execution
+from partitioner.runtime.errors import LaunchError
 from tests.helpers.models import CASES
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("without_baselines")
 AXES = dict(dp=1, tp=1, pp=1)
 
 
-def planned(execution: str, topology: Topology) -> Plan:
+def planned(execution: str | None, topology: Topology) -> Plan:
     case = CASES["llama"]
     fixed = Constraints(**AXES, execution=execution)
     return partition(case.build(), topology, case.inputs(4), constraints=fixed)
@@ -37,6 +39,32 @@ def test_recorded_steps_are_priced_without_the_time_of_the_host(gpu: Topology):
         assert plan.estimate.memory == eager.estimate.memory
         assert plan.program == eager.program
         assert not plan.profile.differences, "this project executes it"
+
+
+def test_steps_are_compiled_on_gpus_if_nothing_else_is_said(gpu: Topology):
+    """The estimate, the summary, the certificate and the engine say so. On CPUs, operators run one by one."""
+    free, compiled, local = planned(None, gpu), planned("compiled", gpu), Topology.local(1)
+    assert free.constraints.execution is None
+    assert free.estimate == compiled.estimate
+    assert "execution      compiled between collectives" in str(free.summary())
+    assert 'execution="graph"' in free.certificate.beyond["execution"]
+    assert "execution" not in compiled.certificate.beyond
+    on_cpu = planned(None, local)
+    assert on_cpu.estimate == planned("eager", local).estimate
+    assert "\n  execution " not in str(on_cpu.summary())
+    assert "execution" not in on_cpu.certificate.beyond
+    assert choose_execution(None, None, torch.device("cuda")) == ExecutionSetup("compiled", True, None)
+    assert choose_execution(None, None, torch.device("cpu")) == ExecutionSetup("eager", False, None)
+
+
+def test_an_option_of_the_engine_overrides_the_plan():
+    gpu = torch.device("cuda")
+    assert choose_execution(None, False, gpu, "compiled") == ExecutionSetup("eager", False, None)
+    assert choose_execution(None, "aot_eager", gpu, "eager") == ExecutionSetup("compiled", "aot_eager", None)
+    assert choose_execution(None, None, gpu, "eager") == ExecutionSetup("eager", False, None)
+    for execution, compile in (("compiled", False), ("eager", True)):
+        with pytest.raises(LaunchError, match=f"execution is '{execution}' and compile is {compile}"):
+            choose_execution(execution, compile, gpu)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("execution", ["compiled", "graph"])

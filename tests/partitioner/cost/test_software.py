@@ -154,7 +154,7 @@ def test_stages_on_two_nodes_wait_less_for_parts():
     """Nothing else of the plan changes; what is sharded between stages needs no parts."""
 
     def plan(sends: str, sharded: bool):
-        mesh = dict(pp=2, dp=1, tp=4, microbatch_size=1, schedule="1f1b", zero=0, recompute="none")
+        mesh = dict(pp=2, dp=1, tp=4, microbatch_size=1, schedule="1f1b", zero=0, recompute="none", execution="eager")
         pins, profile = Constraints(**mesh, sequence_parallel=sharded), ExecutionProfile(sends=sends)
         ask = dict(loss=torch.sum, constraints=pins, profile=profile, estimate_only=True)
         return partition(Scores(), cluster(2**20, nodes=2), (torch.zeros(4, 512, 16),), **ask)

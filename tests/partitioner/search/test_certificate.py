@@ -101,6 +101,7 @@ def jobs(draw: st.DrawFn, small: bool = False) -> dict[str, Any]:
         "precision": draw(st.sampled_from(["bf16", "bf16", "fp32", *short])),
         "cap": draw(st.sampled_from([None, None, 50.0])),
         "tied": draw(st.booleans()),
+        "execution": draw(st.sampled_from([None, None, "eager"])),
         "cluster": {
             "nodes": [{"type": kind, "devices": per_node, "count": nodes, "host": "dgx-h100"}],
             "levels": levels,
@@ -147,7 +148,7 @@ def planned(job: dict[str, Any], **fixed: Any) -> Plan:
         {"ids": ids, "labels": ids},
         global_batch=job["batch"],
         precision=job["precision"],
-        constraints=Constraints(**fixed),
+        constraints=Constraints(execution=job.get("execution"), **fixed),
         estimate_only=True,
     )
 

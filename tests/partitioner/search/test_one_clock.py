@@ -71,7 +71,7 @@ def planned(
         {"ids": ids, "labels": ids},
         global_batch=batch,
         precision="bf16",
-        constraints=Constraints(offload=(), **fixed),
+        constraints=Constraints(**{"offload": (), "execution": "eager", **fixed}),
     )
 
 

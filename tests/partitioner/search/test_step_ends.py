@@ -158,7 +158,9 @@ def plan_of(network: float) -> Plan:
     )
     with torch.device("meta"):
         model = Tower(24, 4096)
-    constraints = Constraints(pp=2, tp=1, schedule="zb-v", zero=1, microbatch_size=64, placement="in_order")
+    constraints = Constraints(
+        pp=2, tp=1, schedule="zb-v", zero=1, microbatch_size=64, placement="in_order", execution="eager"
+    )
     return partition(
         model, topology, {"x": torch.empty(4, 4096, device="meta")}, global_batch=2048, constraints=constraints
     )

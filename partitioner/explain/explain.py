@@ -579,9 +579,10 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
         )
     yield candidate_table(plan)
     yield format_text_line(
-        "zero: ZeRO's stage, 0 if absent; dp_shard: ranks that share states, all of dp × cp if absent; v: virtual "
-        "stages of a rank; step time: of the best plan that was found for the row; at least: a lower bound on the "
-        "step time of every plan of the row; memory: of the fullest rank."
+        "A row is a layout. mesh: the number of ranks on each axis; zero: ZeRO's stage, 0 if absent; dp_shard: ranks "
+        "that share states, all of dp × cp if absent; v: virtual stages of a rank; microbatch: samples of one; step "
+        "time: of the best plan that was found for the row; at least: a lower bound on the step time of every plan "
+        "of the row; memory: of the fullest rank."
     )
     rows = plan.certificate.candidates
     if note := describe_tried_rows(plan.certificate, "at least"):

@@ -49,9 +49,8 @@ def open_issuing_plan() -> Iterator[Issuing]:
     types = {"told": {"memory": 1 << 40, "peak": {"fp32": 1e24}, "memory_bandwidth": 1e18, "dispatch": 1.0}}
     topology = Topology(name="told", nodes=({"type": "told", "devices": 1},), types=types)
     with torch.random.fork_rng():
-        plan = partition(
-            _Decoder(), topology, (_build_batch(),), constraints=Constraints(microbatch_size=1, recompute="none")
-        )
+        constraints = Constraints(microbatch_size=1, recompute="none", execution="eager")
+        plan = partition(_Decoder(), topology, (_build_batch(),), constraints=constraints)
     with tempfile.TemporaryDirectory() as folder:
         yield Issuing(str(plan.save(Path(folder, "plan.json"))), plan.estimate.step_time)
 

@@ -38,8 +38,11 @@ _SLOWER = 1.15  # factor on the seconds of a rank, so that the longest path goes
 _INPUTS = 1  # the phase that contains recomputation: backward for inputs
 _FIRST_PRICES = tuple(2.0**-k for k in range(8, 0, -1))  # of the memory of all ranks, as fractions of a step
 _KEPT = 0.5  # the weight of the best duals so far in those that are tried next (Wentges 1997)
-_EVERY = 7  # cuts after which the longest path of the last one is added
+_EVERY = 3  # cuts after which the longest path of the last one is added
+_EXCEEDED = 1e-6  # fraction of a rank's memory: a solution that exceeds it by less fits
+_ROWS_AT_ONCE = 64  # rows for memory that are added to the linear program before it is solved again
 _SAME = 1e-3  # relative difference of bound and program at which the search stops
+_MOST_ACTIONS = 400_000  # actions to simulate for the first paths, each of which goes through another rank
 _MOST_CUTS, _MOST_WORK = 150, 200_000_000  # cuts to add, and sequences of calls to price in all of them together
 
 
@@ -87,9 +90,11 @@ def bound_fitting_cuts(
         return path
 
     mixture = _CutMixture(relaxed.memory, limit_s)
-    for of_stages in _slow_each_rank(phases, ranks):
+    apart = -(-len(ranks) * sum(map(len, timetable.orders)) // _MOST_ACTIONS)
+    slow = ranks[::apart]
+    for of_stages in _slow_each_rank(phases, slow):
         mixture.add_path(find_path(of_stages))
-    best = _Duals(-np.inf, np.full(len(ranks), 1 / len(ranks)), np.zeros(len(relaxed.memory)))
+    best = _Duals(-np.inf, np.full(len(slow), 1 / len(slow)), np.zeros(len(relaxed.memory)))
     even = np.concatenate([np.full(len(rank.moments), 1 / len(rank.moments) / len(ranks)) for rank in ranks])
     first = [best.prices, *(limit_s * price * even for price in _FIRST_PRICES)]
     for number in range(max(len(first), min(_MOST_CUTS, _MOST_WORK // relaxed.num_sequences))):
@@ -172,6 +177,9 @@ class _CutMixture:
     bytes of a microbatch whose backward has not begun, and bytes of one between the two halves of its backward.
     ``limit_s``: the cost in seconds of exceeding the memory by all memory of a rank, so that there always is a
     solution.
+
+    The program has a row only for times at which some solution so far exceeded the memory. Few of the thousands of
+    times are such, and the others would have a price of 0.
     """
 
     def __init__(self, memory: Table, limit_s: float) -> None:
@@ -180,13 +188,12 @@ class _CutMixture:
         self._cuts: list[_PricedCut] = []
         self._shares: list[mathopt.Variable] = []
         self._model = mathopt.Model()
-        self._seconds, lacking = self._model.add_variable(lb=0.0), self._model.add_variable(lb=0.0)
-        self._model.minimize(self._seconds + limit_s * lacking)
+        self._used: list[Table] = []  # of each cut: the fraction of the memory that it takes at each time
+        self._seconds, self._lacking = self._model.add_variable(lb=0.0), self._model.add_variable(lb=0.0)
+        self._model.minimize(self._seconds + limit_s * self._lacking)
         self._whole = self._model.add_linear_constraint(lb=1.0, ub=1.0)
         self._longer: list[mathopt.LinearConstraint] = []
-        self._fits = [self._model.add_linear_constraint(ub=1.0) for _ in memory]
-        for row in self._fits:
-            row.set_coefficient(lacking, -1.0)
+        self._fits: dict[int, mathopt.LinearConstraint] = {}  # time -> row
         self._solver = mathopt.IncrementalSolver(self._model, mathopt.SolverType.GLOP)
 
     def add_path(self, path: Table) -> None:
@@ -206,8 +213,10 @@ class _CutMixture:
         self._whole.set_coefficient(share, 1.0)
         for row, path in zip(self._longer, self._paths, strict=True):
             row.set_coefficient(share, -float(np.vdot(path, cut.seconds)))
-        for row, used in zip(self._fits, np.einsum("tbk,bk->t", self._memory, cut.bytes).tolist(), strict=True):
-            row.set_coefficient(share, used)
+        used = np.einsum("tbk,bk->t", self._memory, cut.bytes)
+        for moment, row in self._fits.items():
+            row.set_coefficient(share, float(used[moment]))
+        self._used.append(used)
         self._cuts.append(cut)
         self._shares.append(share)
 
@@ -224,17 +233,36 @@ class _CutMixture:
         ``None`` if the linear solver fails.
         """
         result = self._solve_program()
+        while result is not None and self._add_exceeded_times(result):
+            result = self._solve_program()
         if result is None:
             return None
         values = result.dual_values()
         weights = np.maximum(0.0, [values[row] for row in self._longer])
-        prices = np.maximum(0.0, [-values[row] for row in self._fits])
+        prices = np.zeros(len(self._memory))
+        for moment, row in self._fits.items():
+            prices[moment] = max(0.0, -values[row])
         if not weights.sum() > 0:
             return None
         known = np.zeros_like(weights)
         known[: len(best.weights)] = best.weights
         mean = _KEPT * known + (1 - _KEPT) * weights / weights.sum()
         return result.objective_value(), _Duals(-np.inf, mean, _KEPT * best.prices + (1 - _KEPT) * prices)
+
+    def _add_exceeded_times(self, result: mathopt.SolveResult) -> bool:
+        """Add a row for the times at which the mixture of ``result``, a solution, exceeds the memory most, and return
+        whether there are any without a row."""
+        values = result.variable_values()
+        most = 1.0 + values[self._lacking] + _EXCEEDED
+        used = sum(values[share] * of_cut for share, of_cut in zip(self._shares, self._used, strict=True))
+        exceeded = [moment for moment in np.argsort(-used).tolist()[:_ROWS_AT_ONCE] if used[moment] > most]
+        added = [moment for moment in exceeded if moment not in self._fits]
+        for moment in added:
+            row = self._fits[moment] = self._model.add_linear_constraint(ub=1.0)
+            row.set_coefficient(self._lacking, -1.0)
+            for share, of_cut in zip(self._shares, self._used, strict=True):
+                row.set_coefficient(share, float(of_cut[moment]))
+        return bool(added)
 
     def _solve_program(self) -> mathopt.SolveResult | None:
         """Return the solution of the program; ``None`` if there is none. The simplex method starts from the last

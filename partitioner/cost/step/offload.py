@@ -65,30 +65,40 @@ def _offload_call_costs(
     """
     reads = Counter(name for call in calls for name in set(call.inputs))
     made: dict[tuple[object, ...], CallCost] = {}  # equal calls share one object
-    result = []
+    result: list[CallCost] = []
+    sent = 0.0, 0.0
     for call, cost in zip(calls, costs, strict=True):
         once = tuple(reads[name] == 1 for name in call.inputs)
         held = [states[name] for name in call.states if name in states and states[name].passing]
         passing = sum(s.parameter / (s.replicas if s.stage == 3 else 1) for s in held)
         whole = sum(s.parameter for s in held if s.stage < 3)  # gathered parameters are counted with the gathers
-        key = SameObject(cost), once, passing, whole
+        key = SameObject(cost), once, passing, whole, sent
         if key not in made:
             made[key] = _add_call_transfers(
-                cost, host, once if train and "activations" in offload else None, passing, whole
+                cost, host, once if train and "activations" in offload else None, passing, whole, sent
             )
         result.append(made[key])
+        slim = made[key].slim or made[key]
+        sent = made[key].host_bytes, slim.host_bytes
     return result
 
 
 def _add_call_transfers(
-    cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float
+    cost: CallCost,
+    host: HostShare,
+    once: tuple[bool, ...] | None,
+    passing: float,
+    whole: float,
+    sent: tuple[float, float],
 ) -> CallCost:
     """Return ``cost``, the cost of a block call (such as a layer), with its transfers to and from host memory added.
+    The activations of the call before are sent to the host during its forward, and fetched during its backward.
 
     ``host``: the part of a host that a rank has. ``passing``: bytes of parameters that come from the host for each
     call. ``whole``: bytes that these occupy on the device while the call runs. ``once``: for each input of the call,
     whether no other call reads it; such an input is offloaded like the saved activations if backward needs it.
-    ``None``: no activations are offloaded.
+    ``None``: no activations are offloaded. ``sent``: bytes of offloaded activations of the call before, without and
+    with selective recomputation.
     """
     if once is None:
         kept, inputs = 0.0, cost.saved_inputs
@@ -96,11 +106,11 @@ def _add_call_transfers(
         moves = [saved and alone for saved, alone in zip(cost.saved_inputs, once, strict=True)]
         kept = cost.saved_bytes + sum(b for b, m in zip(cost.input_bytes, moves, strict=True) if m)
         inputs = tuple(s and not m for s, m in zip(cost.saved_inputs, moves, strict=True))
-    ahead = max(host.time(kept), host.time(passing)) - cost.forward_total_s
-    back = host.time(kept + passing) - cost.backward_total_s
+    ahead = max(host.time(sent[0]), host.time(passing)) - cost.forward_total_s
+    back = host.time(sent[0] + passing) - cost.backward_total_s
     slim = None
     if cost.selective_bytes:
-        slim = _add_call_transfers(cost.selective(), host, once, passing, whole)
+        slim = _add_call_transfers(cost.selective(), host, once, passing, whole, (sent[1], sent[1]))
     return replace(
         cost,
         forward_s=cost.forward_s + max(0.0, ahead),

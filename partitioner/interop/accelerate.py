@@ -31,8 +31,6 @@ _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _PREFIX = "parallelism_config."
 _WHERE = "the accelerate configuration"
 _BEYOND = {
-    "dynamo_config": "the fusion of operators by the compiler is not modelled",
-    "dynamo_backend": "the fusion of operators by the compiler is not modelled",
     "fsdp_config.fsdp_forward_prefetch": "the prediction assumes that parameters are gathered ahead of their layer",
     "fsdp_config.fsdp_backward_prefetch": "the prediction assumes that parameters are gathered ahead of their layer",
     "fsdp_config.fsdp_backward_prefetch_policy": (
@@ -71,11 +69,13 @@ def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[st
             f"{_WHERE}: num_processes={processes} is not divisible by num_machines={machines}; expected a multiple"
         )
     of_node = processes // machines if processes else None
+    compiled = {"fused_kernels": _is_compiled(options)}
     if kind == "DEEPSPEED":
-        return _read_deepspeed_section(options, folder, processes)
+        found = _read_deepspeed_section(options, folder, processes)
+        return found.replace(profile=found.profile.model_copy(update=compiled))
     layout: dict[str, Any] = {"framework": "accelerate", "devices": processes, "zero": 0}
     layout["precision"] = _read_precision(options)
-    facts: dict[str, Any] = {"name": "accelerate"}
+    facts: dict[str, Any] = {"name": "accelerate", **compiled}
     parallel = any(name.startswith(_PREFIX) for name in flat)
     if kind == "MEGATRON_LM":
         return _read_megatron_section(options, layout)
@@ -89,6 +89,17 @@ def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[st
         layout |= _read_axes(options, layout["zero"])
     _note_beyond(options)
     return TrainingLayout(**layout, profile=OURS.model_copy(update=facts), unused=options.list_unused())
+
+
+def _is_compiled(options: Options) -> bool:
+    """Return whether Inductor compiles the model, and fuses its operators. ``options``: the options of an accelerate
+    configuration."""
+    names = [name for name in ("dynamo_config.dynamo_backend", "dynamo_backend") if options.has(name)]
+    backends = {name: str(options.take(name)).upper() for name in names}
+    for name, backend in backends.items():
+        if backend not in ("NO", "FALSE", "INDUCTOR"):
+            options.note(name, "only the fusion of operators by Inductor is part of the prediction")
+    return "INDUCTOR" in backends.values()
 
 
 def _note_beyond(options: Options) -> None:
@@ -247,6 +258,8 @@ def write_accelerate(layout: TrainingLayout) -> tuple[str, tuple[UnusedOption, .
     elif layout.precision == "nvfp4":
         leave_out("precision", "there is no product in 4 bits; the type is bf16")
     found["mixed_precision"] = precision
+    if layout.profile.fused_kernels:
+        found["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     if layout.zero not in (0, 2, 3):
         leave_out("zero", "FSDP shards parameters, too, or gradients; nothing is sharded")
     if layout.pp > 1:

@@ -184,10 +184,25 @@ def _build_layout(nested: Mapping[str, Any], *, new: bool, ignore: Collection[st
     forced = [flag(name) for name in ("debug.moe_force_load_balance", "training.debug_moe_force_load_balance")]
     facts["even_experts"] = "routed" if any(forced) else "none"
     facts["current_scaling"] = layout["precision"] == "fp8"
+    facts["fused_kernels"] = _is_compiled(options)
     for option, reason in _BEYOND.items():
         options.note(option, reason)
     profile = PROFILES["torchtitan"].model_copy(update=facts)
     return TrainingLayout(**layout, profile=profile, unused=options.list_unused())
+
+
+def _is_compiled(options: Options) -> bool:
+    """Return whether the model is compiled by Inductor, which fuses operators. ``options``: the options of a torchtitan
+    configuration."""
+    enabled = options.take_any_flag("compile.enable", "training.compile")
+    components = options.take("compile.components")
+    if components is not None and not isinstance(components, list | tuple):
+        raise options.wrong_value("compile.components", "a list, such as model and loss")
+    if enabled and options.has("compile.backend") and options.take("compile.backend") != "inductor":
+        options.note("compile.backend", "only the fusion of operators by Inductor is part of the prediction")
+        return False
+    options.take("compile.backend")
+    return enabled and (components is None or "model" in components)
 
 
 def _is_offloaded(options: Options) -> bool:
@@ -563,6 +578,8 @@ def _list_options(layout: TrainingLayout, *, new: bool) -> tuple[dict[str, dict[
         leave_out("optimizer", "the optimizer is AdamW")
     if new:
         training["disable_cuda_graphs"] = layout.profile.graphs == "none" or layout.pp > 1 or layout.ep > 1
+    if layout.profile.fused_kernels:
+        sections["compile"] = {"enable": True}
     if layout.profile.overlap_tensor and layout.tp > 1:
         name = "enable_async_tensor_parallel"
         sections["compile"] = {"enable": True, **({name: True} if new else {})}

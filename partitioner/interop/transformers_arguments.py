@@ -105,6 +105,19 @@ def _read_distributed(options: Options) -> TrainingLayout:
     return TrainingLayout(framework="transformers", **layout, profile=profile, unused=options.list_unused())
 
 
+def _is_compiled(options: Options) -> bool:
+    """Return whether Inductor compiles the model, and fuses its operators. A backend or a mode switches compilation on,
+    too. ``options``: the fields of ``TrainingArguments``."""
+    enabled = options.take_flag("torch_compile")
+    backend, mode = options.take("torch_compile_backend"), options.take("torch_compile_mode")
+    if backend not in (None, "inductor"):
+        options.note("torch_compile_backend", "only the fusion of operators by Inductor is part of the prediction")
+        return False
+    if mode not in (None, "default"):
+        options.note("torch_compile_mode", "the prediction assumes the default mode")
+    return enabled or backend is not None or mode is not None
+
+
 def _check_plan(options: Options, name: str) -> None:
     """Raise :class:`OptionValueError` if the plan ``name`` among ``options``, such as ``tp_plan``, is no mapping of
     modules to styles, has a style that transformers does not know, or names a single layer.
@@ -140,14 +153,14 @@ def _read_arguments(options: Options, folder: Path | None) -> TrainingLayout:
         "precision": "bf16" if bf16 else "fp16" if fp16 else "fp32", "recompute": "full" if checkpointed else "none",
         "optimizer": _read_optimizer(options),
     }  # fmt: skip
-    if options.take_flag("torch_compile"):
-        options.note("torch_compile", "the fusion of operators by the compiler is not modelled")
+    compiled = _is_compiled(options)
     if options.take_flag("use_liger_kernel"):
         options.note("use_liger_kernel", "the fused kernels of Liger are not modelled")
-    facts: dict[str, Any] = {"name": "transformers"}
+    facts: dict[str, Any] = {"name": "transformers", "fused_kernels": compiled}
     deepspeed = options.take("deepspeed")
     if deepspeed:
-        return _add_deepspeed(options, layout, deepspeed, folder)
+        found = _add_deepspeed(options, layout, deepspeed, folder)
+        return found.replace(profile=found.profile.model_copy(update={"fused_kernels": compiled}))
     given = options.take("fsdp")
     if given:
         layout |= _read_fsdp(options, given)

@@ -357,6 +357,42 @@ def test_transformers_arguments(tmp_path: Path) -> None:
     assert "learning_rate" in unused_of(layout)
 
 
+ACCELERATE = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
+ARGUMENTS = {"output_dir": "out", "per_device_train_batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "compiled", "unused"),
+    [
+        ("a.toml", TOML, False, set()),
+        ("a.toml", TOML + "[compile]\nenable = true\n", True, set()),
+        ("a.toml", TOML + "[compile]\nenable = false\n", False, set()),
+        ("a.toml", TOML + "[compile]\nenable = true\ncomponents = ['loss']\n", False, set()),
+        ("a.toml", TOML + "[compile]\nenable = true\nbackend = 'aot_eager'\n", False, {"compile.backend"}),
+        ("a.toml", "[training]\nbatch_size = 2\ncompile = true\n", True, set()),
+        ("b.yaml", ACCELERATE + "dynamo_config: {dynamo_backend: INDUCTOR}\n", True, set()),
+        ("b.yaml", ACCELERATE + "dynamo_backend: 'NO'\n", False, set()),
+        ("b.yaml", ACCELERATE + "dynamo_config: {dynamo_backend: EAGER}\n", False, {"dynamo_config.dynamo_backend"}),
+        ("c.json", json.dumps(ARGUMENTS), False, set()),
+        ("c.json", json.dumps(ARGUMENTS | {"torch_compile": True}), True, set()),
+        ("c.json", json.dumps(ARGUMENTS | {"torch_compile_backend": "inductor"}), True, set()),
+        ("c.json", json.dumps(ARGUMENTS | {"torch_compile_mode": "max-autotune"}), True, {"torch_compile_mode"}),
+        ("c.json", json.dumps(ARGUMENTS | {"torch_compile_backend": "eager"}), False, {"torch_compile_backend"}),
+    ],
+)
+def test_the_compiler_that_a_configuration_switches_on(
+    file: str, text: str, compiled: bool, unused: set[str], tmp_path: Path
+) -> None:
+    layout = read_file(tmp_path, file, text)
+    assert layout.profile.fused_kernels is compiled
+    assert {name for name in unused_of(layout) if "compile" in name or "dynamo" in name} == unused
+
+
+def test_components_to_compile_are_a_list(tmp_path: Path) -> None:
+    with pytest.raises(OptionValueError, match=r"compile\.components.*expected a list"):
+        read_file(tmp_path, "a.toml", TOML + "[compile]\ncomponents = 'model'\n")
+
+
 def test_transformers_mesh(tmp_path: Path) -> None:
     given = {"tp_size": 2, "tp_plan": {"layers.*.mlp": "colwise"}, "fsdp_size": 4, "fsdp_mixed_precision": True}
     layout = read_file(tmp_path, "mesh.json", json.dumps(given)).at(8)

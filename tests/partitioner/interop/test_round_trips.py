@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from partitioner.execution_profile import OURS
 from partitioner.interop.formats import read_layout, write_layout
 from partitioner.interop.layout import FACTS, TrainingLayout
 from partitioner.interop.options import NO_EFFECT, NOT_USED, OF_MODEL
@@ -50,3 +51,13 @@ def test_what_is_written_has_an_effect(case: str, layout: TrainingLayout, tmp_pa
     write_layout(layout, format_name, tmp_path / file)
     for option in read_layout(tmp_path / file, format_name).unused:
         assert option.reason not in (NO_EFFECT, NOT_USED, OF_MODEL), option
+
+
+@pytest.mark.parametrize("case", ["toml", "module", "accelerate"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_compiled_layout_is_written_as_compiled(case: str, compiled: bool, tmp_path: Path) -> None:
+    format_name, file = FILES[case]
+    profile = OURS.model_copy(update={"fused_kernels": compiled})
+    layout = TrainingLayout(framework="partitioner", dp=4, devices=4, zero=3, microbatch_size=1, profile=profile)
+    write_layout(layout, format_name, tmp_path / file)
+    assert read_layout(tmp_path / file, format_name).profile.fused_kernels is compiled

@@ -165,11 +165,13 @@ class _Lane:
         run = self._find_run(what)
         costs = self.ends.problem.pace(run.number).costs
         work = {place: costs[place].forward_total_s for place in range(run.start, run.stop)}
-        self.clock.compute(max(0.0, seconds - sum(work.values())))
+        total = sum(work.values())
+        shorter = min(1.0, seconds / total) if total else 1.0  # fewer activations may be sent to the host
+        self.clock.compute(max(0.0, seconds - total))
         for place, of_call in work.items():
             for gather in self.gathers.get(place, ()):
                 self.clock.wait_for(gather)
-            self.clock.compute(of_call)
+            self.clock.compute(of_call * shorter)
 
     def backward(self, what: int, seconds: float, is_last: bool) -> None:
         """Simulate a backward of a virtual stage, from its last block call (such as a layer) to its first, and begin

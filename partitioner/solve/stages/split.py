@@ -368,8 +368,9 @@ def _build_stage_plans(
     last. ``recomputed``: the number of first calls to recompute in full.
     """
     problem = tables.problem
-    forward, backward = tables.seconds_at(stages, start, stop)
-    again = way.seconds_at(stages, start, stop)[1] - backward + way.again(stages, start, recomputed)
+    forward, of_way = way.seconds_at(stages, start, stop)
+    backward = np.minimum(tables.seconds_at(stages, start, stop)[1], of_way)  # fewer activations may be fetched faster
+    again = of_way - backward + way.again(stages, start, recomputed)
     before, after = tables.waits_at(stages, start, stop)
     columns = (
         stages,

@@ -226,8 +226,8 @@ def is_compiled(row: Row) -> bool:
 
 
 def prices_fused_kernels(row: Row) -> bool:
-    """Whether the model is PyTorch's operators, and the cost model fuses them (``--compiled``). Otherwise a model with
-    fused norms and rotations stands for compiled ones."""
+    """Whether the row is priced as PyTorch's operators, which the cost model fuses (``--compiled``). Otherwise compiled
+    rows have a model with fused norms and rotary embeddings."""
     return bool(row.get(FUSED))
 
 

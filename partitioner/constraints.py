@@ -212,11 +212,11 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
         default=None,
         description='Execution mode of the ranks, unless the engine is given another one. "eager": operator by '
         'operator. "compiled": compiled functions between collectives. "graph": a recorded step is '
-        'replayed, on GPUs as CUDA graphs of compiled functions. None: "compiled" on GPUs, for which '
-        'PyTorch brings a compiler along, "eager" on CPUs, where compiling takes longer than a short run '
-        'saves. Time estimates for "compiled", and for "graph" on GPUs, assume that a compiler fuses '
-        'operators. Those for "graph" leave out the launch time of the host, except for operators of '
-        'experts. Memory estimates are those of "eager" in all modes.',
+        'replayed, on GPUs as CUDA graphs of compiled functions. None: "compiled" on GPUs, "eager" on CPUs, '
+        'where compilation takes longer than it saves in a short run. Time estimates for "compiled", and '
+        'for "graph" on GPUs, assume that a compiler fuses operators. Those for "graph" on GPUs also '
+        "leave out the launch time of the host, except for operators of experts. Memory estimates are "
+        'those of "eager" in all modes.',
     )
 
     fp8_scaling: Literal["tensor", "row", "block"] = Field(

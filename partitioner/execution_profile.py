@@ -204,7 +204,8 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
     ) -> ExecutionProfile:
         """Return this profile, adapted to how the runtime of this project is used: execution mode ``execution`` on
         devices of torch's type ``device``, ``cuda`` or ``cpu``. A profile of another framework is returned unchanged,
-        because its own fields say what is compiled and recorded.
+        because its own fields say what is compiled and recorded. Other fields of this project's profile, such as
+        ``dispatch``, keep their values.
 
         ``execution``: ``eager``; ``compiled``: a compiler merges operators; ``graph``: on GPUs operators are merged,
         and steps are replayed as CUDA graphs, so that the host launches only the operators of experts one by one; on
@@ -215,16 +216,22 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
         ``fp8_scaling``: which numbers share a scale in fp8. On GPUs, blocks (such as layers) are in fp8 only where this
         is estimated to be faster; on CPUs, which compute fp8 for tests, everywhere.
         """
-        if self != OURS:
+        if self.name != OURS.name:
             return self
-        changes: dict[str, Any] = {} if fp8_scaling == OURS.fp8_scaling else {"fp8_scaling": fp8_scaling}
-        if device == "cuda":
+        on_gpu = device == "cuda"
+        changes: dict[str, Any] = {}
+        if fp8_scaling != OURS.fp8_scaling:
+            changes["fp8_scaling"] = fp8_scaling
+        if on_gpu and self.fp8_products == OURS.fp8_products:
             changes["fp8_products"] = "faster"
-        if overlap_tensor or (overlap_tensor is None and device == "cuda"):
+        if overlap_tensor or (overlap_tensor is None and on_gpu):
             changes["tensor_pieces"] = "all" if overlap_tensor else "faster"
-        execution = execution or ("compiled" if device == "cuda" else "eager")
-        if execution == "compiled" or (execution == "graph" and device == "cuda"):
-            changes |= {"fused_kernels": True} | ({"graphs": "part"} if execution == "graph" else {})
+        if execution is None and on_gpu:
+            changes["fused_kernels"] = True
+        elif execution is not None:
+            changes["fused_kernels"] = execution == "compiled" or (execution == "graph" and on_gpu)
+            if self.graphs != "all":
+                changes["graphs"] = "part" if execution == "graph" and on_gpu else "none"
         return self.model_copy(update=changes) if changes else self
 
     def executes_as(self, other: ExecutionProfile) -> bool:

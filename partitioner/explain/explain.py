@@ -580,7 +580,7 @@ def _explain_alternatives(plan: Plan) -> Iterator[RenderableType]:
     yield candidate_table(plan)
     yield format_text_line(
         "A row is a layout. mesh: the number of ranks on each axis; zero: ZeRO's stage, 0 if absent; dp_shard: ranks "
-        "that share states, all of dp × cp if absent; v: virtual stages of a rank; microbatch: samples of one; step "
+        "that share states, all of dp × cp if absent; v: virtual stages of a rank; microbatch: its samples; step "
         "time: of the best plan that was found for the row; at least: a lower bound on the step time of every plan "
         "of the row; memory: of the fullest rank."
     )

@@ -369,8 +369,9 @@ def execution_text(plan: Plan) -> str:
     """Return how ranks execute instructions, such as ``compiled between collectives``, empty for one operator after
     another: as the constraints of ``plan`` say, or else as the estimates assume.
     """
-    assumed = "compiled" if plan.profile.name == OURS.name and plan.profile.fused_kernels else "eager"
-    return _EXECUTION[plan.constraints.execution or assumed]
+    assumed = "compiled" if plan.profile.fused_kernels else "eager"
+    given = plan.constraints.execution if plan.profile.name == OURS.name else None
+    return _EXECUTION[given or assumed]
 
 
 def waiting_text(plan: Plan) -> str:

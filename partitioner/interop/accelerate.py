@@ -78,7 +78,8 @@ def read_accelerate(text: str, folder: Path | None = None, ignore: Collection[st
     facts: dict[str, Any] = {"name": "accelerate", **compiled}
     parallel = any(name.startswith(_PREFIX) for name in flat)
     if kind == "MEGATRON_LM":
-        return _read_megatron_section(options, layout)
+        found = _read_megatron_section(options, layout)
+        return found.replace(profile=found.profile.model_copy(update=compiled))
     if kind == "FSDP":
         layout |= _read_fsdp(options, of_node)
         facts["short_gradients"] = layout["precision"] in ("bf16", "fp16")

@@ -106,8 +106,8 @@ def _read_distributed(options: Options) -> TrainingLayout:
 
 
 def _is_compiled(options: Options) -> bool:
-    """Return whether Inductor compiles the model, and fuses its operators. A backend or a mode switches compilation on,
-    too. ``options``: the fields of ``TrainingArguments``."""
+    """Return whether Inductor compiles the model, and fuses its operators. Setting a backend or a mode also switches
+    compilation on. ``options``: the fields of ``TrainingArguments``."""
     enabled = options.take_flag("torch_compile")
     backend, mode = options.take("torch_compile_backend"), options.take("torch_compile_mode")
     if backend not in (None, "inductor"):

@@ -520,7 +520,8 @@ class PartitionedStrategy(DDPStrategy):  # type: ignore[misc]
             )
         else:  # validate, test and predict run the whole module
             with keep_generators():
-                engine = Engine(self.plan, StepModel(self.lightning_module, StepRecords()), self.root_device)
+                whole = StepModel(self.lightning_module, StepRecords())
+                engine = Engine(self.plan, whole, self.root_device, compile=False)  # runs no step
                 engine.load(Path(checkpoint_path), extra={STATE: held})
             self._copy_weights(engine)
         return {**held.state, "state_dict": {}}

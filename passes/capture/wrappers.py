@@ -163,8 +163,8 @@ _CHILDREN = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 COMPILED_NOTE = (
-    "torch.compile in the model ({where}) is left out: partitioner.Engine(..., compile=True) compiles the plan's "
-    "programs"
+    "torch.compile in the model ({where}) is left out: plans are compiled on GPUs, and with "
+    'Constraints(execution="compiled") on CPUs, too'
 )
 _REPLICATED_NOTE = "{kind} ({where}) is left out: the plan itself divides the batch and adds up gradients"
 _MAX_LISTED_PLACES = 3  # most module paths that a note lists

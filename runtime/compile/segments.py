@@ -16,8 +16,8 @@ import operator
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,33 @@ one_thread = threading.RLock()
 _MIN_OPERATORS = 2  # operators that are worth a function of their own
 
 
+class _Mode(threading.local):
+    """How this thread runs groups of operators. ``uncompiled``: one operator after another."""
+
+    uncompiled = False
+
+
+_mode = _Mode()
+
+
+@contextmanager
+def run_uncompiled() -> Iterator[None]:
+    """Inside the ``with`` block, this thread runs the operators of compiled groups one by one, so that tools can
+    observe each of them."""
+    before, _mode.uncompiled = _mode.uncompiled, True
+    try:
+        yield
+    finally:
+        _mode.uncompiled = before
+
+
+class SegmentInterpreter(fx.Interpreter):
+    """Runs the operators of a compiled group one by one. The stack frames of ``run_node`` say which node runs."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        return super().run_node(n)
+
+
 class Segment:
     """A group of operators of a block (a piece of the model, such as a layer), compiled by ``torch.compile`` to one
     function at its first call. Threads of a process may share it.
@@ -62,8 +89,10 @@ class Segment:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the operators of this group, as one compiled function, with ``arguments``, and return their results. Only
-        one thread runs at a time.
+        one thread runs at a time. Inside :func:`run_uncompiled`, run them one by one.
         """
+        if _mode.uncompiled:
+            return SegmentInterpreter(self.module).run(*arguments)
         with one_thread:
             if threading.get_ident() in self._known:
                 return self.function(*arguments)
@@ -111,7 +140,10 @@ class FixedSegment:
         self._dynamic: Segment | None = None  # where the data decides on shapes
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the operators of this group, as one compiled function, with ``arguments``, and return their results."""
+        """Run the operators of this group, as one compiled function, with ``arguments``, and return their results.
+        Inside :func:`run_uncompiled`, run them one by one."""
+        if _mode.uncompiled:
+            return SegmentInterpreter(self.module).run(*arguments)
         if self._dynamic is not None:
             return self._dynamic(*arguments)
         if self._only is None:

@@ -87,11 +87,11 @@ class Engine:
             ``PARTITION_OFFLOAD_FOLDER``.
         compile: compile the operators between collectives: with Inductor (``True``; operator by operator where it
             cannot work), or by ``torch.compile`` with another of torch's backends by its name; ``False``: compile
-            nothing; ``None``: as ``execution`` says.
+            nothing, and record nothing unless ``execution`` says so.
         execution: how instructions are executed: ``eager``, operator by operator; ``compiled``, like ``compile=True``;
             ``graph``: one step is recorded and replayed afterwards, on a GPU as CUDA graphs of compiled parts;
-            ``None``: as ``compile`` says, otherwise as the plan's constraints say, and if they say nothing,
-            ``compiled`` on a GPU and ``eager`` on a CPU.
+            ``None``: ``compiled`` or ``eager`` as ``compile`` says; if that is ``None``, too, as the plan's constraints
+            say, and if they say nothing, ``compiled`` on a GPU and ``eager`` on a CPU.
             :attr:`execution_report` says what could not be recorded, and why.
 
     Attributes:

@@ -15,6 +15,7 @@ from torch import fx
 
 from partitioner.runtime.comm.failure_origin import is_user_file
 from partitioner.runtime.comm.torch_backend import TorchCommunicator, TorchGroup, Transfer
+from partitioner.runtime.compile.segments import SegmentInterpreter
 from partitioner.runtime.execute.calls import BoundCall
 from partitioner.runtime.execute.executor import Executor
 from partitioner.runtime.execute.transfers import PendingReceive, TransferSender
@@ -69,6 +70,8 @@ def locate_rank(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> 
                 found.update(_describe_node(node))
             continue
         owner = frame.f_locals.get("self")
+        if isinstance(owner, SegmentInterpreter) and code.co_name == "run_node" and "node" not in found:
+            found.update(_describe_node(frame.f_locals["n"]))
         if "waits" not in found:
             waiting = _WAITING.get((type(owner), code.co_name))
             if waiting is not None:

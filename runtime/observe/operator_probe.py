@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner.runtime.comm import thread_backend, torch_backend
+from partitioner.runtime.compile.segments import run_uncompiled
 from partitioner.runtime.engine.engine import Engine
 from partitioner.runtime.errors import LaunchError
 from partitioner.runtime.execute import transfers
@@ -117,7 +118,7 @@ def _is_buffer(frame: FrameType | None, func: Any) -> bool:
 @contextmanager
 def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> Iterator[None]:
     """Inside the ``with`` block, call ``see`` for every operator that runs in a step of ``engine``, after it has run,
-    with a description of the operator and its tensors.
+    with a description of the operator and its tensors. Compiled operators run one by one meanwhile.
     """
     executor = engine._executor
     plain = list(executor.actions)
@@ -130,7 +131,7 @@ def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> I
 
         def run() -> None:
             probe.index = index
-            with probe:
+            with run_uncompiled(), probe:
                 action()
 
         return run

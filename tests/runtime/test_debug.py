@@ -95,6 +95,18 @@ def test_an_infinity_that_becomes_a_nan_is_told_where_it_was_made():
     assert caught.value.failure.node.startswith("gelu")
 
 
+@pytest.mark.parametrize("compile", [False, "aot_eager", True])
+def test_operators_of_compiled_steps_are_told_one_by_one(compile: bool | str):
+    """A weight is so large that the first product overflows; a compiled function would hide that product."""
+    model = Net()
+    with torch.no_grad():
+        model.layers[0].up.weight.fill_(torch.finfo(model.layers[0].up.weight.dtype).max / 2)
+    engine = Engine(program_of_net(), model, compile=compile)
+    engine.step(net_inputs())
+    with pytest.raises(NonFiniteError, match=r"node mm \(aten\.mm\.default\).*the first infinity.*makes a NaN at gelu"):
+        check_finite(engine, net_inputs())
+
+
 def test_a_parameter_that_is_no_number_is_told_by_name():
     model = Net()
     engine = Engine(program_of_net(), model)

@@ -92,7 +92,8 @@ def _add_call_transfers(
     sent: tuple[float, float],
 ) -> CallCost:
     """Return ``cost``, the cost of a block call (such as a layer), with its transfers to and from host memory added.
-    The activations of the call before are sent to the host during its forward, and fetched during its backward.
+    While this call runs forward, the activations of the previous call are sent to the host; while it runs backward,
+    they are fetched.
 
     ``host``: the part of a host that a rank has. ``passing``: bytes of parameters that come from the host for each
     call. ``whole``: bytes that these occupy on the device while the call runs. ``once``: for each input of the call,

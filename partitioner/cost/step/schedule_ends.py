@@ -166,7 +166,7 @@ class _Lane:
         costs = self.ends.problem.pace(run.number).costs
         work = {place: costs[place].forward_total_s for place in range(run.start, run.stop)}
         total = sum(work.values())
-        shorter = min(1.0, seconds / total) if total else 1.0  # fewer activations may be sent to the host
+        shorter = min(1.0, seconds / total) if total else 1.0  # selective recomputation copies fewer activations
         self.clock.compute(max(0.0, seconds - total))
         for place, of_call in work.items():
             for gather in self.gathers.get(place, ()):

@@ -564,7 +564,9 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     if pinned.offload is None and can_offload(topology):
         found["offload"] = "Offload to host memory was not tried, because plans without it fit."
     if space.compiled:
-        found["execution"] = 'Replayed steps (execution="graph") were not tried; they spare the host\'s launch times.'
+        found["execution"] = (
+            'CUDA graphs (execution="graph") were not tried; they save the time in which the host launches operators.'
+        )
     if space.world_size == 1:
         return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:

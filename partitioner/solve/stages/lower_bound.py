@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import CapacityError
 from partitioner.passes.ir.hashing import SameObject
 from partitioner.schedules.csv_table import ScheduleTable
@@ -99,9 +100,7 @@ def least_time(
         raise capacity_error(tables, relaxed=True)
     p = problem.num_stages
     paces = {id(pace): pace for pace in map(problem.pace, range(p))}.values()
-    forward = sum(
-        min(costs) for costs in zip(*([c.forward_total_s for c in pace.costs] for pace in paces), strict=True)
-    )
+    forward = sum(min(costs) for costs in zip(*(map(_find_least_forward, pace.costs) for pace in paces), strict=True))
     alone = np.diagonal(tables.least_work, 1)  # each call by itself, on the stage that is fastest for it
     work = float(alone.sum())
     limit = _LONG * max(work / p, float(alone.max()))
@@ -261,13 +260,25 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
     for weights. ``pace``: the costs on the devices of one stage, which give the seconds of the backward for weights.
     """
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
-    ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
+    ahead = [min(costs) for costs in zip(*(map(_find_least_forward, p.costs) for p in paces), strict=True)]
     train = problem.train
     split = is_split(problem.schedule)
-    halves = ([(c.backward_total_s - c.later_s * split) * train for c in p.costs] for p in paces)
+    halves = ([(_find_least_backward(c) - c.later_s * split) * train for c in p.costs] for p in paces)
     back = [min(costs) for costs in zip(*halves, strict=True)]
     weights = [c.later_s * train for c in pace.costs]
     return OtherStageTimes(*(np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights)))
+
+
+def _find_least_forward(cost: CallCost) -> float:
+    """Return the forward seconds of a block call (such as a layer), without selective recomputation or with it: it has
+    fewer activations to send to host memory."""
+    return min(cost.forward_total_s, cost.slim.forward_total_s) if cost.slim is not None else cost.forward_total_s
+
+
+def _find_least_backward(cost: CallCost) -> float:
+    """Return the backward seconds of a block call (such as a layer), without selective recomputation or with it: it has
+    fewer activations to fetch from host memory."""
+    return min(cost.backward_total_s, cost.slim.backward_total_s) if cost.slim is not None else cost.backward_total_s
 
 
 def _check_memory(tables: StageTables) -> None:

@@ -42,7 +42,7 @@ _EVERY = 3  # cuts after which the longest path of the last one is added
 _EXCEEDED = 1e-6  # fraction of a rank's memory: a solution that exceeds it by less fits
 _ROWS_AT_ONCE = 64  # rows for memory that are added to the linear program before it is solved again
 _SAME = 1e-3  # relative difference of bound and program at which the search stops
-_MOST_ACTIONS = 400_000  # actions to simulate for the first paths, each of which goes through another rank
+_MOST_SIMULATED_ACTIONS = 400_000  # actions to simulate for the first paths, each of which goes through another rank
 _MOST_CUTS, _MOST_WORK = 150, 200_000_000  # cuts to add, and sequences of calls to price in all of them together
 
 
@@ -90,7 +90,7 @@ def bound_fitting_cuts(
         return path
 
     mixture = _CutMixture(relaxed.memory, limit_s)
-    apart = -(-len(ranks) * sum(map(len, timetable.orders)) // _MOST_ACTIONS)
+    apart = -(-len(ranks) * sum(map(len, timetable.orders)) // _MOST_SIMULATED_ACTIONS)
     slow = ranks[::apart]
     for of_stages in _slow_each_rank(phases, slow):
         mixture.add_path(find_path(of_stages))
@@ -178,8 +178,8 @@ class _CutMixture:
     ``limit_s``: the cost in seconds of exceeding the memory by all memory of a rank, so that there always is a
     solution.
 
-    The program has a row only for times at which some solution so far exceeded the memory. Few of the thousands of
-    times are such, and the others would have a price of 0.
+    The program has a row only for times at which some solution so far exceeded the memory. Most times never exceed it;
+    their dual price would be 0.
     """
 
     def __init__(self, memory: Table, limit_s: float) -> None:

@@ -369,7 +369,8 @@ def _build_stage_plans(
     """
     problem = tables.problem
     forward, of_way = way.seconds_at(stages, start, stop)
-    backward = np.minimum(tables.seconds_at(stages, start, stop)[1], of_way)  # fewer activations may be fetched faster
+    # selective recomputation fetches fewer activations from the host
+    backward = np.minimum(tables.seconds_at(stages, start, stop)[1], of_way)
     again = of_way - backward + way.again(stages, start, recomputed)
     before, after = tables.waits_at(stages, start, stop)
     columns = (

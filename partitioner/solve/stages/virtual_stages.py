@@ -160,7 +160,7 @@ def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[S
 _MOST_IMPROVED = 0.1  # of a pipeline's seconds: better cuts saved up to 5 % on models of 32 to 126 layers
 _ROUNDS = 6  # rounds of dividing a rank's memory
 _CLOSE = 0.005  # relative gap that is small enough: a tighter bound is not computed
-_MOST_ACTIONS = 200_000  # of a schedule whose paths are followed for a tighter bound
+_MOST_ACTIONS = 200_000  # longest schedule, in actions, for which the tighter bound is computed
 
 _ENOUGH = 1 << 60  # bytes
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from partitioner import ConstraintError, Constraints, Engine, Plan, Topology, partition, prepare
+from partitioner.execution_profile import OURS
 from partitioner.runtime.engine.execution import ExecutionSetup, choose_execution
 from partitioner.runtime.errors import LaunchError
 from tests.helpers.models import CASES
@@ -91,6 +92,25 @@ def test_a_framework_says_itself_what_it_records(gpu: Topology):
     ]
     assert made[0].estimate.step_time == made[1].estimate.step_time
     assert made[1].profile.graphs == "none"
+
+
+def test_the_mode_is_independent_of_other_fields_of_our_profile():
+    """A changed field does not turn compilation off, and a profile for one mode can be used for another one."""
+    changed = OURS.model_copy(update={"dispatch": "once"})
+    compiled, recorded = changed.executed(None, "cuda"), changed.executed("graph", "cuda")
+    assert (compiled.fused_kernels, compiled.graphs, compiled.dispatch) == (True, "none", "once")
+    assert (recorded.fused_kernels, recorded.graphs) == (True, "part")
+    assert recorded.executed("compiled", "cuda") == compiled
+    eager = compiled.executed("eager", "cuda")
+    assert not eager.fused_kernels and eager == changed.executed("eager", "cuda")
+    assert changed.executed(None, "cpu") == changed
+
+
+@pytest.mark.parametrize(("execution", "verdict"), [("eager", "slower"), ("graph", "faster")])
+def test_another_mode_is_asked_for_after_planning(execution: str, verdict: str, gpu: Topology):
+    case = CASES["llama"]
+    given = {"model": case.build(), "inputs": case.inputs(4)}
+    assert planned(None, gpu).why_not(**given, execution=execution).verdict == verdict
 
 
 def test_a_cpu_needs_its_host_for_all_operators():

@@ -373,6 +373,7 @@ ARGUMENTS = {"output_dir": "out", "per_device_train_batch_size": 2}
         ("b.yaml", ACCELERATE + "dynamo_config: {dynamo_backend: INDUCTOR}\n", True, set()),
         ("b.yaml", ACCELERATE + "dynamo_backend: 'NO'\n", False, set()),
         ("b.yaml", ACCELERATE + "dynamo_config: {dynamo_backend: EAGER}\n", False, {"dynamo_config.dynamo_backend"}),
+        ("b.yaml", "distributed_type: MEGATRON_LM\nnum_processes: 8\ndynamo_backend: INDUCTOR\n", True, set()),
         ("c.json", json.dumps(ARGUMENTS), False, set()),
         ("c.json", json.dumps(ARGUMENTS | {"torch_compile": True}), True, set()),
         ("c.json", json.dumps(ARGUMENTS | {"torch_compile_backend": "inductor"}), True, set()),

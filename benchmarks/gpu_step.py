@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from partitioner import Constraints, Engine, Plan, Topology, partition
+from partitioner import Constraints, Engine, Plan, Topology, partition, prepare
 from partitioner.runtime.files import write_text
 
 Step = Callable[[], float]  # one whole step; the loss
@@ -248,6 +248,13 @@ def run_ours(job: Job, machine: Machine, plan: str, execution: str) -> Step:
     return step
 
 
+OURS: dict[
+    str, Literal["eager", "compiled", "graph"]
+] = {  # contender -> execution mode, for which there is a prediction
+    "ours eager": "eager",
+    "ours compiled": "compiled",
+    "ours replayed": "graph",
+}
 CONTENDERS: dict[str, Callable[[Job, Machine, str], Step]] = {
     "eager": run_plain,
     "ours eager": partial(run_ours, execution="eager"),
@@ -315,15 +322,18 @@ def measure(name: str, contender: str, cpu: bool, plan: str, steps: int, out: st
 
 
 def make_plan(name: str, cpu: bool, path: str) -> None:
-    """Plan one model for one rank, and save the plan and its estimates."""
+    """Plan one model for one rank, and save the plan and its estimates for each execution mode."""
     job = (TINY if cpu else JOBS)[name]
     topology = Topology.local(1) if cpu else Topology.detect()
     model = job.build("meta")
     inputs = job.inputs("cpu", torch.float32)
-    fixed = Constraints(dp=1, tp=1, pp=1, microbatch_size=job.batch, recompute="none")
-    plan = partition(model, topology, inputs, constraints=fixed, precision="fp32" if cpu else "bf16")
-    plan.save(path)
-    about = {"step_s": plan.estimate.step_time, "bytes": plan.estimate.memory[0]}
+    prepared = prepare(model, inputs, precision="fp32" if cpu else "bf16")
+    about = {}
+    for contender, execution in OURS.items():
+        fixed = Constraints(dp=1, tp=1, pp=1, microbatch_size=job.batch, recompute="none", execution=execution)
+        plan = partition(prepared, topology, constraints=fixed)
+        about[contender] = {"step_s": plan.estimate.step_time, "bytes": plan.estimate.memory[0]}
+    plan.save(path)  # the programs are the same
     write_text(Path(path + ".about"), json.dumps(about))
 
 
@@ -361,7 +371,8 @@ def compare(names: Sequence[str], contenders: Sequence[str], cpu: bool, budget_s
             share = (end - time.monotonic()) / (len(names) - number)
             until = time.monotonic() + share
             failure = call(make_plan, name, cpu, plan, timeout_s=share / 3)
-            about, flops = {"step_s": 0.0, "bytes": 0}, 0
+            about: dict[str, dict[str, Any]] = {}
+            flops = 0
             with contextlib.suppress(OSError):
                 about = json.loads(Path(plan + ".about").read_text())
             for place, contender in enumerate(contenders):
@@ -386,8 +397,8 @@ def compare(names: Sequence[str], contenders: Sequence[str], cpu: bool, budget_s
                 flops = flops or row.flops
                 if row.step_s:
                     row.mfu = flops / row.step_s / peak
-                if contender == "ours eager":
-                    row.predicted_s, row.predicted_bytes = about["step_s"], about["bytes"]
+                if contender in about:
+                    row.predicted_s, row.predicted_bytes = about[contender]["step_s"], about[contender]["bytes"]
                 rows.append(row)
                 print(f"{name}, {contender}: {row.error or f'{row.step_s * 1e3:.2f} ms'}", file=sys.stderr, flush=True)
     return rows

@@ -49,7 +49,7 @@ def test_ours_and_the_plain_model_compute_the_same_first_loss(tmp_path: Path):
     check_rows(rows)
     assert page.count("\n| llama-0.5b |") == 3
     assert "1 segments, between them nothing" in page
-    assert all(r["predicted_s"] > 0 for r in rows if r["contender"] == "ours eager")
+    assert all(r["predicted_s"] > 0 for r in rows if r["contender"].startswith("ours") and r["step_s"])
 
 
 @pytest.mark.slow

@@ -248,9 +248,8 @@ def run_ours(job: Job, machine: Machine, plan: str, execution: str) -> Step:
     return step
 
 
-OURS: dict[
-    str, Literal["eager", "compiled", "graph"]
-] = {  # contender -> execution mode, for which there is a prediction
+Mode = Literal["eager", "compiled", "graph"]
+OURS: dict[str, Mode] = {  # contender -> its execution mode, for which the plan predicts a step time
     "ours eager": "eager",
     "ours compiled": "compiled",
     "ours replayed": "graph",

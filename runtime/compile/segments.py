@@ -68,9 +68,6 @@ def run_uncompiled() -> Iterator[None]:
 class SegmentInterpreter(fx.Interpreter):
     """Runs the operators of a compiled group one by one. The stack frames of ``run_node`` say which node runs."""
 
-    def run_node(self, n: fx.Node) -> Any:
-        return super().run_node(n)
-
 
 class Segment:
     """A group of operators of a block (a piece of the model, such as a layer), compiled by ``torch.compile`` to one
